@@ -1,0 +1,116 @@
+"""What goes into generation and what comes out of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from alula.errors import require
+from alula.sparsity.policy import DENSE, Sparsity
+
+Finish = Literal["stop", "length", "error", "aborted"]
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `logprobs` are of the full vocabulary at `temperature` (at 1 where it is 0)."""
+
+    n: int = 1
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+    """Stop token ids, beside the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    topk_logprobs: int = 0
+    """Also return the ids and log-probs of this many most likely tokens at every position."""
+
+    def __post_init__(self) -> None:
+        require(self.n >= 1, f"n={self.n}: ask for at least one rollout per prompt.")
+        require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1.")
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens={self.min_new_tokens}: must lie between 0 and max_new_tokens={self.max_new_tokens}.",
+        )
+        require(self.temperature >= 0, f"temperature={self.temperature}: must be 0 (greedy) or above.")
+        require(0 < self.top_p <= 1, f"top_p={self.top_p}: must lie in (0, 1].")
+        require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or a number of tokens.")
+        require(self.topk_logprobs >= 0, f"topk_logprobs={self.topk_logprobs}: must be 0 or above.")
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-p or top-k cut the distribution; then no log-prob of the sampler is returned."""
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
+    def scored_temperature(self) -> float:
+        return self.temperature or 1.0
+
+
+@dataclass
+class KVUse:
+    """KV cache of one rollout; tokens are counted per layer and head, bytes over all of them."""
+
+    peak_tokens: int = 0
+    mean_tokens: float = 0.0
+    dense_mean_tokens: float = 0.0
+    """What the dense policy would have held, on the same tokens."""
+    mean_read_tokens: float = 0.0
+    """Tokens read by attention in a sparse layer: below `mean_tokens` under a selector."""
+    peak_pages: int = 0
+    peak_bytes: int = 0
+    mean_bytes: float = 0.0
+    evictions: int = 0
+    pages_freed: int = 0
+    swaps: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Share of the dense policy's KV tokens that was not held."""
+        return 1 - self.mean_tokens / self.dense_mean_tokens if self.dense_mean_tokens else 0.0
+
+
+@dataclass
+class Rollout:
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: Tensor | None
+    """float32 [tokens]: log-prob of each token under the policy that sampled it; None under top-p or top-k."""
+    finish: Finish
+    kv: KVUse = field(default_factory=KVUse)
+    policy_version: int = 0
+    prompt_index: int = 0
+    sample_index: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    sparsity: Sparsity = DENSE
+    text: str | None = None
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+    history: Tensor | None = None
+    """int32 [layer, kv_head, position]: `evicted_at`. The key at position j is visible to the query at t
+    while j <= t < evicted_at[j]. Recorded on request."""
+    selected: Any = None
+    """Pages read at every recorded step, layer and head; recorded on request, for tests."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass
+class Scores:
+    """Log-probs of a rollout's own tokens under some policy."""
+
+    logprobs: Tensor
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+
+
+NEVER = torch.iinfo(torch.int32).max
+"""`evicted_at` of a token that stayed to the end."""

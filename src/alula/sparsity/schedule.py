@@ -1,0 +1,74 @@
+"""A budget that depends on the sequence's length: a table of steps, the last one open-ended."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alula.errors import SettingError, require
+
+PRESETS = Path(__file__).with_name("presets")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`budgets[i]` KV tokens for lengths in [i·width, (i+1)·width); the last one for all longer sequences.
+
+    Length is the position (prompt + generated tokens), never the KV kept. The fields after `name` say what the
+    schedule was made for; `check` refuses another use. None means 'any'.
+    """
+
+    budgets: tuple[int, ...]
+    width: int = 2000
+    name: str = "schedule"
+    model: str | None = None
+    method: str | None = None
+    block: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budgets", tuple(int(b) for b in self.budgets))
+        require(len(self.budgets) > 0, "budgets: a schedule needs at least one budget.")
+        require(min(self.budgets) > 0, f"budgets={self.budgets}: every budget must be positive.")
+        require(self.width > 0, f"width={self.width}: the bin width must be positive.")
+
+    def at(self, length: int) -> int:
+        return self.budgets[min(length // self.width, len(self.budgets) - 1)]
+
+    def check(self, *, method: str, block: int | None = None, model: str | None = None) -> None:
+        """Refuse a use that the schedule was not made for."""
+        for what, made_for, used in (("method", self.method, method), ("block", self.block, block),
+                                     ("model", self.model, model)):  # fmt: skip
+            if made_for is not None and used is not None and made_for != used:
+                raise SettingError(
+                    f"schedule {self.name!r} was made for {what}={made_for}, not {what}={used}; "
+                    "calibrate and plan again for this setting."
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"budgets": list(self.budgets)}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Schedule":
+        known = set(cls.__dataclass_fields__)
+        if extra := set(data) - known:
+            raise SettingError(f"schedule file: unknown field {sorted(extra)[0]!r}; known: {', '.join(sorted(known))}.")
+        return cls(**(data | {"budgets": tuple(data["budgets"])}))
+
+    @classmethod
+    def load(cls, source: str | Path) -> "Schedule":
+        """A schedule file, or the name of a preset such as `qwen3-4b-0.86`."""
+        path = Path(source)
+        if not path.exists():
+            path = PRESETS / f"{Path(source).name.removesuffix('.json')}.json"
+        if not path.exists():
+            from alula.errors import unknown
+
+            raise unknown("schedule file or preset", str(source), [p.stem for p in PRESETS.glob("*.json")])
+        try:
+            return cls.from_dict(json.loads(path.read_text()))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise SettingError(f"schedule file {path}: not a schedule ({error}).") from error
