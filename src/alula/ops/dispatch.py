@@ -1,40 +1,24 @@
-"""Where Triton is imported, and the one rule that picks between a Triton kernel and its torch twin.
+"""Which implementation runs: Triton on CUDA tensors, the torch reference everywhere else.
 
-An operation writes its kernels with `triton` and `tl` from here, so that a machine without Triton can still
-import them, and asks `use_triton` before it launches one.
+`ALULA_TRITON_INTERPRET=1` (with `TRITON_INTERPRET=1`) sends CPU tensors through the Triton kernels too: that
+is how the tests check them without a GPU. A CPU install without Triton works; its kernels are never called.
 """
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-
-class _Absent:
-    """Stands for Triton where it is not installed: kernels can be defined, never launched."""
-
-    def jit(self, kernel: Any = None, **options: Any) -> Any:
-        return kernel if kernel is not None else lambda function: function
-
-    def __getattr__(self, name: str) -> Any:
-        return None
-
-
-triton: Any
-tl: Any
 try:
     import triton
     import triton.language as tl
+except ImportError:  # a CPU-only install: the kernels below are defined but never launched
+    triton: Any = SimpleNamespace(jit=lambda function: function)  # type: ignore[no-redef]
+    tl: Any = SimpleNamespace(constexpr=object)  # type: ignore[no-redef]
 
-    INSTALLED = True
-except ImportError:
-    triton = tl = _Absent()
-    INSTALLED = False
-
-INTERPRET = "ALULA_TRITON_INTERPRET"
-"""Set to 1, with TRITON_INTERPRET=1 set before this module is imported, to run the kernels on CPU tensors."""
+__all__ = ["tl", "triton", "use_triton"]
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """True for CUDA tensors where Triton is installed, and for CPU tensors under Triton's interpreter."""
-    return INSTALLED and (tensor.is_cuda or os.environ.get(INTERPRET) == "1")
+    return tensor.is_cuda or os.environ.get("ALULA_TRITON_INTERPRET") == "1"

@@ -1,0 +1,95 @@
+"""Causal attention over sequences packed one after another, without padding and without a mask.
+
+Flash varlen on CUDA in half precision; scaled-dot-product attention per sequence everywhere else, which is also
+the oracle of the first. Both have a backward pass. Keys and values may have fewer heads than queries.
+"""
+
+import inspect
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(scaling · q kᵀ) v of every token over its own sequence up to itself.
+
+    query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D]; `cu_seqlens` int32 [sequences + 1] are the
+    boundaries, `max_seqlen` the longest. `window` lets a query see only its last `window` tokens, itself
+    included (Mistral's sliding window).
+    """
+    if window is not None and window >= max_seqlen:
+        window = None
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
+        return _flash(query, key, value, cu_seqlens, max_seqlen, scaling, window)
+    return _per_sequence(query, key, value, cu_seqlens, scaling, window)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {"enable_gqa": True} if _gqa_is_an_argument() else {}
+    left = -1 if window is None else window - 1
+    return varlen_attn(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scaling,
+        window_size=(left, 0),
+        **grouped,
+    )
+
+
+@cache
+def _gqa_is_an_argument() -> bool:
+    """torch 2.11 groups heads without being asked; later versions refuse unless `enable_gqa=True`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _per_sequence(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    lengths = cu_seqlens.diff().tolist()
+    outputs = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
+        mask = None if window is None or window >= len(q) else _banded(len(q), window, q.device)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _banded(length: int, window: int, device: torch.device) -> Tensor:
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,232 @@
+"""Attention of one new token per row over its pages.
+
+`table[b, h, i]` is the i-th page that KV head h of row b reads and `tokens[b, h]` how many tokens those pages
+hold; a middle dimension of 1 serves all heads (dense reading), one of `kv_heads` gives each head its own list
+(selection). Both implementations reduce over fixed pieces of the context, so what a row gets does not depend
+on how long its neighbours are.
+"""
+
+import torch
+from torch import Tensor
+
+from alula.ops.dispatch import tl, triton, use_triton
+
+TORCH_CHUNK = 128
+SPLIT = 512
+"""Tokens reduced by one program before the results of all splits are merged."""
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, scaling: float, most_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, D], keys/values [P, Hkv, page, D] -> (out [B, Hq, D], logsumexp fp32 [B, Hq]).
+
+    `most_tokens` bounds `tokens` from the host's side: it sizes the launch without reading the device.
+    """
+    if use_triton(q):
+        return paged_attention_triton(q, keys, values, table, tokens, scaling, most_tokens)
+    return paged_attention_torch(q, keys, values, table, tokens, scaling, most_tokens)
+
+
+def paged_attention_torch(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, scaling: float, most_tokens: int
+) -> tuple[Tensor, Tensor]:
+    batch, q_heads, dim = q.shape
+    _, kv_heads, page, _ = keys.shape
+    per_chunk = max(1, TORCH_CHUNK // page)
+    chunk = per_chunk * page
+    head = torch.arange(kv_heads, device=q.device)[None, :, None]
+    grouped = q.view(batch, kv_heads, q_heads // kv_heads, dim).float() * scaling
+    top = grouped.new_full((batch, kv_heads, grouped.shape[2], 1), float("-inf"))
+    total = torch.zeros_like(top)
+    acc = torch.zeros_like(grouped)
+    offset = torch.arange(chunk, device=q.device)
+    for first in range(0, -(-most_tokens // page), per_chunk):
+        pages = table[..., first : first + per_chunk].long()
+        if pages.shape[-1] < per_chunk:
+            pages = torch.nn.functional.pad(pages, (0, per_chunk - pages.shape[-1]))
+        pages = pages.expand(batch, kv_heads, per_chunk)
+        valid = (first * page + offset) < tokens[..., None]  # [B, H or 1, chunk]
+        key = keys[pages, head].reshape(batch, kv_heads, chunk, dim).float()
+        value = values[pages, head].reshape(batch, kv_heads, chunk, dim).float()
+        value = value.masked_fill(~valid[..., None], 0)  # pages hold whatever was there before
+        logits = (grouped @ key.transpose(-1, -2)).masked_fill(~valid[:, :, None], float("-inf"))
+        peak = torch.maximum(top, logits.amax(-1, keepdim=True))
+        weights = torch.exp(logits - peak)
+        rescale = torch.exp(top - peak)
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        acc = acc * rescale + weights @ value
+        top = peak
+    out = (acc / total).view(batch, q_heads, dim).to(q.dtype)
+    return out, (top + total.log()).view(batch, q_heads)
+
+
+def paged_attention_triton(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, scaling: float, most_tokens: int
+) -> tuple[Tensor, Tensor]:
+    batch, q_heads, dim = q.shape
+    _, kv_heads, page, _ = keys.shape
+    group = q_heads // kv_heads
+    splits = triton.cdiv(most_tokens, SPLIT)
+    out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
+    part = torch.empty(batch, q_heads, splits, dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=q.device)
+    table_head = table.stride(1) if table.shape[1] > 1 else 0
+    tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
+    dim_pow2 = triton.next_power_of_2(dim)
+    _split[(batch, kv_heads, splits)](
+        q, keys, values, table, tokens, part, part_lse,
+        q.stride(0), q.stride(1), table.stride(0), table_head, tokens.stride(0), tokens_head,
+        scaling * 1.4426950408889634, splits,
+        GROUP=group, HEADS=kv_heads, DIM=dim, DIM_POW2=dim_pow2, PAGE=page,
+        BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=64, SPLIT=SPLIT,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    _merge[(batch, q_heads)](
+        part, part_lse, tokens, out, lse, tokens.stride(0), tokens_head, splits,
+        GROUP=group, DIM=dim, DIM_POW2=dim_pow2, SPLIT=SPLIT, BLOCK_S=16, num_warps=2,
+    )  # fmt: skip
+    return out, lse
+
+
+@triton.jit
+def _split(
+    q, keys, values, table, tokens, part, part_lse,
+    q_row, q_head, table_row, table_head, tokens_row, tokens_head, scale_log2, splits,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(tokens + row * tokens_row + head * tokens_head)
+    start = split * SPLIT
+    if start < count:
+        end = tl.minimum(start + SPLIT, count)
+        g = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, DIM_POW2)
+        in_dim = d < DIM
+        q_heads = head * GROUP + g
+        query = tl.load(
+            q + row * q_row + q_heads[:, None] * q_head + d[None, :],
+            mask=(g < GROUP)[:, None] & in_dim[None, :], other=0.0,
+        )  # fmt: skip
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+        pages = table + row * table_row + head * table_head
+        for first in range(start, end, BLOCK_N):
+            t = first + tl.arange(0, BLOCK_N)
+            valid = t < end
+            page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
+            line = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
+            key = tl.load(keys + line[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
+            logits = tl.dot(query, key, input_precision=PRECISION) * scale_log2
+            logits = tl.where(valid[None, :], logits, float("-inf"))
+            peak = tl.maximum(top, tl.max(logits, 1))
+            weights = tl.exp2(logits - peak[:, None])
+            rescale = tl.exp2(top - peak)
+            total = total * rescale + tl.sum(weights, 1)
+            value = tl.load(values + line[:, None] + d[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+            top = peak
+        line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
+        tl.store(
+            part + line_out[:, None].to(tl.int64) * DIM + d[None, :], acc / total[:, None],
+            mask=(g < GROUP)[:, None] & in_dim[None, :],
+        )  # fmt: skip
+        tl.store(part_lse + line_out, (top + tl.log2(total)) * 0.6931471805599453, mask=g < GROUP)
+
+
+@triton.jit
+def _merge(
+    part, part_lse, tokens, out, lse, tokens_row, tokens_head, splits,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    row, q_head = tl.program_id(0), tl.program_id(1)
+    count = tl.load(tokens + row * tokens_row + (q_head // GROUP) * tokens_head)
+    used = tl.cdiv(count, SPLIT)
+    line = (row * tl.num_programs(1) + q_head).to(tl.int64)
+    d = tl.arange(0, DIM_POW2)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([DIM_POW2], tl.float32)
+    for first in range(0, used, BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        piece_lse = tl.load(part_lse + line * splits + s, mask=s < used, other=float("-inf"))
+        peak = tl.maximum(top, tl.max(piece_lse, 0))
+        weights = tl.exp(piece_lse - peak)
+        rescale = tl.exp(top - peak)
+        piece = tl.load(
+            part + (line * splits + s)[:, None] * DIM + d[None, :],
+            mask=(s < used)[:, None] & (d < DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = acc * rescale + tl.sum(piece * weights[:, None], 0)
+        total = total * rescale + tl.sum(weights, 0)
+        top = peak
+    tl.store(out + line * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
+    tl.store(lse + line, top + tl.log(total))
+
+
+def accumulate_attention(
+    q: Tensor, keys: Tensor, table: Tensor, tokens: Tensor, lse: Tensor, scaling: float, most_tokens: int,
+    accumulated: Tensor, rows: Tensor,
+) -> None:  # fmt: skip
+    """H2O's running sum: accumulated[row, h, t] += Σ over the group of softmax(q·k)[t], for rows where `rows`."""
+    if use_triton(q):
+        batch, q_heads, dim = q.shape
+        _, kv_heads, page, _ = keys.shape
+        block = 64
+        _accumulate[(batch, kv_heads, triton.cdiv(most_tokens, block))](
+            q, keys, table, tokens, lse, accumulated, rows,
+            q.stride(0), q.stride(1), table.stride(0), tokens.stride(0),
+            accumulated.stride(0), accumulated.stride(1), scaling,
+            GROUP=q_heads // kv_heads, HEADS=kv_heads, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), PAGE=page,
+            BLOCK_N=block, num_warps=4,
+        )  # fmt: skip
+    else:
+        accumulate_attention_torch(q, keys, table, tokens, lse, scaling, most_tokens, accumulated, rows)
+
+
+def accumulate_attention_torch(
+    q: Tensor, keys: Tensor, table: Tensor, tokens: Tensor, lse: Tensor, scaling: float, most_tokens: int,
+    accumulated: Tensor, rows: Tensor,
+) -> None:  # fmt: skip
+    batch, q_heads, dim = q.shape
+    _, kv_heads, page, _ = keys.shape
+    group = q_heads // kv_heads
+    pages = table[:, 0, : -(-most_tokens // page)].long()
+    key = keys[pages].transpose(1, 2).reshape(batch, kv_heads, -1, dim)[:, :, :most_tokens].float()
+    logits = (q.view(batch, kv_heads, group, dim).float() * scaling) @ key.transpose(-1, -2)
+    weights = torch.exp(logits - lse.view(batch, kv_heads, group, 1)).sum(2)
+    valid = torch.arange(key.shape[2], device=q.device) < tokens[:, :1, None]
+    valid = valid & (rows[:, None, None] != 0)
+    accumulated[:batch, :, : key.shape[2]] += weights.masked_fill(~valid, 0)
+
+
+@triton.jit
+def _accumulate(
+    q, keys, table, tokens, lse, accumulated, rows,
+    q_row, q_head, table_row, tokens_row, acc_row, acc_head, scaling,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(tokens + row * tokens_row)
+    wanted = tl.load(rows + row)
+    first = block * BLOCK_N
+    if (first < count) & (wanted != 0):
+        t = first + tl.arange(0, BLOCK_N)
+        valid = t < count
+        d = tl.arange(0, DIM_POW2)
+        page = tl.load(table + row * table_row + t // PAGE, mask=valid, other=0).to(tl.int64)
+        line = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
+        key = tl.load(keys + line[:, None] + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
+        key = key.to(tl.float32)
+        weights = tl.zeros([BLOCK_N], tl.float32)
+        for g in tl.static_range(GROUP):
+            query = tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=d < DIM, other=0.0)
+            logits = tl.sum(key * query.to(tl.float32)[None, :], 1) * scaling
+            weights += tl.exp(logits - tl.load(lse + row * (HEADS * GROUP) + head * GROUP + g))
+        place = accumulated + row * acc_row + head * acc_head + t
+        tl.store(place, tl.load(place, mask=valid, other=0.0) + weights, mask=valid)

@@ -1,0 +1,71 @@
+"""The k largest entries of every row, as ascending indices: one choice rule for eviction and selection.
+
+Ties go to the lower index and -0.0 equals 0.0, so that the choice is a pure function of the scores.
+"""
+
+import torch
+from torch import Tensor
+
+from alula.ops.dispatch import tl, triton, use_triton
+
+LARGEST_ROW = 32768
+"""Longest row that one program holds in registers; longer ones are sorted."""
+
+
+def top_indices(scores: Tensor, count: int) -> Tensor:
+    """fp32 [R, n] -> int32 [R, count], ascending."""
+    if use_triton(scores) and scores.shape[1] <= LARGEST_ROW:
+        return top_indices_triton(scores, count)
+    return top_indices_torch(scores, count)
+
+
+def top_indices_torch(scores: Tensor, count: int) -> Tensor:
+    clean = torch.nan_to_num(scores, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")) + 0.0
+    order = torch.sort(clean, dim=-1, descending=True, stable=True).indices[..., :count]
+    return order.sort(-1).values.int()
+
+
+def top_indices_triton(scores: Tensor, count: int) -> Tensor:
+    rows, n = scores.shape
+    out = torch.empty(rows, count, dtype=torch.int32, device=scores.device)
+    block = triton.next_power_of_2(n)
+    _top_indices[(rows,)](scores, out, scores.stride(0), n, count, BLOCK=block, num_warps=warps_for(block))
+    return out
+
+
+def warps_for(block: int) -> int:
+    return min(16, max(4, block // 512))
+
+
+@triton.jit
+def ordered_bits(scores):
+    """fp32 -> int64 in [0, 2^32) with the same order; NaN counts as -inf, -0.0 as 0.0."""
+    scores = tl.where(scores == scores, scores, float("-inf"))
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    bits = scores.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits < 0, -bits - 1, bits + 2147483648) & 0xFFFFFFFF
+
+
+@triton.jit
+def choose_largest(order, valid, count):
+    """Mask of the `count` largest valid entries, by bisection on their bits; ties go to the lower index."""
+    threshold = tl.zeros([], tl.int64)
+    for step in tl.static_range(32):
+        candidate = threshold | (2147483648 >> step)
+        enough = tl.sum(((order >= candidate) & valid).to(tl.int32), 0) >= count
+        threshold = tl.where(enough, candidate, threshold)
+    above = (order > threshold) & valid
+    ties = (order == threshold) & valid
+    room = count - tl.sum(above.to(tl.int32), 0)
+    return above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= room))
+
+
+@triton.jit
+def _top_indices(scores, out, row_stride, n, count, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    valid = i < n
+    order = ordered_bits(tl.load(scores + row * row_stride + i, mask=valid, other=float("-inf")))
+    chosen = choose_largest(order, valid, count)
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(out + row * count + place, i, mask=chosen)
