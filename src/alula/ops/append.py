@@ -1,0 +1,110 @@
+"""Write one new token per row into its page, its query into the ring, and a page's summary when it fills."""
+
+import torch
+from torch import Tensor
+
+from alula.ops.dispatch import tl, triton, use_triton
+
+
+def append(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, kv_len: Tensor, live: Tensor,
+    position: Tensor, ring_size: Tensor, ring: Tensor | None, summaries: Tensor | None,
+) -> None:  # fmt: skip
+    """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b (rows that are not live: to page 0, which
+    nobody reads); ring [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size;
+    summaries [P, Hkv, 1 (mean) or 2 (min, max), D]."""
+    if use_triton(q):
+        append_triton(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries)
+    else:
+        append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries)
+
+
+def append_torch(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, kv_len: Tensor, live: Tensor,
+    position: Tensor, ring_size: Tensor, ring: Tensor | None, summaries: Tensor | None,
+) -> None:  # fmt: skip
+    page_size = keys.shape[2]
+    rows = torch.arange(len(k), device=k.device)
+    at = kv_len[: len(k)].long()
+    alive = live[: len(k)] != 0
+    page = torch.where(alive, table[rows, at // page_size].long(), 0)
+    slot = at % page_size
+    keys[page, :, slot] = k
+    values[page, :, slot] = v
+    if ring is not None:
+        size = ring_size[: len(k)].long()
+        wanted = (size > 0) & alive
+        index = rows[wanted]
+        ring[index, :, (position[: len(k)] % size.clamp(min=1))[wanted]] = q[wanted]
+    if summaries is not None:
+        full = page[slot == page_size - 1]
+        summaries[full] = summarise(keys[full], summaries.shape[2]).to(summaries.dtype)
+
+
+def summarise(keys: Tensor, kinds: int) -> Tensor:
+    """[..., Hkv, page, D] -> [..., Hkv, kinds, D]: the mean, or the minimum and maximum, of a page's keys."""
+    if kinds == 1:
+        return keys.float().mean(-2, keepdim=True)
+    return torch.stack([keys.amin(-2), keys.amax(-2)], -2)
+
+
+def append_triton(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, kv_len: Tensor, live: Tensor,
+    position: Tensor, ring_size: Tensor, ring: Tensor | None, summaries: Tensor | None,
+) -> None:  # fmt: skip
+    batch, kv_heads, dim = k.shape
+    group = q.shape[1] // kv_heads
+    page = keys.shape[2]
+    _append[(batch, kv_heads)](
+        q, k, v, keys, values, table, kv_len, live, position, ring_size,
+        ring if ring is not None else q, summaries if summaries is not None else keys,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
+        ring.stride(0) if ring is not None else 0, ring.stride(1) if ring is not None else 0,
+        GROUP=group, HEADS=kv_heads, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), PAGE=page,
+        PAGE_POW2=triton.next_power_of_2(page), RING=ring is not None,
+        KINDS=summaries.shape[2] if summaries is not None else 0, num_warps=2 if page * dim <= 2048 else 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _append(
+    q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, ring_row, ring_head,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, PAGE: tl.constexpr,
+    PAGE_POW2: tl.constexpr, RING: tl.constexpr, KINDS: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, DIM_POW2)
+    inside = d < DIM
+    at = tl.load(kv_len + row)
+    alive = tl.load(live + row) != 0
+    slot = at % PAGE
+    page = tl.load(table + row * table_row + at // PAGE, mask=alive, other=0).to(tl.int64)
+    base = (page * HEADS + head) * PAGE * DIM
+    key = tl.load(k + row * k_row + head * k_head + d, mask=inside, other=0.0)
+    value = tl.load(v + row * v_row + head * v_head + d, mask=inside, other=0.0)
+    tl.store(keys + base + slot * DIM + d, key, mask=inside)
+    tl.store(values + base + slot * DIM + d, value, mask=inside)
+    if RING:
+        size = tl.load(ring_size + row)
+        if (size > 0) & alive:
+            place = tl.load(position + row) % size
+            for g in tl.static_range(GROUP):
+                query = tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=inside, other=0.0)
+                line = ring + row.to(tl.int64) * ring_row + (head * GROUP + g) * ring_head
+                tl.store(line + place * DIM + d, query, mask=inside)
+    if KINDS > 0:
+        if slot == PAGE - 1:
+            s = tl.arange(0, PAGE_POW2)
+            before = (s < PAGE - 1)[:, None] & inside[None, :]
+            old = tl.load(keys + base + s[:, None] * DIM + d[None, :], mask=before, other=0.0).to(tl.float32)
+            new = key.to(tl.float32)
+            line = summaries + (page * HEADS + head) * KINDS * DIM + d
+            if KINDS == 1:
+                mean = (tl.sum(old, 0) + new) / PAGE
+                tl.store(line, mean.to(summaries.dtype.element_ty), mask=inside)
+            else:
+                low = tl.minimum(tl.min(tl.where(before, old, float("inf")), 0), new)
+                high = tl.maximum(tl.max(tl.where(before, old, float("-inf")), 0), new)
+                tl.store(line, low.to(summaries.dtype.element_ty), mask=inside)
+                tl.store(line + DIM, high.to(summaries.dtype.element_ty), mask=inside)

@@ -1,0 +1,78 @@
+"""Move KV between pages: read a sequence's keys as one piece, and copy the kept tokens into fresh pages."""
+
+import torch
+from torch import Tensor
+
+from alula.ops.dispatch import tl, triton, use_triton
+
+
+def gather_keys(keys: Tensor, table: Tensor, n: int) -> Tensor:
+    """keys [L, P, Hkv, page, D], table [C, pages] -> [C, L, Hkv, n, D]: the first n keys of each sequence."""
+    layers, _, kv_heads, page, dim = keys.shape
+    rows = len(table)
+    if use_triton(keys):
+        out = torch.empty(rows, layers, kv_heads, n, dim, dtype=keys.dtype, device=keys.device)
+        every = torch.arange(n, dtype=torch.int32, device=keys.device)
+        _copy[(triton.cdiv(n, 64), rows * layers, kv_heads)](
+            keys, keys, out, out, every, table, table, keys.stride(0), n, table.stride(0), 0,
+            LAYERS=layers, HEADS=kv_heads, PAGE=page, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), BLOCK=64,
+            VALUES=False, PAGED_OUT=False, INDEXED=False, num_warps=4,
+        )  # fmt: skip
+        return out
+    pages = table[:, : -(-n // page)].long()
+    found = keys[:, pages]  # [L, C, pages, Hkv, page, D]
+    return found.permute(1, 0, 3, 2, 4, 5).reshape(rows, layers, kv_heads, -1, dim)[..., :n, :]
+
+
+def compact(keys: Tensor, values: Tensor, kept: Tensor, old: Tensor, new: Tensor) -> None:
+    """Token kept[c, l, h, i] of the pages old[c] becomes token i of the pages new[c], in every layer and head.
+
+    kept int32 [C, L, Hkv, count]; old and new int32 [C, pages]. `old` and `new` must not share pages.
+    """
+    layers, _, kv_heads, page, dim = keys.shape
+    rows, count = len(kept), kept.shape[-1]
+    if use_triton(keys):
+        _copy[(triton.cdiv(count, 64), rows * layers, kv_heads)](
+            keys, values, keys, values, kept, old, new, keys.stride(0), count, old.stride(0), new.stride(0),
+            LAYERS=layers, HEADS=kv_heads, PAGE=page, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), BLOCK=64,
+            VALUES=True, PAGED_OUT=True, INDEXED=True, num_warps=4,
+        )  # fmt: skip
+        return
+    layer = torch.arange(layers, device=keys.device)[None, :, None, None]
+    head = torch.arange(kv_heads, device=keys.device)[None, None, :, None]
+    kept = kept.long()
+    row = torch.arange(rows, device=keys.device)[:, None, None, None]
+    source = old.long()[row, kept // page]
+    i = torch.arange(count, device=keys.device)
+    target = new.long()[:, i // page][:, None, None]
+    for cache in (keys, values):
+        cache[layer, target, head, i % page] = cache[layer, source, head, kept % page]
+
+
+@triton.jit
+def _copy(
+    keys, values, keys_out, values_out, kept, old, new, layer_stride, count, old_row, new_row,
+    LAYERS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+    BLOCK: tl.constexpr, VALUES: tl.constexpr, PAGED_OUT: tl.constexpr, INDEXED: tl.constexpr,
+):  # fmt: skip
+    block, row_layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row_layer // LAYERS
+    layer = (row_layer % LAYERS).to(tl.int64)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM_POW2)
+    valid = i < count
+    mask = valid[:, None] & (d < DIM)[None, :]
+    line = (row_layer * HEADS + head).to(tl.int64) * count
+    source = tl.load(kept + line + i, mask=valid, other=0) if INDEXED else i
+    page = tl.load(old + row * old_row + source // PAGE, mask=valid, other=0).to(tl.int64)
+    start = layer * layer_stride + ((page * HEADS + head) * PAGE + source % PAGE) * DIM
+    if PAGED_OUT:
+        page_out = tl.load(new + row * new_row + i // PAGE, mask=valid, other=0).to(tl.int64)
+        end = layer * layer_stride + ((page_out * HEADS + head) * PAGE + i % PAGE) * DIM
+    else:
+        end = (line + i) * DIM
+    data = tl.load(keys + start[:, None] + d[None, :], mask=mask, other=0.0)
+    tl.store(keys_out + end[:, None] + d[None, :], data, mask=mask)
+    if VALUES:
+        data = tl.load(values + start[:, None] + d[None, :], mask=mask, other=0.0)
+        tl.store(values_out + end[:, None] + d[None, :], data, mask=mask)
