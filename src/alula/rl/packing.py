@@ -1,0 +1,128 @@
+"""Sequences of any length into micro-batches without padding, and which of their positions are scored."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from alula.errors import require
+
+
+class Tokens(Protocol):
+    """What the learner needs of a rollout."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+
+@dataclass
+class Packed:
+    """Sequences one after another in a batch of one.
+
+    Position i is a *target* where token i + 1 belongs to the response of the same sequence: the hidden state
+    there predicts `target_ids`. So exactly the response tokens are scored, the first of them by the last prompt
+    token, and the last token of a sequence predicts nothing.
+    """
+
+    index: list[int]
+    """Which sequences of the caller's list these are, in packed order."""
+    input_ids: Tensor
+    """int64 [1, T]"""
+    position_ids: Tensor
+    """int64 [1, T]: from 0 in every sequence."""
+    cu_seqlens: Tensor
+    """int32 [sequences + 1]: boundaries."""
+    max_seqlen: int
+    targets: Tensor
+    """int64 [N]: positions in [0, T) whose next token is a response token."""
+    target_ids: Tensor
+    """int64 [N]: those next tokens."""
+    sequence: Tensor
+    """int64 [N]: the row of `index` each target belongs to."""
+    response_lengths: list[int]
+
+    def flat(self, per_sequence: Sequence[Tensor]) -> Tensor:
+        """Per-token tensors of the caller's list, [len(token_ids)] each, in the order of the targets: [N]."""
+        device = self.target_ids.device
+        return torch.cat([per_sequence[i].to(device, non_blocking=True) for i in self.index])
+
+    def rows(self, values: Tensor) -> Tensor:
+        """One value per sequence of the caller's list -> one per packed sequence."""
+        return values.to(self.target_ids.device)[self.index]
+
+    def split(self, per_token: Tensor) -> list[Tensor]:
+        """[N, ...] in the order of the targets -> one tensor per packed sequence."""
+        return list(per_token.split(self.response_lengths))
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices into micro-batches of at most `budget` tokens, balanced; a longer sequence goes alone.
+
+    First-fit decreasing finds how many micro-batches suffice; then the longest sequence left always joins the
+    emptiest micro-batch, which evens out their sizes. Where that balance would burst the budget, the first-fit
+    packing stands. The result depends on the lengths alone, ties going to the lower index.
+    """
+    require(budget >= 1, f"token_budget={budget}: a micro-batch needs at least one token.")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    fitted: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        bin_ = next((b for b, left in enumerate(room) if lengths[i] <= left), None)
+        if bin_ is None:
+            fitted.append([i])
+            room.append(budget - lengths[i])
+        else:
+            fitted[bin_].append(i)
+            room[bin_] -= lengths[i]
+    balanced: list[list[int]] = [[] for _ in fitted]
+    filled = [0] * len(fitted)
+    for i in order:
+        bin_ = filled.index(min(filled))
+        balanced[bin_].append(i)
+        filled[bin_] += lengths[i]
+    fits = all(total <= budget or len(members) == 1 for total, members in zip(filled, balanced))
+    return [sorted(members) for members in (balanced if fits else fitted)]
+
+
+def collate(sequences: Sequence[Tokens], index: Sequence[int], device: torch.device | str = "cpu") -> Packed:
+    """The chosen sequences as one packed batch on `device`."""
+    ids: list[int] = []
+    positions: list[Tensor] = []
+    targets: list[Tensor] = []
+    boundaries = [0]
+    response_lengths = []
+    for i in index:
+        prompt, response = sequences[i].prompt_ids, sequences[i].token_ids
+        require(
+            len(prompt) > 0,
+            f"sequence {i} has an empty prompt: its first token has nothing to be predicted from; "
+            "start it with a beginning-of-sequence token.",
+        )
+        start, length = len(ids), len(prompt) + len(response)
+        ids.extend(prompt)
+        ids.extend(response)
+        positions.append(torch.arange(length))
+        first = start + len(prompt) - 1
+        targets.append(torch.arange(first, first + len(response)))
+        boundaries.append(start + length)
+        response_lengths.append(len(response))
+    input_ids, target_positions = torch.tensor(ids), torch.cat(targets)
+    rows = torch.repeat_interleave(torch.arange(len(response_lengths)), torch.tensor(response_lengths))
+    target_ids = input_ids[target_positions + 1]
+
+    def there(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return Packed(
+        index=list(index),
+        input_ids=there(input_ids[None]),
+        position_ids=there(torch.cat(positions)[None]),
+        cu_seqlens=there(torch.tensor(boundaries, dtype=torch.int32)),
+        max_seqlen=max(end - start for start, end in zip(boundaries, boundaries[1:])),
+        targets=there(target_positions),
+        target_ids=there(target_ids),
+        sequence=there(rows),
+        response_lengths=response_lengths,
+    )
