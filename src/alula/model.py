@@ -1,0 +1,229 @@
+"""Any Hugging Face causal LM: a hub id, a local folder, a GGUF file, or a bare shape with random weights."""
+
+import copy
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from alula.errors import SettingError, require
+from alula.shapes import shape
+from alula.support import refuse_after_dry_run, refuse_unsupported
+
+__all__ = ["LoadedModel", "lm_logits", "load_model", "refuse_unsupported", "share_weights"]
+
+SHAPE = "shape:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass
+class LoadedModel:
+    """A model in evaluation mode and what is needed to talk to it."""
+
+    model: PreTrainedModel
+    tokenizer: Any | None
+    """None for a bare shape and for a folder without one: prompts are then token ids."""
+    name: str
+    eos_ids: tuple[int, ...]
+    """Every token that ends a sequence, by generation config, config or tokenizer."""
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """Load plain dense weights (safetensors or GGUF; no remote code), or make random ones (`shape:<name>`, `seed`).
+
+    `dtype` is float32 on the CPU and bfloat16 on CUDA unless given. The model is *built* in it: casting a
+    finished model would round RoPE's frequencies as well, which must stay float32.
+    """
+    source, device = os.fspath(source), torch.device(device)
+    dtype = _dtype(dtype, device)
+    if source.startswith(SHAPE):
+        model, tokenizer = _random_model(source.removeprefix(SHAPE), device, dtype, seed), None
+    else:
+        model, tokenizer = _pretrained(source, dtype)
+        model = model.to(device=device)  # type: ignore[call-arg]
+    model.eval()
+    refuse_after_dry_run(model, share_weights(model))
+    return LoadedModel(model, tokenizer, _short_name(source), _eos_ids(model, tokenizer))
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model on the very parameters of the first, with a config of its own.
+
+    transformers keeps the choice of attention on the config object, so the sampler and the learner need one
+    each. Tied weights stay tied; buffers (RoPE's frequencies) are copied as they are.
+    """
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _put(twin, name, parameter)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        _put(twin, name, buffer.clone())
+    twin.generation_config = copy.deepcopy(model.generation_config)
+    return twin.train(model.training)
+
+
+def lm_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Float32 logits `[..., vocabulary]` of `hidden [..., width]` and the head `weight [vocabulary, width]`.
+
+    Logits rounded to bfloat16 are 0.125 apart between 16 and 32, which moves log-probs by more than sparsity
+    does. On CUDA the product is taken in bfloat16 and accumulated and returned in float32, at the same speed.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        logits = _WideProduct.apply(rows, weight)
+    else:
+        logits = rows.float() @ weight.float().T
+    if bias is not None:
+        logits = logits + bias.float()
+    return logits.view(*hidden.shape[:-1], weight.shape[0])
+
+
+class _WideProduct(torch.autograd.Function):
+    """`rows @ weight.T` of 16-bit matrices with a float32 result; the gradient is taken in the 16-bit type."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.mm(rows, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        rows, weight = ctx.saved_tensors
+        gradient = gradient.to(rows.dtype)
+        wants_rows, wants_weight = ctx.needs_input_grad
+        return (gradient @ weight if wants_rows else None, gradient.T @ rows if wants_weight else None)
+
+
+def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any | None]:
+    path = Path(source).expanduser()
+    is_gguf = path.suffix == ".gguf"
+    looks_local = is_gguf or path.is_absolute() or source.startswith((".", "~"))
+    require(
+        path.exists() or not looks_local,
+        f"model {source!r}: no such file or folder; give a hub id, a folder, a .gguf file or {SHAPE}<name>.",
+    )
+    common: dict[str, Any] = {"trust_remote_code": False}
+    place = source
+    if is_gguf:
+        place, common["gguf_file"] = str(path.parent), path.name
+    elif path.is_dir():
+        place = str(path)
+        require(
+            any(path.glob("*.safetensors")),
+            f"model {source!r}: the folder has no .safetensors file; Alula reads safetensors and GGUF only.",
+        )
+    with _bars_on_terminals_only():
+        try:
+            config = AutoConfig.from_pretrained(place, **common)
+            refuse_unsupported(config)
+            # A GGUF file would otherwise keep its packed blocks wherever a kernel for them is installed.
+            dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if is_gguf else {}
+            model = AutoModelForCausalLM.from_pretrained(
+                place,
+                config=config,
+                dtype=dtype,
+                use_safetensors=None if is_gguf else True,
+                **dense,
+                **common,
+            )
+            has_tokenizer = not path.is_dir() or any((path / name).exists() for name in TOKENIZER_FILES)
+            tokenizer = AutoTokenizer.from_pretrained(place, **common) if has_tokenizer else None
+        except SettingError:
+            raise
+        except ImportError as error:
+            raise SettingError(f"model {source!r} needs a package: {_first_line(error)}") from error
+        except (OSError, ValueError) as error:
+            raise SettingError(f"model {source!r} cannot be loaded: {_first_line(error)}") from error
+    return model, tokenizer
+
+
+def _random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Matrices and biases normal with the config's std (0.02 in published shapes), norms one.
+
+    The weights are drawn where they will live: no copy on the host, no second initialisation.
+    """
+    settings = copy.deepcopy(shape(name))
+    config: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype=dtype)
+    refuse_unsupported(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn: dict[int, nn.Parameter] = {}
+    for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in drawn:
+            value = torch.empty_like(parameter, device=device)
+            if parameter.dim() > 1 or path.endswith("bias"):
+                value.normal_(0.0, config.initializer_range, generator=generator)
+            else:
+                value.fill_(1.0)
+            drawn[id(parameter)] = nn.Parameter(value)
+        _put(model, path, drawn[id(parameter)])
+    _rebuild_rotary(model, device)
+    return model
+
+
+def _rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
+    """Frequencies are computed when the module is built, in float32; on the meta device nothing was computed."""
+    for path, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            with torch.device(device):
+                _put(model, path, type(module)(model.config))
+
+
+def _put(model: nn.Module, path: str, value: Any) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, value)
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    require(
+        found in (torch.float32, torch.bfloat16, torch.float16),
+        f"dtype={dtype}: must be float32, bfloat16 or float16.",
+    )
+    return found  # type: ignore[return-value]
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
+    found: set[int] = set()
+    for holder in (model.generation_config, model.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def _short_name(source: str) -> str:
+    return source if source.startswith(SHAPE) else Path(source).name
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    logging = transformers.utils.logging
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
