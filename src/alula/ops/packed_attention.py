@@ -1,11 +1,12 @@
 """Causal attention over sequences packed one after another, without padding and without a mask.
 
-Flash varlen on CUDA in half precision; scaled-dot-product attention per sequence everywhere else, which is also
-the oracle of the first. Both have a backward pass. Keys and values may have fewer heads than queries.
+Flash varlen on CUDA in half precision; scaled-dot-product attention per sequence everywhere else. Both have
+a backward pass. Keys and values may have fewer heads than queries.
 """
 
 import inspect
 from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,20 +46,11 @@ def _flash(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {"enable_gqa": True} if _gqa_is_an_argument() else {}
-    left = -1 if window is None else window - 1
-    return varlen_attn(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        scale=scaling,
-        window_size=(left, 0),
-        **grouped,
-    )
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if _gqa_is_an_argument():
+        options["enable_gqa"] = True
+    boundaries = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return cast(Tensor, varlen_attn(query, key, value, *boundaries, **options))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -22,8 +23,8 @@ class Packed:
     """Sequences one after another in a batch of one.
 
     Position i is a *target* where token i + 1 belongs to the response of the same sequence: the hidden state
-    there predicts `target_ids`. So exactly the response tokens are scored, the first of them by the last prompt
-    token, and the last token of a sequence predicts nothing.
+    there predicts `target_ids`. So exactly the response tokens are scored, the first of them by the last
+    prompt token, and the last token of a sequence predicts nothing.
     """
 
     index: list[int]
@@ -61,8 +62,8 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices into micro-batches of at most `budget` tokens, balanced; a longer sequence goes alone.
 
     First-fit decreasing finds how many micro-batches suffice; then the longest sequence left always joins the
-    emptiest micro-batch, which evens out their sizes. Where that balance would burst the budget, the first-fit
-    packing stands. The result depends on the lengths alone, ties going to the lower index.
+    emptiest micro-batch, which evens out their sizes. Where that balance would burst the budget, the
+    first-fit packing stands. The result depends on the lengths alone, ties going to the lower index.
     """
     require(budget >= 1, f"token_budget={budget}: a micro-batch needs at least one token.")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -120,7 +121,7 @@ def collate(sequences: Sequence[Tokens], index: Sequence[int], device: torch.dev
         input_ids=there(input_ids[None]),
         position_ids=there(torch.cat(positions)[None]),
         cu_seqlens=there(torch.tensor(boundaries, dtype=torch.int32)),
-        max_seqlen=max(end - start for start, end in zip(boundaries, boundaries[1:])),
+        max_seqlen=max(end - start for start, end in pairwise(boundaries)),
         targets=there(target_positions),
         target_ids=there(target_ids),
         sequence=there(rows),
