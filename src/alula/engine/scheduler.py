@@ -1,0 +1,359 @@
+"""Which sequences run, which pages they get and when they evict: host arithmetic only, no tensors.
+
+Work is planned in chunks of a few decode steps. Everything that a chunk needs (pages, eviction events) is a
+function of lengths the host knows, so it is planned without waiting for the device.
+
+Memory. An evicting sequence reserves at its start the most pages it will ever hold, so it is never preempted.
+Dense and selecting sequences take pages as they grow; when none are left the youngest of them is swapped to
+host memory and resumes, exactly, before anything newer starts. So the oldest always runs and nobody starves.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from alula.engine.pages import PagePool, pages_for
+from alula.engine.sequence import Group, Request, Segment, Sequence
+from alula.errors import require
+
+
+@dataclass
+class Event:
+    """Sequences that evict together before step `step` of a chunk: all from `n` to `keep` tokens."""
+
+    step: int
+    sequences: list[Sequence]
+    n: int
+    keep: int
+    old: list[list[int]]
+    new: list[list[int]]
+    rows: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Start:
+    """A rollout that begins in a row: `copy` = (from, to) where its prompt ends inside a page."""
+
+    sequence: Sequence
+    copy: tuple[int, int] | None
+
+
+@dataclass
+class SwapOut:
+    """A sequence whose pages go to host memory before the chunk is launched."""
+
+    sequence: Sequence
+    row: int
+    pages: list[int]
+
+
+@dataclass
+class Admission:
+    prefill: list[Group] = field(default_factory=list)
+    start: list[Start] = field(default_factory=list)
+    restore: list[Sequence] = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """What one sequence does in a chunk: `steps` decode steps, in segments between its evictions."""
+
+    sequence: Sequence
+    row: int
+    steps: int
+    position: int
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass
+class Chunk:
+    steps: int
+    parts: list[Part]
+    events: list[Event]
+    table: np.ndarray
+    position: np.ndarray
+    kv_len: np.ndarray
+    remaining: np.ndarray
+    forced: np.ndarray
+    most_tokens: int
+    """The longest KV that attention will meet in this chunk."""
+    swap_out: list[SwapOut]
+
+
+class Scheduler:
+    def __init__(
+        self, pool: PagePool, *, page: int, rows: int, width: int, lookahead: int, prefill_tokens: int = 16384
+    ) -> None:
+        self.pool, self.page, self.width = pool, page, width
+        self.lookahead, self.prefill_tokens = lookahead, prefill_tokens
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.waiting: deque[Group] = deque()
+        self.swapped: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.table = np.zeros((rows, width), np.int32)
+        self._promised = 0  # pages reserved by evicting sequences and not yet taken
+        self._scratches: Counter[int] = Counter()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.swapped or self.running)
+
+    def submit(self, request: Request) -> list[Sequence]:
+        probe = Sequence(request, 0)
+        most, prompt, new = probe.ceiling(), probe.prompt, request.sampling.max_new_tokens
+        need = pages_for(most, self.page) + 1
+        if probe.evicts:
+            need += pages_for(prompt, self.page) + self._scratch(probe)
+        require(
+            need <= self.pool.usable,
+            f"a prompt of {prompt} tokens with max_new_tokens={new} needs {need} pages of {self.page} tokens, but "
+            f"kv_memory holds {self.pool.usable}; raise kv_memory or lower max_new_tokens (or the budget).",
+        )
+        require(
+            most <= self.width * self.page,
+            f"a prompt of {prompt} tokens with max_new_tokens={new} may hold {most} KV tokens, more than "
+            f"max_length={self.width * self.page}; load the engine with a larger max_length.",
+        )
+        sequences = [Sequence(request, sample) for sample in range(request.sampling.n)]
+        self.waiting.append(Group(request, list(sequences)))
+        return sequences
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def _scratch(self, sequence: Sequence) -> int:
+        """Pages that one eviction of this sequence takes before it gives its old ones back."""
+        return pages_for(min(sequence.ceiling(), sequence.largest_keep() + self.lookahead), self.page)
+
+    def available(self) -> int:
+        """Pages that are neither taken nor set aside for evicting sequences and their scratch."""
+        return self.pool.free - self._promised - max(self._scratches, default=0)
+
+    def _claim(self, sequence: Sequence, tokens: int) -> int:
+        """Pages out of `available` that starting this sequence costs, its growth to `tokens` included."""
+        if not sequence.evicts:
+            return pages_for(tokens, self.page) - sequence.prompt // self.page
+        scratch = max(self._scratches, default=0)
+        return pages_for(sequence.ceiling(), self.page) + max(0, self._scratch(sequence) - scratch)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        count = pages_for(tokens, self.page) - len(sequence.pages)
+        if count > 0:
+            start = len(sequence.pages)
+            sequence.pages += self.pool.take(count)
+            self.table[sequence.row, start : len(sequence.pages)] = sequence.pages[start:]
+            if sequence.evicts:
+                self._promised -= count
+
+    def _enter(self, sequence: Sequence) -> None:
+        sequence.row = self.free_rows.pop()
+        self.table[sequence.row] = 0
+        self.table[sequence.row, : len(sequence.pages)] = sequence.pages
+        self.running.append(sequence)
+        if sequence.evicts:
+            sequence.reserved = pages_for(sequence.ceiling(), self.page)
+            self._promised += sequence.reserved
+            self._scratches[self._scratch(sequence)] += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        assert sequence.row is not None
+        self.free_rows.append(sequence.row)
+        if sequence.evicts:
+            self._promised -= sequence.reserved - (len(sequence.pages) - sequence.shared)
+            scratch = self._scratch(sequence)
+            self._scratches[scratch] -= 1
+            if not self._scratches[scratch]:
+                del self._scratches[scratch]
+        self.pool.drop(sequence.pages)
+        sequence.row, sequence.pages, sequence.shared = None, [], 0
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and give back what it holds."""
+        if sequence.row is not None:
+            self._leave(sequence)
+        elif sequence in self.swapped:
+            self.swapped.remove(sequence)
+            sequence.swapped = None
+        else:
+            for group in self.waiting:
+                if sequence in group.pending:
+                    group.pending.remove(sequence)
+                    if not group.pending:
+                        self._close(group)
+                    break
+
+    def _close(self, group: Group) -> None:
+        self.pool.drop(group.pages)
+        group.pages = []
+        self.waiting.remove(group)
+
+    # -- admission ----------------------------------------------------------------------------------------
+
+    def admit(self) -> Admission:
+        """Bring back swapped sequences, then start waiting ones, oldest first, as rows and pages allow."""
+        admission = Admission()
+        while self.swapped and self.free_rows:
+            sequence = self.swapped[0]
+            ahead = min(self.lookahead, sequence.remaining)
+            if self.available() < pages_for(sequence.kv_len + ahead, self.page):
+                return admission
+            self.swapped.popleft()
+            self._enter(sequence)
+            self._grow(sequence, sequence.kv_len)
+            admission.restore.append(sequence)
+        tokens = 0
+        while self.waiting and self.free_rows and not self.swapped:
+            group = self.waiting[0]
+            prompt = len(group.request.prompt_ids)
+            ahead = prompt + min(self.lookahead, group.request.sampling.max_new_tokens - 1)
+            if not group.prefilled:
+                own = pages_for(prompt, self.page)
+                if self.available() < own + self._claim(group.pending[0], ahead):
+                    return admission
+                if tokens and tokens + prompt > self.prefill_tokens:
+                    return admission
+                group.pages, group.prefilled = self.pool.take(own), True
+                admission.prefill.append(group)
+                tokens += prompt
+            while (
+                group.pending and self.free_rows and self.available() >= self._claim(group.pending[0], ahead)
+            ):
+                admission.start.append(self._start(group, group.pending.pop(0)))
+            if group.pending:
+                return admission
+            self._close(group)
+        return admission
+
+    def _start(self, group: Group, sequence: Sequence) -> Start:
+        full, partial = divmod(sequence.prompt, self.page)
+        sequence.pages, sequence.shared = group.pages[:full], full
+        self.pool.share(sequence.pages)
+        sequence.position = sequence.kv_len = sequence.prompt
+        sequence.remaining = sequence.request.sampling.max_new_tokens - 1
+        self._enter(sequence)
+        if not partial:
+            return Start(sequence, None)
+        self._grow(sequence, sequence.prompt)
+        return Start(sequence, (group.pages[full], sequence.pages[full]))
+
+    # -- a chunk of decode steps --------------------------------------------------------------------------
+
+    def plan(self) -> Chunk | None:
+        """Pages and events for the next `lookahead` decode steps of everything that runs."""
+        swap_out: list[SwapOut] = []
+        for sequence in list(self.running):
+            if sequence.row is not None:
+                self._secure(sequence, swap_out)
+        active = [s for s in self.running if s.remaining > 0]
+        for sequence in [s for s in self.running if s.remaining == 0]:
+            self.finish(sequence)
+        if not active:
+            assert not swap_out
+            return None
+        steps = min(self.lookahead, max(s.remaining for s in active))
+        rows = len(self.table)
+        position, kv_len, remaining = (np.zeros(rows, np.int64) for _ in range(3))
+        forced = np.full((rows, steps), -1, np.int64)
+        for s in active:
+            position[s.row], kv_len[s.row], remaining[s.row] = s.position, s.kv_len, s.remaining
+            if s.request.forced is not None:
+                done = s.position - s.prompt + 1
+                told = s.request.forced[done : done + steps]
+                forced[s.row, : len(told)] = told
+        table = self.table[:, : max(len(s.pages) for s in active)].copy()
+        parts = [Part(s, s.row, min(steps, s.remaining), s.position) for s in active]  # type: ignore[arg-type]
+        events = self._run(parts)
+        for s in active:
+            if s.remaining == 0:  # all its steps are launched with this chunk: what it holds is free after it
+                self.finish(s)
+        most = max(segment.kv_len + segment.steps for part in parts for segment in part.segments)
+        return Chunk(steps, parts, events, table, position, kv_len, remaining, forced, most, swap_out)
+
+    def _secure(self, sequence: Sequence, swap_out: list["SwapOut"]) -> None:
+        """Get the pages that a sequence needs up to its next eviction or the chunk's end."""
+        steps = min(self.lookahead, sequence.remaining)
+        tokens = sequence.kv_len + sequence.steps_to_eviction(steps)
+        need = pages_for(tokens, self.page) - len(sequence.pages)
+        while not sequence.evicts and need > self.available():
+            victims = [s for s in self.running if not s.evicts]
+            if len(victims) == 1 and self._release_prompt():
+                continue
+            victim = victims[-1]
+            swap_out.append(SwapOut(victim, victim.row, victim.pages))  # type: ignore[arg-type]
+            victim.kv.swaps += 1
+            self._leave(victim)
+            self.swapped.appendleft(victim)
+            if victim is sequence:
+                return
+        self._grow(sequence, tokens)
+
+    def _release_prompt(self) -> bool:
+        """Give back the pages of a prompt whose other rollouts have yet to start; it is prefilled again later."""
+        for group in self.waiting:
+            if group.prefilled:
+                self.pool.drop(group.pages)
+                group.pages, group.prefilled = [], False
+                return True
+        return False
+
+    def _run(self, parts: list["Part"]) -> list[Event]:
+        """Advance every sequence through the chunk, evicting where it falls due, in the order of the steps."""
+        events: list[Event] = []
+        due: dict[int, list[Part]] = {}
+        for part in parts:
+            self._advance(part, 0, Segment(part.sequence.kv_len, 0, pages_held=len(part.sequence.pages)), due)
+        while due:
+            step = min(due)
+            alike: dict[tuple, list[Part]] = {}
+            for part in due.pop(step):
+                s = part.sequence
+                alike.setdefault((s.request.sparsity.evict, s.kv_len, s.keep), []).append(part)
+            for (_, n, keep), waiting in alike.items():
+                while waiting:
+                    events.append(self._evict(step, n, keep, waiting, due))
+        return events
+
+    def _advance(self, part: "Part", step: int, segment: Segment, due: dict[int, list["Part"]]) -> None:
+        s, left = part.sequence, part.steps - step
+        segment.steps = s.steps_to_eviction(left)
+        part.segments.append(segment)
+        s.kv_len += segment.steps
+        s.position += segment.steps
+        s.remaining -= segment.steps
+        if segment.steps < left:
+            due.setdefault(step + segment.steps, []).append(part)
+
+    def _evict(
+        self, step: int, n: int, keep: int, waiting: list["Part"], due: dict[int, list["Part"]]
+    ) -> Event:
+        """One event of as many waiting parts as free pages allow: all new pages are taken before any old ones
+        are dropped, so that what one compaction reads is never what another in the same launch writes."""
+        event = Event(step, [], n, keep, [], [])
+        batch: list[Part] = []
+        while waiting and len(batch) < MOST_TOGETHER:
+            s = waiting[0].sequence
+            s.kv_len = keep
+            need = pages_for(keep + max(1, s.steps_to_eviction(waiting[0].steps - step)), self.page)
+            if need > self.pool.free:
+                s.kv_len = n
+                break
+            batch.append(waiting.pop(0))
+            event.new.append(self.pool.take(need))
+        assert batch, "the scratch set aside at the start covers at least one eviction"
+        for part, pages in zip(batch, event.new):
+            s = part.sequence
+            event.sequences.append(s)
+            event.rows.append(part.row)
+            event.old.append(s.pages)
+            self._promised -= len(pages) - (len(s.pages) - s.shared)
+            freed = self.pool.drop(s.pages)
+            s.pages, s.shared = pages, 0
+            self.table[s.row] = 0
+            self.table[s.row, : len(pages)] = pages
+            self._advance(part, step, Segment(keep, 0, True, freed, len(pages)), due)
+        return event
+
+
+MOST_TOGETHER = 8
+"""Rows compacted in one launch: bounds the scratch pages and the scoring buffers."""
