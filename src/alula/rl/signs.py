@@ -47,9 +47,8 @@ class Trace:
     def state_dict(self) -> dict[str, Any]:
         return vars(self) | {"recent": list(self.recent)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self.recent = deque(state["recent"], maxlen=self.recent.maxlen)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"recent": deque(state["recent"], maxlen=self.recent.maxlen)})
 
 
 Traces = Mapping[str, Trace]
