@@ -93,10 +93,8 @@ def test_bounds_contain_the_exact_value(seed, vocabulary, k, other_k, sharpness,
         torch.testing.assert_close(upper, exact, rtol=0, atol=1e-12)
 
 
-def worst_and_best_overlap(
-    p_listed: dict, q_listed: dict, vocabulary: int, units: int
-) -> tuple[float, float]:
-    """Smallest and largest overlap over all completions of two lists, on a lattice of `units` units of mass."""
+def worst_and_best_overlap(p_listed: dict, q_listed: dict, vocabulary: int, units: int) -> tuple[float, float]:
+    """Smallest and largest overlap over all completions of two lists, in steps of 1/units of mass."""
 
     def completions(listed: dict) -> list[list[int]]:
         cap = min(listed.values())
@@ -116,9 +114,7 @@ def worst_and_best_overlap(
         return found
 
     overlaps = [
-        sum(min(a, b) for a, b in zip(p, q)) / units
-        for p in completions(p_listed)
-        for q in completions(q_listed)
+        sum(min(a, b) for a, b in zip(p, q)) / units for p in completions(p_listed) for q in completions(q_listed)
     ]
     return min(overlaps), max(overlaps)
 

@@ -18,9 +18,7 @@ def test_lookup_is_by_length_and_the_last_bin_is_open():
 
 
 def test_a_file_brings_back_the_same_schedule(tmp_path):
-    schedule = Schedule(
-        (64, 128), width=50, name="x", model="m", method="rkv", block=None, notes={"tau": 0.9}
-    )
+    schedule = Schedule((64, 128), width=50, name="x", model="m", method="rkv", block=None, notes={"tau": 0.9})
     schedule.save(tmp_path / "x.json")
     again = Schedule.load(tmp_path / "x.json")
     assert again == schedule

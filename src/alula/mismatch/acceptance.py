@@ -2,8 +2,8 @@
 
     α = E_{v~q}[min(p(v)/q(v), 1)] = Σ_v min(p(v), q(v)) = 1 − TV(p, q)
 
-(Sparrow, arXiv 2606.08446, eq. 2), with p the dense and q the sparse policy. It is symmetric, lies in [0, 1], and says nothing about which token
-was sampled.
+(Sparrow, arXiv 2606.08446, eq. 2), with p the dense and q the sparse policy. It is symmetric, lies in [0, 1],
+and says nothing about which token was sampled.
 """
 
 from collections.abc import Callable
@@ -58,13 +58,14 @@ def acceptance_bounds(
     """Lower and upper bound on α from the top-K lists [..., K] of both policies (the two K may differ).
 
     Let A and B be the two lists, a and b their smallest probabilities, P = 1 − Σ_A p and Q = 1 − Σ_B q the
-    masses of the tails, m = vocabulary − |A ∪ B|. A token not listed has at most a under p, at most b under q.
+    masses of the tails, m = vocabulary − |A ∪ B|. Unlisted tokens have at most a under p, at most b under q.
     On A ∩ B the overlap is known: c = Σ min(p, q). Everywhere else:
 
     upper: on A∖B the overlap is at most x = min(Σ_{A∖B} min(p, b), Q), on B∖A at most
-      y = min(Σ_{B∖A} min(q, a), P), on the m unlisted tokens at most min(P − y, Q − x, m·min(a, b)). A unit of
-      tail mass moved from a listed to an unlisted token gains at most what it loses, so all three are reached
-      together: upper = c + x + y + min(P − y, Q − x, m·min(a, b)), and some pair of distributions attains it.
+      y = min(Σ_{B∖A} min(q, a), P), on the m unlisted tokens at most min(P − y, Q − x, m·min(a, b)). A unit
+      of tail mass moved from a listed to an unlisted token gains at most what it loses, so all three are
+      reached together: upper = c + x + y + min(P − y, Q − x, m·min(a, b)), and some pair of distributions
+      attains it.
     lower: the tails can dodge each other only while there is room. With u = p/a and w = q/b in [0, 1] an
       unlisted token overlaps by at least min(a, b)·(u + w − 1), one of A∖B by min(a, b)·w, one of B∖A by
       min(a, b)·u; summed: lower = c + min(a, b)·max(0, P/a + Q/b − m). c alone is the estimate of Sparrow's
