@@ -10,6 +10,7 @@ host memory and resumes, exactly, before anything newer starts. So the oldest al
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class Event:
     old: list[list[int]]
     new: list[list[int]]
     rows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Position of the first query that no longer sees what is dropped."""
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Scheduler:
     ) -> None:
         self.pool, self.page, self.width = pool, page, width
         self.lookahead, self.prefill_tokens = lookahead, prefill_tokens
-        self.free_rows = list(range(rows - 1, -1, -1))
+        self.free_rows = list(range(rows))  # a heap: the lowest first, which keeps batches small
         self.waiting: deque[Group] = deque()
         self.swapped: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -146,7 +149,7 @@ class Scheduler:
                 self._promised -= count
 
     def _enter(self, sequence: Sequence) -> None:
-        sequence.row = self.free_rows.pop()
+        sequence.row = heappop(self.free_rows)
         self.table[sequence.row] = 0
         self.table[sequence.row, : len(sequence.pages)] = sequence.pages
         self.running.append(sequence)
@@ -158,7 +161,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         assert sequence.row is not None
-        self.free_rows.append(sequence.row)
+        heappush(self.free_rows, sequence.row)
         if sequence.evicts:
             self._promised -= sequence.reserved - (len(sequence.pages) - sequence.shared)
             scratch = self._scratch(sequence)
@@ -270,7 +273,7 @@ class Scheduler:
         most = max(segment.kv_len + segment.steps for part in parts for segment in part.segments)
         return Chunk(steps, parts, events, table, position, kv_len, remaining, forced, most, swap_out)
 
-    def _secure(self, sequence: Sequence, swap_out: list["SwapOut"]) -> None:
+    def _secure(self, sequence: Sequence, swap_out: list[SwapOut]) -> None:
         """Get the pages that a sequence needs up to its next eviction or the chunk's end."""
         steps = min(self.lookahead, sequence.remaining)
         tokens = sequence.kv_len + sequence.steps_to_eviction(steps)
@@ -297,7 +300,7 @@ class Scheduler:
                 return True
         return False
 
-    def _run(self, parts: list["Part"]) -> list[Event]:
+    def _run(self, parts: list[Part]) -> list[Event]:
         """Advance every sequence through the chunk, evicting where it falls due, in the order of the steps."""
         events: list[Event] = []
         due: dict[int, list[Part]] = {}
@@ -314,7 +317,7 @@ class Scheduler:
                     events.append(self._evict(step, n, keep, waiting, due))
         return events
 
-    def _advance(self, part: "Part", step: int, segment: Segment, due: dict[int, list["Part"]]) -> None:
+    def _advance(self, part: Part, step: int, segment: Segment, due: dict[int, list[Part]]) -> None:
         s, left = part.sequence, part.steps - step
         segment.steps = s.steps_to_eviction(left)
         part.segments.append(segment)
@@ -325,7 +328,7 @@ class Scheduler:
             due.setdefault(step + segment.steps, []).append(part)
 
     def _evict(
-        self, step: int, n: int, keep: int, waiting: list["Part"], due: dict[int, list["Part"]]
+        self, step: int, n: int, keep: int, waiting: list[Part], due: dict[int, list[Part]]
     ) -> Event:
         """One event of as many waiting parts as free pages allow: all new pages are taken before any old ones
         are dropped, so that what one compaction reads is never what another in the same launch writes."""
@@ -345,6 +348,7 @@ class Scheduler:
             s = part.sequence
             event.sequences.append(s)
             event.rows.append(part.row)
+            event.positions.append(s.position)
             event.old.append(s.pages)
             self._promised -= len(pages) - (len(s.pages) - s.shared)
             freed = self.pool.drop(s.pages)
