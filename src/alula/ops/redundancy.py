@@ -1,0 +1,183 @@
+"""How much every key resembles the others of its head: the part of R-KV and KeyDiff that looks at keys only.
+
+With unit keys k̂ = k / (‖k‖ + 1e-8) and n keys:
+
+    alignment_j  = k̂_j · Σ_i k̂_i
+    C_ij         = k̂_i · k̂_j, with C_ii = 0
+    last(i)      = max {j : C_ij > threshold}, 0 where there is none
+    redundancy_j = mean_i C_ij after C[i, last(i)] = 0 in every row i
+
+Source: R-KV (arXiv 2505.24133), `cal_similarity` with `retain_direction="last"`, for every head of its own.
+
+The kernels never build C. Its column sums are alignment_j − ‖k̂_j‖², exactly; only last(i) needs pairs, and
+a scan of the keys from the end stops as soon as every row of its tile has found one. Nothing is added
+atomically, so the same keys give the same bits in any batch.
+"""
+
+import torch
+from torch import Tensor
+
+from alula.ops.dispatch import tl, triton, use_triton
+
+EPSILON = 1e-8
+TORCH_ROWS = 1024
+"""Rows of C that the torch reference holds at a time."""
+
+
+def redundancy(keys: Tensor, threshold: float) -> Tensor:
+    """keys [R, n, D] -> fp32 [R, n]. `threshold` lies in [0, 1)."""
+    return redundancy_triton(keys, threshold) if use_triton(keys) else redundancy_torch(keys, threshold)
+
+
+def alignment(keys: Tensor) -> Tensor:
+    """keys [R, n, D] -> fp32 [R, n]."""
+    return alignment_triton(keys)[0] if use_triton(keys) else alignment_torch(keys)
+
+
+# One head at a time: memory stays small, and the result cannot depend on how many others are in the batch.
+def redundancy_torch(keys: Tensor, threshold: float) -> Tensor:
+    return torch.stack([_mean_similarity(_unit(head), threshold) for head in keys])
+
+
+def alignment_torch(keys: Tensor) -> Tensor:
+    return torch.stack([unit @ unit.sum(0) for unit in map(_unit, keys)])
+
+
+def _unit(keys: Tensor) -> Tensor:
+    keys = keys.float()
+    return keys / (keys.norm(dim=-1, keepdim=True) + EPSILON)
+
+
+def _mean_similarity(unit: Tensor, threshold: float) -> Tensor:
+    n = len(unit)
+    slots = torch.arange(n, device=unit.device)
+    total = unit.new_zeros(n)
+    for rows in slots.split(TORCH_ROWS):
+        similarity = unit[rows] @ unit.T
+        similarity.scatter_(1, rows[:, None], 0)
+        last = torch.where(similarity > threshold, slots, 0).amax(1, keepdim=True)
+        total += similarity.scatter_(1, last, 0).sum(0)
+    return total / n
+
+
+def alignment_triton(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The alignment, and 1 / (‖k‖ + 1e-8)."""
+    keys = keys.contiguous()
+    heads, n, dim = keys.shape
+    aligned = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
+    inverse = torch.empty_like(aligned)
+    anchor = torch.empty(heads, dim, dtype=torch.float32, device=keys.device)
+    shape = {"DIM": dim, "DIM_POW2": triton.next_power_of_2(dim), "BLOCK": 64, "num_warps": 4}
+    _sum_units[(heads,)](keys, inverse, anchor, n, EPS=EPSILON, **shape)
+    _align[(heads * triton.cdiv(n, 64),)](keys, inverse, anchor, aligned, n, **shape)
+    return aligned, inverse
+
+
+def redundancy_triton(keys: Tensor, threshold: float) -> Tensor:
+    keys = keys.contiguous()
+    heads, n, dim = keys.shape
+    aligned, inverse = alignment_triton(keys)
+    last = torch.empty(heads, n, dtype=torch.int32, device=keys.device)
+    value = torch.empty_like(aligned)
+    out = torch.empty_like(aligned)
+    wide = keys.dtype != torch.float32 and dim <= 128  # two tiles of keys must fit into shared memory
+    block = 128 if wide else 64
+    _find_last[(heads * triton.cdiv(n, block),)](
+        keys, inverse, last, value, n, threshold,
+        DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), BLOCK=block, num_warps=8 if wide else 4,
+    )  # fmt: skip
+    _sum_columns[(heads * triton.cdiv(n, 64),)](
+        aligned, inverse, last, value, out, n, EPS=EPSILON, BLOCK=64, BLOCK_I=32, num_warps=4
+    )
+    return out
+
+
+# `n` is never specialised on: the kernels must not be compiled again for another length.
+@triton.jit(do_not_specialize=["n"])
+def _sum_units(
+    keys, inverse, anchor, n,
+    EPS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    keys += head * n * DIM
+    d = tl.arange(0, DIM_POW2)
+    total = tl.zeros([DIM_POW2], tl.float32)
+    for first in range(0, n, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        inside = (i < n)[:, None] & (d < DIM)[None, :]
+        key = tl.load(keys + i[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0 / (tl.sqrt(tl.sum(key * key, 1)) + EPS)
+        tl.store(inverse + head * n + i, scale, mask=i < n)
+        total += tl.sum(key * scale[:, None], 0)
+    tl.store(anchor + head * DIM + d, total, mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _align(
+    keys, inverse, anchor, aligned, n,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n, BLOCK)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    j = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM_POW2)
+    inside = (j < n)[:, None] & (d < DIM)[None, :]
+    keys += head * n * DIM
+    key = tl.load(keys + j[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(anchor + head * DIM + d, mask=d < DIM, other=0.0)
+    scale = tl.load(inverse + head * n + j, mask=j < n, other=0.0)
+    tl.store(aligned + head * n + j, tl.sum(key * total[None, :], 1) * scale, mask=j < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _find_last(
+    keys, inverse, last_out, value_out, n, threshold,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """last(i) and C[i, last(i)] for one tile of rows."""
+    tiles = tl.cdiv(n, BLOCK)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    keys += head * n * DIM
+    inverse += head * n
+    i = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM_POW2)
+    in_dim = (d < DIM)[None, :]
+    key = tl.load(keys + i[:, None] * DIM + d[None, :], mask=(i < n)[:, None] & in_dim, other=0.0)
+    scale = tl.load(inverse + i, mask=i < n, other=1.0)
+    least = threshold / scale
+    last = tl.where(i < n, -1, 0)
+    first = (tiles - 1) * BLOCK
+    while (first >= 0) & (tl.min(last, 0) < 0):
+        j = first + tl.arange(0, BLOCK)
+        other = tl.load(keys + j[:, None] * DIM + d[None, :], mask=(j < n)[:, None] & in_dim, other=0.0)
+        other_scale = tl.load(inverse + j, mask=j < n, other=0.0)  # 0 is never above a threshold of 0 or more
+        product = tl.dot(key, tl.trans(other), input_precision="ieee") * other_scale[None, :]
+        similar = (product > least[:, None]) & (i[:, None] != j[None, :])
+        last = tl.maximum(last, tl.max(tl.where(similar, j[None, :], -1), 1))
+        first -= BLOCK
+    last = tl.maximum(last, 0)
+    nearest = tl.load(keys + last[:, None] * DIM + d[None, :], mask=(i < n)[:, None] & in_dim, other=0.0)
+    product = tl.sum(key.to(tl.float32) * nearest.to(tl.float32), 1)
+    value = tl.where(last == i, 0.0, product * scale * tl.load(inverse + last))
+    tl.store(last_out + head * n + i, last, mask=i < n)
+    tl.store(value_out + head * n + i, value, mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _sum_columns(
+    aligned, inverse, last, value, out, n,
+    EPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """(alignment_j − ‖k̂_j‖² − Σ over {i : last(i) = j} of C_ij) / n for one tile of columns."""
+    tiles = tl.cdiv(n, BLOCK)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    j = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    removed = tl.zeros([BLOCK_I, BLOCK], tl.float32)
+    for first in range(0, n, BLOCK_I):
+        i = first + tl.arange(0, BLOCK_I)
+        target = tl.load(last + head * n + i, mask=i < n, other=-1)
+        amount = tl.load(value + head * n + i, mask=i < n, other=0.0)
+        removed += tl.where(target[:, None] == j[None, :], amount[:, None], 0.0)
+    total = tl.load(aligned + head * n + j, mask=j < n, other=0.0)
+    norm = 1.0 - EPS * tl.load(inverse + head * n + j, mask=j < n, other=0.0)  # ‖k̂_j‖
+    tl.store(out + head * n + j, (total - norm * norm - tl.sum(removed, 0)) / n, mask=j < n)

@@ -1,0 +1,65 @@
+"""What every evictor is given, and what it answers."""
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from alula.errors import require
+
+
+@dataclass(frozen=True)
+class Cached:
+    """The KV of sequences about to be compacted, all of them n tokens long.
+
+    R counts rows × layers, row after row; slots ascend in position. A key is stored as attention reads it:
+    rotated at its original position.
+    """
+
+    keys: Tensor
+    """[R, Hkv, n, D] in the model's dtype"""
+    queries: Tensor | None
+    """[R, Hq, W, D] the last `Evictor.queries` rotated queries, in any order; None where that is 0"""
+    attention: Tensor | None
+    """fp32 [R, Hkv, n] attention received so far; None unless `Evictor.accumulates`"""
+    scaling: float
+    """what attention multiplies its logits with"""
+    layers: int
+    row_keys: Tensor
+    """int64 [R] a random key per rollout, the same in all of its layers"""
+    position: Tensor
+    """int64 [R] the sequence's length, evicted tokens included"""
+
+
+@dataclass(frozen=True)
+class Evictor:
+    """A method that ranks cached tokens. Its fields are its options; `window` comes from `Evict`."""
+
+    window: int
+
+    accumulates = False
+    """Whether it needs the attention that every key has received so far."""
+
+    @property
+    def queries(self) -> int:
+        """How many recent queries it needs."""
+        return 0
+
+    def score(self, kv: Cached) -> Tensor:
+        """fp32 [R, Hkv, n], higher = keep. What is said of the sinks and of the last `window` is not read.
+
+        A pure function of each sequence's own KV, never of the others in the batch.
+        """
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            whole = option.type in (int, "int")
+            require(
+                not isinstance(value, bool) and isinstance(value, int if whole else (int, float)),
+                f"{option.name}={value!r}: must be a {'whole number' if whole else 'number'}.",
+            )
+
+
+def require_pooling(kernel: int) -> None:
+    require(kernel >= 1 and kernel % 2 == 1, f"kernel={kernel}: the pooling width must be odd (1: no pooling).")

@@ -1,0 +1,45 @@
+"""R-KV: important tokens that no later token repeats."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from alula.errors import require
+from alula.ops.importance import importance
+from alula.ops.redundancy import redundancy
+from alula.sparsity.evict.base import Cached, Evictor, require_pooling
+
+
+@dataclass(frozen=True)
+class RKV(Evictor):
+    """score_j = mix · importance_j − (1 − mix) · softmax_j(redundancy_j)
+
+    importance is SnapKV's score (`alula.ops.importance`); redundancy_j is the mean cosine similarity of key j
+    to the other keys of its head, where every key forgives the last one similar to it
+    (`alula.ops.redundancy`). The softmax runs over all n keys. All in fp32, each head of each sequence by
+    itself. Source: R-KV (arXiv 2505.24133); the paper's λ is `mix`.
+
+    mix: weight of importance against redundancy. 0.1 in the paper, 0.07 in its code's class.
+    kernel: width of the max-pooling over neighbouring tokens.
+    threshold: cosine similarity above which two keys are similar.
+    """
+
+    mix: float = 0.1
+    kernel: int = 7
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.mix <= 1, f"mix={self.mix}: between 0 (only redundancy) and 1 (only importance).")
+        require_pooling(self.kernel)
+        require(0 <= self.threshold < 1, f"threshold={self.threshold}: a cosine similarity in [0, 1).")
+
+    @property
+    def queries(self) -> int:
+        return self.window
+
+    def score(self, kv: Cached) -> Tensor:
+        assert kv.queries is not None
+        important = importance(kv.queries, kv.keys, kv.scaling, self.window, self.kernel)
+        redundant = redundancy(kv.keys.flatten(0, 1), self.threshold).softmax(-1)
+        return self.mix * important - (1 - self.mix) * redundant.view_as(important)

@@ -1,0 +1,29 @@
+"""TOVA: what the newest query attends to, over all heads."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from alula.ops.importance import importance
+from alula.sparsity.evict.base import Cached, Evictor
+
+
+@dataclass(frozen=True)
+class TOVA(Evictor):
+    """score_j = mean over all query heads of softmax_j(q_last·k_j)
+
+    So all heads of a layer keep the same tokens. Source: TOVA (arXiv 2401.06104), which evicts at every step
+    and protects nothing; here it runs at the common trigger.
+    """
+
+    @property
+    def queries(self) -> int:
+        return 1
+
+    def score(self, kv: Cached) -> Tensor:
+        assert kv.queries is not None
+        kv_heads = kv.keys.shape[1]
+        # A KV head's query heads, taken as so many queries of a group of one.
+        as_queries = kv.queries.squeeze(2).unflatten(1, (kv_heads, -1))
+        per_head = importance(as_queries, kv.keys, kv.scaling, window=0, kernel=1)
+        return per_head.mean(1, keepdim=True).expand(-1, kv_heads, -1).contiguous()
