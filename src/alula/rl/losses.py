@@ -75,9 +75,7 @@ def divisors(
     def divisor(tokens: Tensor, rollouts: Tensor) -> Tensor:
         if loss.kind in ("dapo", "cispo"):
             return over_step(tokens * rollouts)
-        inner = (
-            everyone * loss.max_length if loss.max_length and loss.kind == "dr_grpo" else tokens.clamp(min=1)
-        )
+        inner = everyone * loss.max_length if loss.max_length and loss.kind == "dr_grpo" else tokens.clamp(min=1)
         return inner * over_step(rollouts)
 
     policy = divisor(
@@ -104,8 +102,8 @@ def policy_loss(
 
     `old_logprobs` are the learner's dense ones, the sparse ones under `bypass`, or None in one-update mode:
     `logprobs` themselves are old. A token of weight 0 adds exactly nothing to the policy term, whatever its
-    ratio. `kl_mask` is `Corrected.token_keep` where the correction sets `mask_kl`. The metrics are means over the
-    batch's tokens before masking; `merge_metrics` joins those of several micro-batches.
+    ratio. `kl_mask` is `Corrected.token_keep` where the correction sets `mask_kl`. The metrics are means over
+    the batch's tokens before masking; `merge_metrics` joins those of several micro-batches.
     """
     require(
         loss.kl == 0 or reference_logprobs is not None,
