@@ -1,0 +1,111 @@
+"""AdamW with float32 master weights of its own, while the model's parameters stay in bfloat16.
+
+The engine can then read the very parameters that are trained. With a learning rate of 1e-6 an update is far
+below bfloat16's resolution, so without masters most of it would be lost. A float32 parameter is its own
+master, and the result is torch.optim.AdamW's, bit for bit.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class MasterAdamW:
+    """AdamW over named parameters, plain or sharded (DTensor).
+
+    Gradients of 16-bit parameters are moved into float32 sums as soon as autograd has finished with them, so
+    micro-batches add up in float32 and no whole set of 16-bit gradients exists beside it.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        self.masters = {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for name, p in self.parameters.items()
+        }
+        on_cuda = all(p.is_cuda for p in self.parameters.values())
+        self.adamw = torch.optim.AdamW(
+            self.masters.values(),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            fused=True if on_cuda else None,
+        )
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p, master=self.masters[name]: _move_gradient(p, master))
+            for name, p in self.parameters.items()
+            if p is not self.masters[name]
+        ]
+
+    def step(self, lr: float, max_norm: float | None = None, finite_loss: bool = True) -> tuple[float, bool]:
+        """Clip the summed gradients to `max_norm` over all parameters and ranks, and take one step.
+
+        Returns the norm before clipping and whether the step was taken. A norm or loss that is not finite
+        leaves parameters, masters and moments as they were. Gradients are gone afterwards either way.
+        """
+        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        norm = _whole(nn.utils.get_total_norm(gradients, foreach=True))
+        taken = finite_loss and bool(torch.isfinite(norm))
+        if taken:
+            if max_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.masters.values(), max_norm, norm, foreach=True)
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            self.publish()
+        self.adamw.zero_grad(set_to_none=True)
+        return float(norm), taken
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the model's parameters in place: whoever shares them sees the new values."""
+        pairs = [(p, m) for p, m in zip(self.parameters.values(), self.masters.values()) if p is not m]
+        if pairs:
+            parameters, masters = zip(*pairs)
+            torch._foreach_copy_(list(parameters), list(masters))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state as flat, live tensors: `model.<name>` (masters) and `optimizer.<name>.<moment>`.
+
+        Load a checkpoint by writing into them and calling `publish`.
+        """
+        self._materialise()
+        state = {f"model.{name}": master.detach() for name, master in self.masters.items()}
+        for name, master in self.masters.items():
+            for moment, value in self.adamw.state[master].items():
+                state[f"optimizer.{name}.{moment}"] = value
+        return state
+
+    def _materialise(self) -> None:
+        """AdamW's own initial state, made now where it would be made at the first step."""
+        fused = self.adamw.defaults["fused"]
+        for master in self.masters.values():
+            state = self.adamw.state[master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
+                state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+
+
+def _move_gradient(parameter: Tensor, master: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad += gradient
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """A norm over shards is a DTensor; its full value is the norm over all ranks."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

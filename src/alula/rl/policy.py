@@ -1,0 +1,73 @@
+"""The dense policy as one module: decoder, LM head and log-probs of the scored positions in one forward."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alula.errors import require
+from alula.rl.attention import use_packed_attention
+from alula.rl.logprobs import chunked_logprobs, topk_logprobs
+from alula.rl.packing import Packed
+
+
+class Scored(NamedTuple):
+    logprobs: Tensor
+    """float32 [N]: of every target token."""
+    entropy: Tensor | None = None
+    """float32 [N], without gradient."""
+    topk_ids: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+
+
+class Policy(nn.Module):
+    """Wraps a Hugging Face causal LM (its own modules, its own parameters).
+
+    The head is read inside this forward, never outside: as the root module under FSDP2, its forward is what
+    gathers the head's weight, and its backward what reduces the gradient.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int) -> None:
+        super().__init__()
+        use_packed_attention(model)
+        self.model = model
+        self.chunk = chunk
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    def checkpoint_activations(self) -> None:
+        """Recompute each layer in the backward pass.
+
+        transformers does it only in layers whose own flag says training; all else stays in evaluation, so
+        that no dropout makes the trained policy another one than the scored.
+        """
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in self.layers:
+            require(
+                isinstance(layer, GradientCheckpointingLayer),
+                f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
+            )
+            layer.training = True
+
+    def forward(self, batch: Packed, temperature: float, topk: int = 0, entropy: bool = True) -> Scored:
+        hidden = self.decoder(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+        ).last_hidden_state[0, batch.targets]
+        head = self.model.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if topk:
+            best = topk_logprobs(hidden, weight, batch.target_ids, topk, temperature, self.chunk, bias)
+            return Scored(best.logprobs, None, best.topk_ids, best.topk_logprobs)
+        scored = chunked_logprobs(hidden, weight, batch.target_ids, temperature, self.chunk, bias, entropy=entropy)
+        return Scored(*scored)
