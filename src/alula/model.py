@@ -43,7 +43,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """Load plain dense weights (safetensors or GGUF; no remote code), or make random ones (`shape:<name>`, `seed`).
+    """Load plain dense weights (safetensors or GGUF, no remote code), or draw random ones for `shape:<name>`.
 
     `dtype` is float32 on the CPU and bfloat16 on CUDA unless given. The model is *built* in it: casting a
     finished model would round RoPE's frequencies as well, which must stay float32.
@@ -93,7 +93,7 @@ def lm_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 class _WideProduct(torch.autograd.Function):
-    """`rows @ weight.T` of 16-bit matrices with a float32 result; the gradient is taken in the 16-bit type."""
+    """`rows @ weight.T` of 16-bit matrices with a float32 result; its gradients are 16-bit products."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
@@ -142,6 +142,8 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
             )
             has_tokenizer = not path.is_dir() or any((path / name).exists() for name in TOKENIZER_FILES)
             tokenizer = AutoTokenizer.from_pretrained(place, **common) if has_tokenizer else None
+            if is_gguf:
+                _mend_gguf_tokenizer(tokenizer, config)
         except SettingError:
             raise
         except ImportError as error:
@@ -149,6 +151,18 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
         except (OSError, ValueError) as error:
             raise SettingError(f"model {source!r} cannot be loaded: {_first_line(error)}") from error
     return model, tokenizer
+
+
+def _mend_gguf_tokenizer(tokenizer: Any, config: PreTrainedConfig) -> None:
+    """transformers 5.17 guesses the end token of a GGUF tokenizer, and eats spaces when decoding BPE.
+
+    The file's metadata, which is what the config was read from, names the right tokens.
+    """
+    for role in ("bos", "eos", "pad"):
+        token_id = getattr(config, f"{role}_token_id", None)
+        if isinstance(token_id, int):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.clean_up_tokenization_spaces = False
 
 
 def _random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
@@ -177,7 +191,7 @@ def _random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int
 
 
 def _rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
-    """Frequencies are computed when the module is built, in float32; on the meta device nothing was computed."""
+    """RoPE's frequencies are computed, in float32, when the module is built: not so on the meta device."""
     for path, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             with torch.device(device):
@@ -209,7 +223,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
 
 
 def _short_name(source: str) -> str:
-    return source if source.startswith(SHAPE) else Path(source).name
+    return source if source.startswith(SHAPE) else Path(source).name or source
 
 
 def _first_line(error: Exception) -> str:

@@ -67,7 +67,7 @@ def _qwen3(tied: bool, **sizes: int) -> Settings:
 
 
 def _tiny(model_type: str, heads: int, kv_heads: int, tied: bool) -> Settings:
-    """Weights of std 1/sqrt(hidden) give attention scores of order 1: at 0.02 every token would look alike."""
+    """Weights of std 1/sqrt(hidden) give attention scores of order 1; at 0.02 all tokens would look alike."""
     return {
         "model_type": model_type,
         **_sizes(3, heads, kv_heads, head_dim=16, hidden=64, intermediate=64, vocab=128),

@@ -1,8 +1,8 @@
 """Which models the engine serves exactly. Every other one is refused by name: never run, and run wrongly.
 
 The engine replaces a decoder's attention by its own and computes the logits itself, as `hidden @ head`. So a
-model qualifies when every layer is full causal attention through transformers' `AttentionInterface`, RoPE of a
-position depends on nothing but that position, and the head is a plain matrix product. Settings that say
+model qualifies when every layer is full causal attention through transformers' `AttentionInterface`, the RoPE
+of a token depends on nothing but its position, and the head is a plain matrix product. Settings that say
 otherwise are found in the config, before any weight is read; a dry run of the loaded model finds the rest.
 """
 
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from alula.errors import SettingError
 
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-PLAIN_ATTENTION_SETTINGS = {"scaling", "dropout", "is_causal", "position_ids", "use_cache"}
+HARMLESS = {"scaling", "dropout", "is_causal", "position_ids", "use_cache", "output_router_logits"}
+"""Settings of the attention function that the engine honours, or that do not concern attention."""
 _PROBE = "alula_dry_run"
 
 
@@ -27,52 +28,40 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
 
 
 def refuse_after_dry_run(model: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Run a few tokens through `twin` (the model's weights, its own config) and check what the engine assumes.
+    """Run a few tokens through `twin` (the model's weights, its own config); check what the engine assumes.
 
-    Every layer calls the attention function exactly once, causally, with keys and values of one shape and with
-    no setting that the engine does not know; and the model's logits are its hidden states times its head.
+    Every layer calls the attention function exactly once, causally, with keys and values of one shape and
+    with no setting that the engine does not know; the model's logits are its hidden states times its head.
     """
-    calls: list[int] = []
-    problems: list[str] = []
+    layers: list[int] = []
 
     def probe(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **settings: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
     ) -> tuple[Tensor, None]:
-        calls.append(module.layer_idx)  # type: ignore[arg-type]
-        strange = sorted(
-            k for k, v in settings.items() if v is not None and k not in PLAIN_ATTENTION_SETTINGS
-        )
-        if strange:
-            problems.append(f"layer {module.layer_idx} asks for attention with {', '.join(strange)}")
-        if not getattr(module, "is_causal", True):
-            problems.append(f"layer {module.layer_idx} attends to later tokens")
+        layers.append(module.layer_idx)
+        strange = sorted(k for k, v in settings.items() if v is not None and k not in HARMLESS)
+        if strange or attention_mask is not None:
+            what = ", ".join(strange) or "a mask"
+            raise _refusal(model.config, f"layer {module.layer_idx} asks for attention with {what}")
+        if not (getattr(module, "is_causal", True) and settings.get("is_causal", True)):
+            raise _refusal(model.config, f"layer {module.layer_idx} attends to later tokens")
         if key.shape != value.shape:
-            problems.append(f"layer {module.layer_idx} has keys and values of different sizes")
-            return query.transpose(1, 2), None
-        heads = query.shape[1] // key.shape[1]
-        return value.repeat_interleave(heads, dim=1).transpose(1, 2).contiguous(), None
+            raise _refusal(model.config, f"layer {module.layer_idx} has keys and values of different sizes")
+        groups = query.shape[1] // key.shape[1]
+        return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_PROBE, probe)
     twin.config._attn_implementation = _PROBE
-    ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     positions = torch.arange(4, device=model.device)[None]
+    inputs = {"input_ids": positions % model.config.vocab_size, "position_ids": positions, "use_cache": False}
     with torch.no_grad():
-        hidden = twin.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-        called = list(calls)
-        logits = twin(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-        head = twin.get_output_embeddings()
-        expected = head(hidden).float()
-    if called != list(range(model.config.num_hidden_layers)):
-        problems.insert(0, "not every layer attends, once, through transformers' AttentionInterface")
+        hidden = twin.base_model(**inputs).last_hidden_state
+        if layers != list(range(model.config.num_hidden_layers)):
+            raise _refusal(model.config, f"its attention function is called by layers {layers} only")
+        expected = twin.get_output_embeddings()(hidden).float()
+        logits = twin(**inputs).logits.float()
     if (logits - expected).abs().max() > 0.02 * expected.abs().max():
-        problems.append("its logits are not its hidden states times its output head")
-    if problems:
-        raise _refusal(model.config, problems[0])
+        raise _refusal(model.config, "its logits are not its hidden states times its output head")
 
 
 def _refusal(config: PreTrainedConfig, reason: str) -> SettingError:
@@ -88,9 +77,10 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "it is an encoder-decoder"
     if config.get_text_config() is not config:
         yield "it has parts beside a text decoder"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if architecture is None:
         yield "it is not a causal language model"
-    elif not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+    elif not architecture._supports_attention_backend:
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "quantization_config", None) is not None:
         yield "its weights are quantised (load the original weights or a GGUF file)"

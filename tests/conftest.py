@@ -1,0 +1,58 @@
+"""What all tests share: one thread per worker, no network, the tiny models and the real one."""
+
+import os
+
+# Two workers on two cores: more threads would only fight. All of these must be set before the imports below.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: kernels then run on the CPU
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+if TYPE_CHECKING:
+    from alula.model import LoadedModel
+
+TINY = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral")
+SMOLLM2 = Path(__file__).parents[1] / ".cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(params=TINY)
+def tiny(request: pytest.FixtureRequest) -> "LoadedModel":
+    """A fresh model with random weights of each family: group sizes 1, 3, 2, 4; heads tied and not."""
+    from alula.model import load_model
+
+    return load_model(f"shape:{request.param}")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The GGUF file of a real pretrained model."""
+    if not SMOLLM2.exists():
+        reason = f"{SMOLLM2.name} is not in {SMOLLM2.parent}; `make model` fetches it"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def smollm2_model(smollm2: Path) -> "LoadedModel":
+    """That model, loaded once per worker in float32. Do not change its weights or its config."""
+    from alula.model import load_model
+
+    return load_model(smollm2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
