@@ -1,0 +1,151 @@
+"""The eviction kernels against their torch twins: on CUDA where there is one, else in Triton's interpreter."""
+
+import pytest
+import torch
+
+from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
+from alula.ops.redundancy import alignment_torch, alignment_triton, redundancy_torch, redundancy_triton
+from alula.sparsity.evict import METHODS, Cached, keep
+from test_evictors import best_slots, cached
+
+pytestmark = pytest.mark.kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter's bf16 product is wrong
+
+
+@pytest.fixture(autouse=True)
+def run_kernels(monkeypatch):
+    monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1")
+
+
+def some_keys(heads, n, dim, *, spread=1.0, dtype=torch.float32):
+    random = torch.Generator().manual_seed(n + dim)
+    centre = torch.randn(heads, 1, dim, generator=random)
+    return (centre + spread * torch.randn(heads, n, dim, generator=random)).to(DEVICE, dtype)
+
+
+def some_queries(rows, heads, count, dim, dtype=torch.float32):
+    return torch.randn(rows, heads, count, dim, generator=torch.Generator().manual_seed(count)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(
+    ("n", "dim", "spread"),
+    [(1, 8, 1.0), (20, 16, 1.0), (64, 16, 1.0), (80, 24, 0.3), (150, 16, 0.7), (150, 16, 1.5), (70, 32, 30.0)],
+)
+def test_redundancy(n, dim, spread, dtype):
+    """Few and many similar keys, one tile and several, ragged ones, a dimension that is no power of two."""
+    keys = some_keys(2, n, dim, spread=spread, dtype=dtype)
+    keys[0, n // 2] = 0
+    torch.testing.assert_close(redundancy_triton(keys, 0.5), redundancy_torch(keys, 0.5), rtol=1e-5, atol=1e-6)
+    aligned, inverse = alignment_triton(keys)
+    torch.testing.assert_close(aligned, alignment_torch(keys), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inverse, 1 / (keys.float().norm(dim=-1) + 1e-8))
+
+
+def test_redundancy_at_both_ends_of_the_scan():
+    """The last similar key in the last tile, in the first one, and nowhere."""
+    n = 140
+    keys = torch.eye(n, dtype=torch.float32, device=DEVICE)[None].repeat(3, 1, 1)
+    keys[0, :, -1] += 3  # all alike
+    keys[1, 5] = keys[1, 3]  # one pair near the start
+    for threshold in (0.0, 0.5, 0.9):
+        expected = redundancy_torch(keys, threshold)
+        torch.testing.assert_close(redundancy_triton(keys, threshold), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+@pytest.mark.parametrize(("count", "n", "dim"), [(1, 33, 16), (5, 64, 8), (8, 80, 24), (16, 70, 16)])
+def test_importance(group, count, n, dim, dtype):
+    queries, keys = (
+        some_queries(2, 2 * group, count, dim, dtype),
+        some_keys(4, n, dim, dtype=dtype).unflatten(0, (2, 2)),
+    )
+    expected = mean_attention_torch(queries, keys, dim**-0.5, count)
+    actual = mean_attention_triton(queries, keys, dim**-0.5, count)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert (actual[..., n - count :] == 0).all()
+
+
+def test_importance_of_a_window_that_one_program_cannot_hold():
+    queries, keys = some_queries(1, 4, 40, 16), some_keys(1, 60, 16)[None]
+    for window in (0, 40):
+        expected = mean_attention_torch(queries, keys, 0.3, window)
+        torch.testing.assert_close(mean_attention_triton(queries, keys, 0.3, window), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_do_not_overflow_where_logits_are_large():
+    queries, keys = some_queries(1, 2, 8, 16) * 1000, some_keys(1, 70, 16)[None]
+    expected = mean_attention_torch(queries, keys, 1.0, 8)
+    torch.testing.assert_close(mean_attention_triton(queries, keys, 1.0, 8), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_evictor_chooses_alike_with_and_without_kernels(name, monkeypatch):
+    evictor, kv = cached(name, group=3, n=70)
+    kv = on_device(kv)
+    with_kernels = evictor.score(kv)
+    kept = keep(with_kernels, count=30, sinks=2, window=4)
+    monkeypatch.setenv("ALULA_TRITON_INTERPRET", "0")
+    plain = evictor.score(on_device(kv, "cpu"))
+    torch.testing.assert_close(with_kernels[..., :-4].cpu(), plain[..., :-4], rtol=1e-4, atol=1e-6)
+    assert torch.equal(kept.cpu(), keep(plain, count=30, sinks=2, window=4))
+    for r in range(len(plain)):
+        assert kept[r, 1].tolist() == best_slots(plain[r, 1].tolist(), 70, 30, 2, 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sequence_is_scored_alike_in_any_company(name):
+    evictor, kv = cached(name, rows=2, layers=1, n=70)
+    kv = on_device(kv)
+    together = evictor.score(kv)
+    alone = Cached(
+        kv.keys[1:], None if kv.queries is None else kv.queries[1:], None if kv.attention is None else kv.attention[1:],
+        kv.scaling, 1, kv.row_keys[1:], kv.position[1:],
+    )  # fmt: skip
+    assert torch.equal(evictor.score(alone), together[1:])
+
+
+def test_importance_takes_views():
+    """Keys cut from a longer buffer, queries of a ring: layouts that are not contiguous."""
+    queries, keys = some_queries(2, 4, 8, 16), some_keys(4, 80, 16).unflatten(0, (2, 2))
+    cut, ring = keys[:, :, :70], queries.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = importance(queries, cut.contiguous(), 0.25, 8, 7)
+    assert torch.equal(importance(ring, cut, 0.25, 8, 7), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "dim"), [(640, 128), (2176, 128), (640, 64)])
+def test_real_sizes_in_bf16(n, dim):
+    keys = some_keys(64, n, dim, spread=1.0, dtype=torch.bfloat16)
+    torch.testing.assert_close(redundancy_triton(keys, 0.5), redundancy_torch(keys, 0.5), rtol=1e-4, atol=1e-5)
+    keys = keys.unflatten(0, (8, 8))
+    for group, count in ((2, 8), (7, 16), (4, 32), (8, 64)):
+        queries = some_queries(8, 8 * group, count, dim, torch.bfloat16)
+        expected = mean_attention_torch(queries, keys, dim**-0.5, count)
+        torch.testing.assert_close(
+            mean_attention_triton(queries, keys, dim**-0.5, count), expected, rtol=1e-3, atol=1e-6
+        )
+
+
+@pytest.mark.gpu
+def test_a_new_length_compiles_nothing():
+    from alula.ops.redundancy import _find_last
+
+    redundancy_triton(some_keys(2, 640, 64, dtype=torch.bfloat16), 0.5)
+    compiled = len(_find_last.device_caches[torch.cuda.current_device()][0])
+    for n in (1, 17, 641, 656, 1000):
+        redundancy_triton(some_keys(2, n, 64, dtype=torch.bfloat16), 0.5)
+    assert len(_find_last.device_caches[torch.cuda.current_device()][0]) == compiled
+
+
+def on_device(kv: Cached, device: str = DEVICE) -> Cached:
+    def move(tensor):
+        return None if tensor is None else tensor.to(device)
+
+    return Cached(
+        move(kv.keys), move(kv.queries), move(kv.attention), kv.scaling, kv.layers,
+        move(kv.row_keys), move(kv.position),
+    )  # fmt: skip
