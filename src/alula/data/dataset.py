@@ -1,0 +1,74 @@
+"""Examples and an ordered collection of them."""
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from alula.errors import require
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Example:
+    prompt: str | Messages
+    answer: Any = None
+    """What a verifier compares with."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """The row it was made from."""
+    prompt_ids: tuple[int, ...] | None = None
+    """The prompt as the model reads it, chat template and special tokens included; set by `prepare`."""
+
+    def record(self) -> dict[str, Any]:
+        """What a reward function gets: the row's own fields with `prompt` and `answer`."""
+        return {**self.fields, "prompt": self.prompt, "answer": self.answer}
+
+
+@dataclass(frozen=True)
+class Dataset(Sequence[Example]):
+    examples: tuple[Example, ...]
+    name: str = "data"
+    dropped: dict[str, int] = field(default_factory=dict)
+    """How many rows were left out, by reason."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.examples[index]
+
+    def __iter__(self) -> Iterator[Example]:
+        return iter(self.examples)
+
+    def take(self, size: int | None, seed: int | None = None) -> "Dataset":
+        """The first `size` examples; with a seed, `size` random ones."""
+        require(size is None or size >= 1, f"size={size}: ask for at least one example.")
+        order = range(len(self)) if seed is None else shuffled(len(self), seed)
+        return Dataset(tuple(self.examples[i] for i in order[:size]), self.name, self.dropped)
+
+    def split(self, held_out: int, seed: int = 0) -> tuple["Dataset", "Dataset"]:
+        """(training, held-out) examples without overlap, chosen by seed, each in the original order."""
+        require(
+            0 < held_out < len(self),
+            f"held_out={held_out}: must leave something of the {len(self)} examples for training.",
+        )
+        held = set(shuffled(len(self), seed)[:held_out])
+        training = tuple(example for i, example in enumerate(self.examples) if i not in held)
+        evaluation = tuple(example for i, example in enumerate(self.examples) if i in held)
+        return Dataset(training, self.name, self.dropped), Dataset(evaluation, f"{self.name} held out")
+
+    def fingerprint(self) -> str:
+        """Changes when a prompt, an answer or their order does."""
+        digest = hashlib.blake2b(digest_size=8)
+        for example in self.examples:
+            digest.update(repr((example.prompt, example.answer)).encode())
+        return digest.hexdigest()
+
+
+def shuffled(size: int, *seed: int) -> list[int]:
+    """A permutation that is the same on every machine and Python: only `random()` of a seed is promised to be."""
+    generator = random.Random("/".join(map(str, seed)))
+    keys = [generator.random() for _ in range(size)]
+    return sorted(range(size), key=keys.__getitem__)

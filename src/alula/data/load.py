@@ -1,0 +1,92 @@
+"""One name for any data: a file, a folder, a benchmark, a hub id or a generator."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from alula.data import sources
+from alula.data.benchmarks import BENCHMARKS
+from alula.data.dataset import Dataset
+from alula.data.mapping import FieldMapping
+from alula.errors import SettingError, require, unknown
+
+GENERATED = 1000
+"""Examples of a generator where no size is given."""
+REASONING_GYM = FieldMapping("{question}\nPut your final answer between <answer> and </answer>.", "{answer}")
+
+
+def load(
+    source: str,
+    *,
+    split: str | None = None,
+    data_dir: str | Path | None = None,
+    prompt: str | None = None,
+    answer: str | None = None,
+    answer_form: str | None = None,
+    size: int | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """The examples of `source`:
+
+    - `task:<name>` or `reasoning-gym:<task>`: `size` generated examples of `seed`, `options` for the generator;
+    - `gsm8k`, `math500` and the other names of `alula.data.benchmarks`: `<data_dir>/<name>/<split>.jsonl`, or the
+      hub's copy where no `data_dir` is given;
+    - a .jsonl or .parquet file, a folder of them, or a folder written by `datasets.save_to_disk`;
+    - any data set of the Hugging Face hub: `owner/name` or `owner/name:configuration`.
+
+    `prompt`, `answer` (templates with {field}s) and `answer_form` override the source's mapping; answer="" is for
+    data without answers. `size` limits a stored set to its first rows.
+    """
+    require(size is None or size >= 1, f"size={size}: ask for at least one example.")
+    kind, _, rest = source.partition(":")
+    generated = kind in ("task", "reasoning-gym") and rest != ""
+    require(generated or not options, f"data {source}: takes no options, got {sorted(options or ())}.")
+    if generated and kind == "task":
+        from alula.data.tasks import build
+
+        return build(rest, **dict(options or {})).dataset(size or GENERATED, seed)
+    if generated:
+        rows = sources.generate_reasoning_gym(rest, size or GENERATED, seed, options or {})
+        mapping = REASONING_GYM
+    else:
+        rows, mapping = stored(source, split, data_dir)
+    mapping = override(mapping, prompt, answer, answer_form)
+    return mapping.apply(rows[:size], Path(source).stem if Path(source).suffix else source)
+
+
+def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple[list[sources.Row], FieldMapping]:
+    path = Path(source).expanduser()
+    if source in BENCHMARKS and not path.suffix:
+        return benchmark(source, split, data_dir)
+    if path.is_file():
+        return sources.read_file(path), FieldMapping()
+    if path.is_dir():
+        return sources.read_folder(path, split or "train"), FieldMapping()
+    if path.suffix in (".jsonl", ".parquet"):
+        raise SettingError(f"data file {source!r} does not exist.")
+    if source.count("/") != 1:
+        raise unknown("data set", source, BENCHMARKS)
+    name, _, config = source.partition(":")
+    return sources.read_hub(name, split or "train", config or None), FieldMapping()
+
+
+def benchmark(name: str, split: str | None, data_dir: str | Path | None) -> tuple[list[sources.Row], FieldMapping]:
+    found = BENCHMARKS[name]
+    if data_dir is None:
+        hub = found.hub
+        return sources.read_hub(hub.path, split or hub.split, hub.config, hub.files), found.mapping(from_hub=True)
+    folder = Path(data_dir).expanduser() / name
+    require(folder.is_dir(), f"data_dir={str(data_dir)!r} has no folder {name!r}; leave data_dir out to use the hub.")
+    return sources.read_folder(folder, split or found.split), found.mapping(from_hub=False)
+
+
+def override(mapping: FieldMapping, prompt: str | None, answer: str | None, answer_form: str | None) -> FieldMapping:
+    if prompt is not None:
+        mapping = replace(mapping, prompt=prompt)
+    if answer is not None:
+        mapping = replace(mapping, answer=answer or None)
+    if answer_form is not None:
+        mapping = replace(mapping, answer_form=answer_form)
+    return mapping

@@ -1,0 +1,80 @@
+"""From a row of any data set to an example: templates for prompt and answer, and where the answer hides."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from alula.data.dataset import Dataset, Example
+from alula.errors import require, unknown
+from alula.rewards.math_answer import last_boxed
+
+_FIELD = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_UNIT = re.compile(r"^(.*\S)\s*\([^()]*\)$")
+
+
+def after_hashes(value: Any) -> Any:
+    return str(value).rsplit("####", 1)[-1].strip()
+
+
+def before_unit(value: Any) -> Any:
+    match = _UNIT.match(str(value))
+    return match[1] if match else value
+
+
+ANSWER_FORMS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda value: value,
+    "####": after_hashes,
+    "boxed": lambda value: last_boxed(str(value)),
+    "unit": before_unit,
+}
+"""How the answer is written: as it is, after ####, in the last box of a solution, before a (unit)."""
+
+
+@dataclass(frozen=True)
+class FieldMapping:
+    """`prompt` and `answer` are templates with {field}s, or {field.inner} for nested rows; other braces stay as they
+    are. A template that is one field alone keeps its type: chat messages and lists of answers pass through."""
+
+    prompt: str = "{prompt}"
+    answer: str | None = "{answer}"
+    """None for data without answers, where a learned reward judges."""
+    answer_form: str = "plain"
+
+    def __post_init__(self) -> None:
+        if self.answer_form not in ANSWER_FORMS:
+            raise unknown("answer form", self.answer_form, ANSWER_FORMS)
+
+    def example(self, row: Mapping[str, Any]) -> Example:
+        answer = None
+        if self.answer is not None:
+            answer = ANSWER_FORMS[self.answer_form](fill(self.answer, row, "answer"))
+        return Example(fill(self.prompt, row, "prompt"), answer, dict(row))
+
+    def apply(self, rows: Iterable[Mapping[str, Any]], name: str) -> Dataset:
+        """Rows whose answer is missing are dropped and counted: no verifier could say anything about them."""
+        examples = [self.example(row) for row in rows]
+        kept = [example for example in examples if self.answer is None or not empty(example.answer)]
+        dropped = {"no answer": len(examples) - len(kept)} if len(kept) < len(examples) else {}
+        require(len(kept) > 0, f"data {name}: no usable rows (read {len(examples)}).")
+        return Dataset(tuple(kept), name, dropped)
+
+
+def fill(template: str, row: Mapping[str, Any], setting: str) -> Any:
+    whole = _FIELD.fullmatch(template)
+    if whole:
+        return look_up(whole[1], row, setting)
+    return _FIELD.sub(lambda match: str(look_up(match[1], row, setting)), template)
+
+
+def look_up(path: str, row: Mapping[str, Any], setting: str) -> Any:
+    value: Any = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise unknown(f"field of the {setting} template", path, value if isinstance(value, Mapping) else row)
+        value = value[name]
+    return value
+
+
+def empty(answer: Any) -> bool:
+    return answer is None or str(answer).strip(" $") == "" or answer == []

@@ -1,0 +1,64 @@
+"""From an example to the tokens a model reads: chat template, system prompt, length limit."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from alula.data.dataset import Dataset, Example, Messages
+from alula.errors import SettingError, require
+
+
+def prepare(
+    dataset: Dataset,
+    tokenizer: Any,
+    *,
+    chat: bool | None = None,
+    system: str | None = None,
+    max_prompt_tokens: int | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """The same examples with `prompt_ids`, without those longer than `max_prompt_tokens` (counted in `dropped`).
+
+    `chat` applies the tokenizer's chat template (default: where it has one), with a generation prompt at the end
+    and `system` in front; `template_options` go to the template (enable_thinking=False, say). Without chat, a
+    prompt is tokenized as it stands, with the tokenizer's own special tokens.
+    """
+    use_chat = tokenizer.chat_template is not None if chat is None else chat
+    if use_chat and tokenizer.chat_template is None:
+        raise SettingError("chat=true, but the tokenizer has no chat template; set chat=false or use another model.")
+    require(use_chat or system is None, "system= needs a chat template; put the text into the prompt template.")
+    if use_chat:
+        texts = [
+            tokenizer.apply_chat_template(
+                messages(example, system), tokenize=False, add_generation_prompt=True, **(template_options or {})
+            )
+            for example in dataset
+        ]
+    else:
+        texts = [plain(example) for example in dataset]
+    # A chat template writes its special tokens itself; adding them again would double the first one.
+    ids = tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]
+    kept = [
+        replace(example, prompt_ids=tuple(row))
+        for example, row in zip(dataset, ids)
+        if max_prompt_tokens is None or len(row) <= max_prompt_tokens
+    ]
+    require(
+        len(kept) > 0,
+        f"max_prompt_tokens={max_prompt_tokens}: all {len(dataset)} prompts are longer; raise it.",
+    )
+    dropped = dict(dataset.dropped)
+    if len(kept) < len(dataset):
+        dropped[f"prompt over {max_prompt_tokens} tokens"] = len(dataset) - len(kept)
+    return Dataset(tuple(kept), dataset.name, dropped)
+
+
+def messages(example: Example, system: str | None) -> Messages:
+    turns = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+def plain(example: Example) -> str:
+    if not isinstance(example.prompt, str):
+        raise SettingError("the prompts are chat messages, but chat is off or the tokenizer has no chat template.")
+    return example.prompt

@@ -1,0 +1,74 @@
+"""Rows of plain fields from files, Hugging Face datasets and reasoning-gym."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alula.errors import SettingError, require, unknown
+
+Row = Mapping[str, Any]
+
+
+def read_file(path: Path) -> list[Row]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(path).to_pylist()
+    if path.suffix != ".jsonl":
+        raise SettingError(f"data file {path}: only .jsonl and .parquet are read; convert it.")
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SettingError(f"data file {path}, line {number}: not JSON ({error}); fix the line.") from error
+            require(isinstance(row, dict), f"data file {path}, line {number}: must be an object with fields.")
+            rows.append(row)
+    return rows
+
+
+def read_folder(path: Path, split: str) -> list[Row]:
+    """A data set written by `save_to_disk`, or a folder of <split>.jsonl or <split>.parquet files."""
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        import datasets
+
+        saved = datasets.load_from_disk(str(path))
+        if isinstance(saved, datasets.DatasetDict):
+            if split not in saved:
+                raise unknown(f"split of {path}", split, saved)
+            saved = saved[split]
+        return list(saved)
+    for file in (path / f"{split}.jsonl", path / f"{split}.parquet"):
+        if file.exists():
+            return read_file(file)
+    found = sorted(file.stem for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
+    if found:
+        raise unknown(f"split of {path}", split, found)
+    raise SettingError(f"data folder {path}: holds no .jsonl or .parquet files and no saved Hugging Face data set.")
+
+
+def read_hub(path: str, split: str, config: str | None = None, files: str | None = None) -> list[Row]:
+    import datasets
+
+    try:
+        return list(datasets.load_dataset(path, config, split=split, data_files=files))
+    except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise SettingError(f"data {path!r} (split {split!r}) cannot be loaded from the hub: {error}") from error
+
+
+def generate_reasoning_gym(task: str, size: int, seed: int, options: Mapping[str, Any]) -> list[Row]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise SettingError(f"data reasoning-gym:{task}: run pip install 'alula[reasoning-gym]' first.") from error
+    if task not in DATASETS:
+        raise unknown("reasoning-gym task", task, DATASETS)
+    try:
+        return list(reasoning_gym.create_dataset(task, size=size, seed=seed, **options))
+    except (TypeError, AssertionError) as error:
+        raise SettingError(f"data reasoning-gym:{task}: {error}.") from error

@@ -1,0 +1,59 @@
+"""Prompts without end, shuffled anew every epoch, from a position that can be saved and restored."""
+
+from typing import Any
+
+from alula.data.dataset import Dataset, Example, shuffled
+from alula.errors import SettingError, require
+
+
+class PromptStream:
+    """Every epoch visits every example once, in an order that depends on (seed, epoch) only.
+
+    A batch may span two epochs: nothing is dropped at the boundary and nothing is visited twice.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int = 0) -> None:
+        require(len(dataset) > 0, "the data set is empty; nothing to train on.")
+        self.dataset, self.seed = dataset, seed
+        self.epoch, self.position = 0, 0
+        self._order = shuffled(len(dataset), seed, 0)
+
+    @property
+    def seen(self) -> int:
+        """Examples handed out since the beginning."""
+        return self.epoch * len(self.dataset) + self.position
+
+    def next(self, count: int) -> list[Example]:
+        taken: list[Example] = []
+        while len(taken) < count:
+            if self.position == len(self.dataset):
+                self._go(self.epoch + 1, 0)
+            end = min(self.position + count - len(taken), len(self.dataset))
+            taken += [self.dataset[i] for i in self._order[self.position : end]]
+            self.position = end
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "data": self.dataset.fingerprint(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["data"] != self.dataset.fingerprint():
+            raise SettingError(
+                "the training data differs from the checkpoint's, so its position means nothing; "
+                "restore the data and its settings, or start a new run."
+            )
+        require(
+            state["seed"] == self.seed,
+            f"seed={self.seed} but the checkpoint's data order has seed {state['seed']}; use that one.",
+        )
+        self._go(state["epoch"], state["position"])
+
+    def _go(self, epoch: int, position: int) -> None:
+        if epoch != self.epoch:
+            self._order = shuffled(len(self.dataset), self.seed, epoch)
+        self.epoch, self.position = epoch, position

@@ -1,0 +1,42 @@
+"""`format`: is the answer written in the asked form?"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from alula.errors import SettingError, require, unknown
+from alula.rewards.math_answer import last_boxed
+
+
+def has_boxed(completion: str) -> bool:
+    return last_boxed(completion) is not None
+
+
+def has_thinking(completion: str) -> bool:
+    """One closed thinking part, then an answer. The opening tag may be missing: chat templates often write it."""
+    thought, tag, answer = completion.partition("</think>")
+    thought = thought.strip().removeprefix("<think>")
+    once = "<think>" not in thought + answer and tag not in answer
+    return bool(tag and thought.strip() and answer.strip()) and once
+
+
+CHECKS: dict[str, Callable[[str], bool]] = {"boxed": has_boxed, "think": has_thinking}
+
+
+def build(options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], float]:
+    """1 where the completion has the form, else 0. Either `has` (boxed or think) or `pattern`, a regular
+    expression to be found in it (`.` matches line ends; anchor with \\A and \\Z to match the whole)."""
+    require(
+        len(options) == 1 and set(options) <= {"has", "pattern"},
+        f"reward format: give either has=boxed, has=think or pattern=<regular expression>, got {dict(options)}.",
+    )
+    if "has" in options:
+        if options["has"] not in CHECKS:
+            raise unknown("form (reward format, has)", str(options["has"]), CHECKS)
+        check = CHECKS[options["has"]]
+        return lambda completion, example: float(check(completion))
+    try:
+        pattern = re.compile(options["pattern"], re.DOTALL)
+    except re.error as error:
+        raise SettingError(f"reward format: pattern={options['pattern']!r} is not valid: {error}.") from error
+    return lambda completion, example: float(pattern.search(completion) is not None)

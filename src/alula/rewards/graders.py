@@ -1,0 +1,64 @@
+"""Rewards that run in a worker process, because their code can hang, raise or crash."""
+
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from alula.errors import SettingError, require, unknown
+from alula.rewards import format as answer_format
+from alula.rewards import math_answer
+
+Grader = Callable[[str, Mapping[str, Any]], float]
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def is_function(name: str) -> bool:
+    """Whether a reward's name has the form `package.module:function`."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
+
+
+def build(name: str, options: Mapping[str, Any]) -> Grader:
+    if name == "math":
+        return math_answer.build(options)
+    if name == "format":
+        return answer_format.build(options)
+    if name.startswith("reasoning-gym:"):
+        require(not options, f"reward {name} takes no options, got {sorted(options)}.")
+        return reasoning_gym_grader(name.removeprefix("reasoning-gym:"))
+    return user_function(name, options)
+
+
+def user_function(name: str, options: Mapping[str, Any]) -> Grader:
+    """`package.module:function`, called as function(completion, example, **options)."""
+    module_name, function_name = name.split(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise SettingError(
+            f"reward {name}: there is no module {error.name!r}; install it, or run from its folder."
+        ) from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise unknown(f"function of {module_name}", function_name, (k for k in vars(module) if k[0] != "_"))
+    return lambda completion, example: function(completion, example, **options)
+
+
+def reasoning_gym_grader(task: str) -> Grader:
+    """The task's own score, in [0, 1], of the text in <answer> tags, else in a box, else of everything."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise unknown("reasoning-gym task", task, DATASETS)
+    score = reasoning_gym.get_score_answer_fn(task)
+
+    def grade(completion: str, example: Mapping[str, Any]) -> float:
+        text = math_answer.after_thinking(completion)
+        tagged = _TAGGED.findall(text)
+        answer = tagged[-1] if tagged else math_answer.last_boxed(text) or text
+        return score(answer=answer.strip(), entry=dict(example))
+
+    return grade

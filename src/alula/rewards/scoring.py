@@ -1,0 +1,153 @@
+"""Several weighted rewards as one: `Rewards(specs).score(completions, examples)`."""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from alula.errors import SettingError, require, unknown
+from alula.rewards import graders
+from alula.rewards.length import length_reward
+from alula.rewards.pool import WorkerPool
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One reward: `math`, `reasoning-gym:<task>`, `task:<name>`, `format`, `length`, `model:<folder>`
+    or `package.module:function`."""
+
+    name: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardBatch:
+    total: list[float]
+    """Weighted sum over the rewards."""
+    parts: dict[str, list[float]]
+    """Unweighted value of each reward. A second reward of the same name is called `name#2`."""
+    failures: list[tuple[int, str]]
+    """Answers that could not be graded, with the reason; that reward counts 0 for them."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What is scored: one completion, example, finish and length in tokens for each answer."""
+
+    completions: Sequence[str]
+    examples: Sequence[Mapping[str, Any]]
+    finishes: Sequence[str] | None
+    lengths: Sequence[int] | None
+
+
+Scorer = Callable[[Answers], Sequence[float]]
+"""A reward that runs in this process."""
+
+
+class Rewards:
+    """Scores answers. Rewards that execute foreign code run in `workers` killable processes, where one answer
+    may take `timeout` seconds."""
+
+    def __init__(self, specs: Sequence[RewardSpec], *, timeout: float = 10.0, workers: int | None = None) -> None:
+        require(len(specs) > 0, "rewards: name at least one reward.")
+        require(timeout > 0, f"reward timeout={timeout}: must be above 0 seconds.")
+        size = min(4, os.cpu_count() or 1) if workers is None else workers
+        require(size >= 1, f"reward workers={workers}: must be at least 1.")
+        self.specs = list(specs)
+        self.names = distinct([spec.name for spec in specs])
+        self._here: dict[str, Scorer] = {}
+        self._away: list[str] = []
+        away: list[tuple[str, dict[str, Any]]] = []
+        for name, spec in zip(self.names, specs):
+            scorer = in_process(spec)
+            if scorer is not None:
+                self._here[name] = scorer
+            else:
+                self._away.append(name)
+                away.append((spec.name, dict(spec.options)))
+        self._pool = WorkerPool(away, timeout, size) if away else None
+
+    def start(self) -> None:
+        """Load every grader now rather than at the first batch, so that a wrong name is reported early."""
+        if self._pool:
+            self._pool.start()
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.close()
+
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def score(
+        self,
+        completions: Sequence[str],
+        examples: Sequence[Mapping[str, Any]],
+        finishes: Sequence[str] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> RewardBatch:
+        """`finishes` is how each rollout ended ("stop", "length", "error", …), `lengths` its tokens."""
+        count = len(completions)
+        for what, given in (("examples", examples), ("finishes", finishes), ("lengths", lengths)):
+            if given is not None and len(given) != count:
+                raise SettingError(f"rewards: {count} completions but {len(given)} {what}; give one for each.")
+        failures: list[tuple[int, str]] = []
+        parts: dict[str, list[float]] = {}
+        for name, scorer in self._here.items():
+            parts[name] = list(scorer(Answers(completions, examples, finishes, lengths)))
+        if self._pool and self._away:
+            jobs = [(g, c, e) for g in range(len(self._away)) for c, e in zip(completions, examples)]
+            outcomes = self._pool.run(jobs)
+            for g, name in enumerate(self._away):
+                mine = outcomes[g * count : (g + 1) * count]
+                parts[name] = [value for value, _ in mine]
+                failures += [(i, f"{name}: {why}") for i, (_, why) in enumerate(mine) if why is not None]
+        for name, values in parts.items():
+            for i, value in enumerate(values):
+                if not math.isfinite(value):
+                    failures.append((i, f"{name}: the reward is {value}"))
+                    values[i] = 0.0
+        parts = {name: parts[name] for name in self.names}
+        weights = [spec.weight for spec in self.specs]
+        total = [sum(w * v for w, v in zip(weights, row)) for row in zip(*parts.values())]
+        return RewardBatch(total, parts, sorted(failures))
+
+
+def in_process(spec: RewardSpec) -> Scorer | None:
+    """The scorer of a reward that runs here; None for one that belongs into a worker."""
+    kind, _, rest = spec.name.partition(":")
+    if spec.name in ("math", "format") or (kind == "reasoning-gym" and rest):
+        return None
+    if spec.name == "length":
+        return configured(spec, length_reward)
+    if kind == "task" and rest:
+        from alula.data.tasks import task_reward
+
+        return configured(spec, task_reward, rest)
+    if kind == "model" and rest:
+        from alula.rewards.model import ModelReward
+
+        return configured(spec, ModelReward, rest)
+    if graders.is_function(spec.name):
+        return None
+    known = ["math", "format", "length", "reasoning-gym:<task>", "task:<name>", "model:<folder>",
+             "package.module:function"]  # fmt: skip
+    raise unknown("reward", spec.name, known)
+
+
+def configured(spec: RewardSpec, make: Callable[..., Scorer], *arguments: str) -> Scorer:
+    try:
+        inspect.signature(make).bind(*arguments, **spec.options)
+    except TypeError as error:
+        raise SettingError(f"reward {spec.name}: {error}.") from error
+    return make(*arguments, **spec.options)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    return [f"{n}#{k}" if (k := names[: i + 1].count(n)) > 1 else n for i, n in enumerate(names)]

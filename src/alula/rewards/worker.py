@@ -1,0 +1,64 @@
+"""A grading process: builds its graders once, then answers one question at a time until its parent is gone."""
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from alula.errors import SettingError
+from alula.rewards.graders import Grader, build, is_function
+
+MEMORY = 4 << 30
+"""Address space of a worker without user functions: sympy asked for 9^9^9^9 ends in a MemoryError, not in swap."""
+
+
+def main(channel: Connection) -> None:
+    """Protocol: receives [(name, options), …] and a time limit, sends 'ready' or why not; then for each
+    (grader, completion, example) sends ('value', float) or ('failed', reason)."""
+    threading.Thread(target=die_with_parent, args=(os.getppid(),), daemon=True).start()
+    graders: list[Grader] = []
+    specs, timeout = channel.recv()
+    try:
+        graders = [build(name, options) for name, options in specs]
+    except Exception as error:
+        channel.send(("broken", describe(error)))
+        return
+    if not any(is_function(name) for name, _ in specs):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    channel.send(("ready", None))
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            grader, completion, example = channel.recv()
+            # The parent kills a worker that hangs. Should the parent be dead by then, the kernel does it: no
+            # Python code would run in a worker stuck in a regular expression, which holds the interpreter.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, timeout + 5)
+            reply = answer(graders[grader], completion, example)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            channel.send(reply)
+
+
+def answer(grade: Grader, completion: str, example: dict[str, Any]) -> tuple[str, float | str]:
+    try:
+        return "value", float(grade(completion, example))
+    except Exception as error:
+        return "failed", describe(error)
+
+
+def describe(error: Exception) -> str:
+    return str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"[:500]
+
+
+def die_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)  # with whatever a user's function has started
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
