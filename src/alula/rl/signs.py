@@ -84,14 +84,16 @@ def mismatch_rising(traces: Traces) -> HealthWarning | None:
 
 
 def mismatch_not_settling(traces: Traces) -> HealthWarning | None:
-    """k3 mismatch still above 0.03 nats per token after 50 steps, where Sparrow's collapsing budget ended."""
-    values = traces["mismatch/kl_k3"].last(5 * WINDOW)
-    if not values or median(values[-WINDOW:]) <= 0.03:
+    """k3 mismatch never below 0.03 nats per token in 50 steps: where Sparrow's collapsing budget ended."""
+    trace = traces["mismatch/kl_k3"]
+    if trace.level is None or trace.lowest is None or not trace.last(5 * WINDOW):
+        return None
+    if min(trace.level, trace.lowest) <= 0.03:
         return None
     return HealthWarning(
         "mismatch-high",
-        f"The mismatch KL is still {median(values[-WINDOW:]):.2g} nats per token after {5 * WINDOW} steps "
-        "(it should settle well below 0.03): most of what is learned is a correction of the sampler.",
+        f"The mismatch KL is {trace.level:.2g} nats per token and has not settled below 0.03: "
+        "sparse and dense policy disagree so much that most of the signal is spent on correcting it.",
         "Raise the budget or use a length-dependent schedule; check that the sampling temperature is the one "
         "that the learner scores with.",
     )

@@ -1,0 +1,65 @@
+"""Put the page together: one HTML file with its style, script and data inside and no request to anywhere."""
+
+import json
+import os
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from string import Template
+
+from alula.report import sections
+from alula.report.charts import chart_data, clock_data
+from alula.report.runs import Run, load_runs
+
+HERE = Path(__file__).parent
+
+
+def write_report(runs: list[Path], out: Path) -> None:
+    """Compare the run folders `runs` in one page at `out`."""
+    page = render([*load_runs([Path(run) for run in runs])])
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(out.name + ".tmp")
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, out)
+
+
+def render(runs: list[Run]) -> str:
+    warnings = sum(len(run.events) for run in runs)
+    return Template((HERE / "page.html").read_text()).substitute(
+        title=escape(title(runs)),
+        runs=" · ".join(sections.run_label(index, run) for index, run in enumerate(runs)),
+        written=datetime.now().strftime("%-d %B %Y, %H:%M"),
+        style=(HERE / "page.css").read_text(),
+        script=(HERE / "page.js").read_text(),
+        data=embed({"runs": run_data(runs), "charts": chart_data(runs)}),
+        headline=sections.headline_table(runs),
+        phases=sections.phase_bars(runs) or '<p class="quiet">No timings were written.</p>',
+        settings_title="Settings" if len(runs) == 1 else "Settings that differ",
+        settings=sections.settings_tables(runs),
+        warning_count=warnings or "no",
+        warnings=sections.warning_list(runs),
+        samples=sections.samples(runs),
+    )
+
+
+def title(runs: list[Run]) -> str:
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+
+
+def run_data(runs: list[Run]) -> list[dict[str, object]]:
+    return [
+        {
+            "name": run.name,
+            "colour": index % sections.COLOURS,
+            "dash": sections.DASHES[index // sections.COLOURS % len(sections.DASHES)],
+            "clock": clock_data(run),
+            "warnings": [[event["step"], str(event.get("message", ""))] for event in run.events[:50]],
+        }
+        for index, run in enumerate(runs)
+    ]
+
+
+def embed(data: object) -> str:
+    """JSON that cannot end the script element it stands in, whatever text it holds."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,145 @@
+"""Read a run's folder for the report: finished, still going, cut off in the middle of a line, or huge."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from alula.errors import SettingError
+from alula.rl.metrics import parse_line
+
+SAMPLED_STEPS = 8
+SAMPLES_PER_STEP = 4
+LONGEST_TEXT = 6000
+
+
+@dataclass
+class Curve:
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass
+class Run:
+    name: str
+    path: Path
+    state: str | None = None
+    """running, finished, stopped or failed; None where the folder does not say."""
+    total_steps: int | None = None
+    last_step: int = 0
+    curves: dict[str, Curve] = field(default_factory=dict)
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def last(self, metric: str, steps: int = 10) -> float | None:
+        """Mean of a metric over its last steps."""
+        curve = self.curves.get(metric)
+        return None if curve is None else float(curve.values[-steps:].mean())
+
+
+def load_runs(paths: list[Path]) -> list[Run]:
+    if not paths:
+        raise SettingError("runs: name at least one run folder to report on.")
+    return [load_run(path, name) for path, name in zip(paths, names_of(paths))]
+
+
+def load_run(path: Path, name: str) -> Run:
+    if not (path / "metrics.jsonl").is_file():
+        raise SettingError(f"run folder {path}: no metrics.jsonl there; name a folder that `alula train` wrote.")
+    curves = read_curves(path / "metrics.jsonl")
+    status = json.loads((path / "status.json").read_text()) if (path / "status.json").exists() else {}
+    return Run(
+        name=name,
+        path=path,
+        state=status.get("state"),
+        total_steps=status.get("total_steps"),
+        last_step=max((int(curve.steps[-1]) for curve in curves.values()), default=0),
+        curves=curves,
+        evals=list(read_rows(path / "evals.jsonl")),
+        events=list(read_rows(path / "events.jsonl")),
+        samples=read_samples(path / "completions.jsonl"),
+        settings=read_settings(path / "config.yaml"),
+    )
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    """Folder names; where two are alike, as many parent folders as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    names = ["/".join(part[-1:]) for part in parts]
+    for depth in range(2, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) if names.count(name) > 1 else name for part, name in zip(parts, names)]
+    return names
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (row for line in file if (row := parse_line(line)) is not None)
+
+
+def read_curves(path: Path) -> dict[str, Curve]:
+    steps: dict[str, list[int]] = {}
+    values: dict[str, list[float]] = {}
+    for row in read_rows(path):
+        step = row.pop("step")
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                steps.setdefault(name, []).append(step)
+                values.setdefault(name, []).append(value)
+    return {name: Curve(np.array(steps[name]), np.array(values[name], dtype=float)) for name in steps}
+
+
+def read_settings(path: Path) -> dict[str, str]:
+    """The settings as dotted names."""
+    if not path.exists():
+        return {}
+    return dict(flatten(yaml.safe_load(path.read_text()) or {}))
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False, default=str)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """A few completions of a few steps, spread over the run, in one pass and little memory."""
+    held: dict[int, list[dict[str, Any]]] = {}
+    step, index, every = None, -1, 1
+    for row in read_rows(path):
+        if row["step"] != step:
+            step, index = row["step"], index + 1
+            every *= 2 if index // every >= SAMPLED_STEPS else 1
+            held = {earlier: rows for earlier, rows in held.items() if earlier % every == 0} | {index: []}
+        held[index] = varied([*held[index], shorten(row)])
+    return [row for rows in held.values() for row in rows]
+
+
+def varied(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most four rows, of as many kinds (right, wrong, vetoed, cut off) as there are."""
+    kinds: dict[tuple[Any, ...], int] = {}
+    ranked = []
+    for index, row in enumerate(rows):
+        kind = (bool(row.get("vetoed")), row.get("finish"), (row.get("reward") or 0) > 0)
+        kinds[kind] = kinds.get(kind, -1) + 1
+        ranked.append((kinds[kind], index))
+    return [rows[index] for _, index in sorted(sorted(ranked)[:SAMPLES_PER_STEP], key=lambda rank: rank[1])]
+
+
+def shorten(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: middle_out(str(row.get(name, ""))) for name in ("prompt", "completion")}
+
+
+def middle_out(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    left_out = len(text) - LONGEST_TEXT
+    return f"{text[: LONGEST_TEXT // 2]}\n[… {left_out:,} characters left out …]\n{text[-LONGEST_TEXT // 2 :]}"

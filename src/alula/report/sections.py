@@ -1,0 +1,143 @@
+"""The parts of the page that need no script: tables, bars, warnings, completions. All text is escaped here."""
+
+from html import escape
+from typing import Any
+
+from alula.report.runs import Run
+from alula.report.summary import COLUMNS, headline, phases, seconds
+
+COLOURS = 7
+DASHES = ("", "9 4", "3 3", "9 3 2 3")
+
+
+def swatch(index: int) -> str:
+    """A short piece of the run's line: colour, and dash from the eighth run on."""
+    dash = DASHES[index // COLOURS % len(DASHES)]
+    return (
+        f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><line x1="1" y1="5" x2="25" y2="5" '
+        f'style="stroke:var(--run-{index % COLOURS})" stroke-dasharray="{dash}"/></svg>'
+    )
+
+
+def run_label(index: int, run: Run) -> str:
+    return f'<span class="run">{swatch(index)}{escape(run.name)}</span>'
+
+
+def headline_table(runs: list[Run]) -> str:
+    head = "".join(f'<th scope="col">{name}<small>{what}</small></th>' for name, what in COLUMNS)
+    rows = []
+    for index, run in enumerate(runs):
+        cells = "".join(
+            f'<td data-name="{escape(name)}" class="{cell.tone}">{cell.value}'
+            + (f"<small>{cell.detail}</small>" if cell.detail else "")
+            + "</td>"
+            for (name, _), cell in zip(COLUMNS, headline(run))
+        )
+        rows.append(f'<tr><th scope="row">{run_label(index, run)}<small>{progress(run)}</small></th>{cells}</tr>')
+    return (
+        f'<table class="headline"><thead><tr><th scope="col">Run</th>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def progress(run: Run) -> str:
+    steps = f"{run.last_step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "") + " steps"
+    states = {"running": "not finished", "stopped": "stopped", "failed": "failed"}
+    return steps + (f' · <b class="state">{states[run.state]}</b>' if run.state in states else "")
+
+
+def phase_bars(runs: list[Run]) -> str:
+    timed = [(index, run, parts) for index, run in enumerate(runs) if (parts := phases(run))]
+    longest = max((sum(parts.values()) for _, _, parts in timed), default=0.0)
+    rows = []
+    for index, run, parts in timed:
+        total = sum(parts.values())
+        bar = "".join(
+            f'<i class="phase-{name}" style="width:{100 * value / longest:.2f}%" title="{name} {seconds(value)}"></i>'
+            for name, value in parts.items()
+        )
+        key = "".join(
+            f'<span><i class="phase-{name}"></i>{name} <b>{seconds(value)}</b> {value / total:.0%}</span>'
+            for name, value in parts.items()
+        )
+        rows.append(
+            f'<div class="phases"><div class="phases-head">{run_label(index, run)}<b>{seconds(total)}</b></div>'
+            f'<div class="bar">{bar}</div><div class="key">{key}</div></div>'
+        )
+    return "".join(rows)
+
+
+def settings_tables(runs: list[Run]) -> str:
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    if not names:
+        return '<p class="quiet">No config.yaml in these folders.</p>'
+    differing = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+    alike = [name for name in names if name not in differing]
+    parts = []
+    if differing:
+        head = "".join(f"<th>{run_label(index, run)}</th>" for index, run in enumerate(runs))
+        body = "".join(
+            f"<tr><th>{escape(name)}</th>"
+            + "".join(f"<td>{escape(run.settings.get(name, '—'))}</td>" for run in runs)
+            + "</tr>"
+            for name in differing
+        )
+        parts.append(f'<div class="scroll"><table class="settings"><tr><th></th>{head}</tr>{body}</table></div>')
+    elif len(runs) > 1:
+        parts.append('<p class="quiet">The runs have the same settings throughout.</p>')
+    if alike:
+        body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(runs[0].settings[name])}</td></tr>" for name in alike)
+        what = f"{len(alike)} settings that all runs share" if len(runs) > 1 else f"All {len(alike)} settings"
+        parts.append(
+            f'<details><summary>{what}</summary><div class="scroll"><table class="settings">{body}</table></div>'
+            "</details>"
+        )
+    return "".join(parts)
+
+
+def warning_list(runs: list[Run]) -> str:
+    items = []
+    for index, run in enumerate(runs):
+        by_kind: dict[str, list[dict[str, Any]]] = {}
+        for event in run.events:
+            by_kind.setdefault(str(event.get("kind", "note")), []).append(event)
+        for kind, events in by_kind.items():
+            again = ", ".join(f"{event['step']:,}" for event in events[1:9]) + (" …" if len(events) > 9 else "")
+            items.append(
+                f'<li><div class="where">{run_label(index, run)}<span>step {events[0]["step"]:,}</span>'
+                f"<code>{escape(kind)}</code>" + (f"<span>again at {again}</span>" if again else "") + "</div>"
+                f"<p>{escape(str(events[0].get('message', '')))}</p>"
+                f'<p class="advice">{escape(str(events[0].get("advice", "")))}</p></li>'
+            )
+    return f'<ul class="warnings">{"".join(items)}</ul>' if items else '<p class="quiet">None.</p>'
+
+
+def samples(runs: list[Run]) -> str:
+    parts = []
+    for index, run in enumerate(runs):
+        if run.samples:
+            rows = "".join(sample(row) for row in run.samples)
+            opened = " open" if len(runs) == 1 else ""
+            parts.append(
+                f"<details{opened}><summary>{run_label(index, run)} <small>{len(run.samples)} completions</small>"
+                f"</summary>{rows}</details>"
+            )
+    return "".join(parts) or '<p class="quiet">No completions were sampled.</p>'
+
+
+def sample(row: dict[str, Any]) -> str:
+    reward = row.get("reward")
+    badges = [f"step {row['step']:,}"]
+    if reward is not None:
+        badges.append(f'<b class="{"good" if reward > 0 else "bad"}">reward {reward:.3g}</b>')
+    if row.get("finish") == "length":
+        badges.append('<b class="bad">cut off</b>')
+    if row.get("vetoed"):
+        badges.append('<b class="bad">vetoed</b>')
+    opening = escape(" ".join(row["completion"].split())[:160])
+    return (
+        f'<details class="sample"><summary><span class="badges">{" ".join(badges)}</span>'
+        f'<span class="opening">{opening}</span></summary>'
+        f'<h4>Prompt</h4><pre class="prompt">{escape(row["prompt"])}</pre>'
+        f"<h4>Completion</h4><pre>{escape(row['completion'])}</pre></details>"
+    )

@@ -1,0 +1,94 @@
+"""The numbers of the headline table."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from alula.report.runs import Run
+from alula.rl.live import duration
+
+
+@dataclass(frozen=True)
+class Cell:
+    value: str = "—"
+    detail: str = ""
+    tone: str = ""
+    """good, bad or nothing."""
+
+
+COLUMNS = (
+    ("Reward", "mean of the last 10 steps"),
+    ("Held-out, dense", "accuracy, first → last evaluation"),
+    ("Held-out, sparse", "accuracy, last evaluation"),
+    ("Length", "tokens, first → last 10 steps"),
+    ("Rejected", "rollouts, mean of all steps"),
+    ("KV saved", "against dense, mean of all steps"),
+    ("Tokens/s", "rollouts, median step"),
+    ("Time", "sum of all steps"),
+)
+
+
+def headline(run: Run) -> list[Cell]:
+    """One row: a cell for each of `COLUMNS`."""
+    reward = run.last("reward/mean")
+    lengths = run.curves.get("response/length_mean")
+    rejected, saved = mean(run, "mismatch/veto_rate"), mean(run, "kv/saved")
+    speed = run.curves.get("speed/tokens_per_s")
+    steps = run.curves.get("time/step")
+    sparse = held_out(run, "sparse")
+    return [
+        Cell() if reward is None else Cell(f"{reward:.3f}"),
+        accuracy_cell(held_out(run, "dense")),
+        Cell(f"{sparse[-1][0]:.1%}", f"± {sparse[-1][1]:.1%}") if sparse else Cell(),
+        Cell() if lengths is None else Cell(f"{lengths.values[:10].mean():.0f} → {lengths.values[-10:].mean():.0f}"),
+        Cell() if rejected is None else Cell(f"{rejected:.1%}", tone="bad" if rejected > 0.15 else ""),
+        Cell() if saved is None else Cell(f"{saved:.0%}"),
+        Cell() if speed is None else Cell(f"{sorted(speed.values)[len(speed.values) // 2]:,.0f}"),
+        Cell() if steps is None else Cell(duration(steps.values.sum()), f"{seconds(steps.values.mean())} per step"),
+    ]
+
+
+def held_out(run: Run, policy: str) -> list[tuple[float, float]]:
+    """(accuracy, standard error) of each evaluated step: the mean over the sets that were evaluated there."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for row in run.evals:
+        if row.get("policy", "dense") == policy and row.get("accuracy") is not None:
+            by_step.setdefault(row["step"], []).append(row)
+    return [
+        (
+            sum(row["accuracy"] for row in rows) / len(rows),
+            math.hypot(*(row.get("stderr") or 0.0 for row in rows)) / len(rows),
+        )
+        for _, rows in sorted(by_step.items())
+    ]
+
+
+def accuracy_cell(evals: list[tuple[float, float]]) -> Cell:
+    if not evals:
+        return Cell()
+    (first, first_error), (last, last_error) = evals[0], evals[-1]
+    if len(evals) == 1:
+        return Cell(f"{last:.1%}", f"± {last_error:.1%}")
+    change, noise = last - first, 2 * math.hypot(first_error, last_error)
+    tone = "good" if change > noise else "bad" if change < -noise else ""
+    arrow = "▲" if change > 0 else "▼" if change < 0 else "="
+    return Cell(f"{first:.1%} → {last:.1%}", f"{arrow} {abs(100 * change):.1f} points, ± {last_error:.1%}", tone)
+
+
+def phases(run: Run) -> dict[str, float]:
+    """Mean seconds per step of each phase; `other` is what of the step no phase accounts for."""
+    means = {name: mean(run, f"time/{name}") for name in ("rollout", "reward", "score", "update")}
+    known = {name: value for name, value in means.items() if value is not None}
+    step = mean(run, "time/step")
+    if known and step is not None and step - sum(known.values()) > 0.005 * step:
+        known["other"] = step - sum(known.values())
+    return known
+
+
+def mean(run: Run, metric: str) -> float | None:
+    curve = run.curves.get(metric)
+    return None if curve is None else float(curve.values.mean())
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 10 else duration(value)
