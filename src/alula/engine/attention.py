@@ -57,5 +57,5 @@ def install(model: nn.Module) -> None:
     """Route a model's attention here. The layer's number stays on the CPU, where reading it costs nothing."""
     model.config._attn_implementation = NAME  # type: ignore[union-attr]
     for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
+        if isinstance(getattr(module, "layer_idx", None), int):
             module.alula_layer = torch.tensor(module.layer_idx)

@@ -17,6 +17,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    scaling: float = 1.0
 
     @property
     def token_bytes(self) -> int:

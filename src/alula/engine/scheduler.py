@@ -35,6 +35,15 @@ class Event:
 
 
 @dataclass
+class Prefill:
+    """A prompt to be run, the pages its KV goes to, and the rollouts that wait for it."""
+
+    request: Request
+    pages: list[int]
+    sequences: list[Sequence]
+
+
+@dataclass
 class Start:
     """A rollout that begins in a row: `copy` = (from, to) where its prompt ends inside a page."""
 
@@ -53,7 +62,7 @@ class SwapOut:
 
 @dataclass
 class Admission:
-    prefill: list[Group] = field(default_factory=list)
+    prefill: list[Prefill] = field(default_factory=list)
     start: list[Start] = field(default_factory=list)
     restore: list[Sequence] = field(default_factory=list)
 
@@ -196,11 +205,19 @@ class Scheduler:
     def admit(self) -> Admission:
         """Bring back swapped sequences, then start waiting ones, oldest first, as rows and pages allow."""
         admission = Admission()
+        started: list[Group] = []
+        self._fill(admission, started)
+        for group in started:  # only now: a later prompt of this admission must not be given these pages
+            self.pool.drop(group.pages)
+            group.pages = []
+        return admission
+
+    def _fill(self, admission: Admission, started: list[Group]) -> None:
         while self.swapped and self.free_rows:
             sequence = self.swapped[0]
             ahead = min(self.lookahead, sequence.remaining)
             if self.available() < pages_for(sequence.kv_len + ahead, self.page):
-                return admission
+                return
             self.swapped.popleft()
             self._enter(sequence)
             self._grow(sequence, sequence.kv_len)
@@ -213,20 +230,17 @@ class Scheduler:
             if not group.prefilled:
                 own = pages_for(prompt, self.page)
                 if self.available() < own + self._claim(group.pending[0], ahead):
-                    return admission
+                    return
                 if tokens and tokens + prompt > self.prefill_tokens:
-                    return admission
+                    return
                 group.pages, group.prefilled = self.pool.take(own), True
-                admission.prefill.append(group)
+                admission.prefill.append(Prefill(group.request, group.pages, list(group.pending)))
                 tokens += prompt
-            while (
-                group.pending and self.free_rows and self.available() >= self._claim(group.pending[0], ahead)
-            ):
+            while group.pending and self.free_rows and self.available() >= self._claim(group.pending[0], ahead):
                 admission.start.append(self._start(group, group.pending.pop(0)))
             if group.pending:
-                return admission
-            self._close(group)
-        return admission
+                return
+            started.append(self.waiting.popleft())
 
     def _start(self, group: Group, sequence: Sequence) -> Start:
         full, partial = divmod(sequence.prompt, self.page)
@@ -311,8 +325,10 @@ class Scheduler:
             alike: dict[tuple, list[Part]] = {}
             for part in due.pop(step):
                 s = part.sequence
-                alike.setdefault((s.request.sparsity.evict, s.kv_len, s.keep), []).append(part)
-            for (_, n, keep), waiting in alike.items():
+                evict = s.request.sparsity.evict
+                protected = s.prompt if evict is not None and evict.protect_prompt else 0
+                alike.setdefault((evict, protected, s.kv_len, s.keep), []).append(part)
+            for (_, _, n, keep), waiting in alike.items():
                 while waiting:
                     events.append(self._evict(step, n, keep, waiting, due))
         return events
@@ -327,9 +343,7 @@ class Scheduler:
         if segment.steps < left:
             due.setdefault(step + segment.steps, []).append(part)
 
-    def _evict(
-        self, step: int, n: int, keep: int, waiting: list[Part], due: dict[int, list[Part]]
-    ) -> Event:
+    def _evict(self, step: int, n: int, keep: int, waiting: list[Part], due: dict[int, list[Part]]) -> Event:
         """One event of as many waiting parts as free pages allow: all new pages are taken before any old ones
         are dropped, so that what one compaction reads is never what another in the same launch writes."""
         event = Event(step, [], n, keep, [], [])

@@ -24,6 +24,8 @@ class Request:
     prompt_index: int = 0
     forced: list[int] | None = None
     record: bool = False
+    key: int | None = None
+    """The rollout's random key, where it is not made from (seed, prompt, sample)."""
 
 
 @dataclass

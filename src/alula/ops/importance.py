@@ -14,7 +14,7 @@ from torch.nn.functional import max_pool1d, pad
 
 from alula.ops.dispatch import tl, triton, use_triton
 
-TILE_BYTES = 65536
+TILE_BYTES = 32768
 """Shared memory for the queries (window × group) of one program; a longer window is split over programs."""
 
 

@@ -80,16 +80,27 @@ def redundancy_triton(keys: Tensor, threshold: float) -> Tensor:
     last = torch.empty(heads, n, dtype=torch.int32, device=keys.device)
     value = torch.empty_like(aligned)
     out = torch.empty_like(aligned)
-    wide = keys.dtype != torch.float32 and dim <= 128  # two tiles of keys must fit into shared memory
-    block = 128 if wide else 64
-    _find_last[(heads * triton.cdiv(n, block),)](
-        keys, inverse, last, value, n, threshold,
-        DIM=dim, DIM_POW2=max(16, triton.next_power_of_2(dim)), BLOCK=block, num_warps=8 if wide else 4,
+    dim_pow2 = triton.next_power_of_2(dim)
+    block_i, block_j, warps = scan_tile(keys)
+    _find_last[(heads * triton.cdiv(n, block_i),)](
+        keys, inverse, last, n, threshold,
+        DIM=dim, DIM_POW2=max(16, dim_pow2), BLOCK_I=block_i, BLOCK_J=block_j, num_warps=warps,
     )  # fmt: skip
+    _last_similarity[(heads * triton.cdiv(n, 64),)](
+        keys, inverse, last, value, n, DIM=dim, DIM_POW2=dim_pow2, BLOCK=64, num_warps=4
+    )
     _sum_columns[(heads * triton.cdiv(n, 64),)](
         aligned, inverse, last, value, out, n, EPS=EPSILON, BLOCK=64, BLOCK_I=32, num_warps=4
     )
     return out
+
+
+def scan_tile(keys: Tensor) -> tuple[int, int, int]:
+    """Rows and columns of the scan's tiles, and its warps: traffic falls with the rows, registers grow with both.
+    These hold three tiles per multiprocessor at dimension 128, without spilling."""
+    if keys.dtype == torch.float32:
+        return 32, 32, 8
+    return (128, 64, 4) if keys.shape[-1] <= 128 else (64, 32, 8)
 
 
 # `n` is never specialised on: the kernels must not be compiled again for another length.
@@ -131,36 +142,52 @@ def _align(
 
 @triton.jit(do_not_specialize=["n"])
 def _find_last(
-    keys, inverse, last_out, value_out, n, threshold,
-    DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
+    keys, inverse, out, n, threshold,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """last(i) and C[i, last(i)] for one tile of rows."""
-    tiles = tl.cdiv(n, BLOCK)
+    """last(i) for one tile of rows."""
+    tiles = tl.cdiv(n, BLOCK_I)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     keys += head * n * DIM
     inverse += head * n
-    i = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    i = (tl.program_id(0) % tiles) * BLOCK_I + tl.arange(0, BLOCK_I)
     d = tl.arange(0, DIM_POW2)
     in_dim = (d < DIM)[None, :]
     key = tl.load(keys + i[:, None] * DIM + d[None, :], mask=(i < n)[:, None] & in_dim, other=0.0)
     scale = tl.load(inverse + i, mask=i < n, other=1.0)
     least = threshold / scale
     last = tl.where(i < n, -1, 0)
-    first = (tiles - 1) * BLOCK
+    first = (tl.cdiv(n, BLOCK_J) - 1) * BLOCK_J
     while (first >= 0) & (tl.min(last, 0) < 0):
-        j = first + tl.arange(0, BLOCK)
+        j = first + tl.arange(0, BLOCK_J)
         other = tl.load(keys + j[:, None] * DIM + d[None, :], mask=(j < n)[:, None] & in_dim, other=0.0)
         other_scale = tl.load(inverse + j, mask=j < n, other=0.0)  # 0 is never above a threshold of 0 or more
         product = tl.dot(key, tl.trans(other), input_precision="ieee") * other_scale[None, :]
         similar = (product > least[:, None]) & (i[:, None] != j[None, :])
         last = tl.maximum(last, tl.max(tl.where(similar, j[None, :], -1), 1))
-        first -= BLOCK
-    last = tl.maximum(last, 0)
-    nearest = tl.load(keys + last[:, None] * DIM + d[None, :], mask=(i < n)[:, None] & in_dim, other=0.0)
-    product = tl.sum(key.to(tl.float32) * nearest.to(tl.float32), 1)
-    value = tl.where(last == i, 0.0, product * scale * tl.load(inverse + last))
-    tl.store(last_out + head * n + i, last, mask=i < n)
-    tl.store(value_out + head * n + i, value, mask=i < n)
+        first -= BLOCK_J
+    tl.store(out + head * n + i, tl.maximum(last, 0), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _last_similarity(
+    keys, inverse, last, value, n,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """C[i, last(i)] for one tile of rows; a kernel of its own, since it would double the scan's registers."""
+    tiles = tl.cdiv(n, BLOCK)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    keys += head * n * DIM
+    inverse += head * n
+    i = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM_POW2)
+    inside = (i < n)[:, None] & (d < DIM)[None, :]
+    j = tl.load(last + head * n + i, mask=i < n, other=0)
+    key = tl.load(keys + i[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(keys + j[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(inverse + i, mask=i < n, other=0.0) * tl.load(inverse + j)
+    similarity = tl.where(i == j, 0.0, tl.sum(key * other, 1) * scale)
+    tl.store(value + head * n + i, similarity, mask=i < n)
 
 
 @triton.jit(do_not_specialize=["n"])

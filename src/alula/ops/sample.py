@@ -18,7 +18,12 @@ LOW32 = 0xFFFFFFFF
 def philox_uniform(key: Tensor, counter: Tensor) -> Tensor:
     """float64 in (0, 1): the first word of Philox4x32-10 with a 64-bit key and counter (counter, 0, 0, 0)."""
     k0, k1 = key & LOW32, (key >> 32) & LOW32
-    c0, c1, c2, c3 = counter & LOW32, torch.zeros_like(counter), torch.zeros_like(counter), torch.zeros_like(counter)
+    c0, c1, c2, c3 = (
+        counter & LOW32,
+        torch.zeros_like(counter),
+        torch.zeros_like(counter),
+        torch.zeros_like(counter),
+    )
     for _ in range(10):
         high0, low0 = _multiply(PHILOX_M[0], c0)
         high1, low1 = _multiply(PHILOX_M[1], c2)
@@ -36,7 +41,12 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, key: Tensor, counter: Tensor, forced: Tensor, proposal: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    key: Tensor,
+    counter: Tensor,
+    forced: Tensor,
+    proposal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fp32 logits [B, V] -> (token int64 [B], log-prob fp32 [B] of it under softmax(logits / temperature)).
 
@@ -50,7 +60,12 @@ def sample(
 
 
 def sample_torch(
-    logits: Tensor, temperature: Tensor, key: Tensor, counter: Tensor, forced: Tensor, proposal: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    key: Tensor,
+    counter: Tensor,
+    forced: Tensor,
+    proposal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)[:, None]
@@ -66,7 +81,12 @@ def sample_torch(
 
 
 def sample_triton(
-    logits: Tensor, temperature: Tensor, key: Tensor, counter: Tensor, forced: Tensor, proposal: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    key: Tensor,
+    counter: Tensor,
+    forced: Tensor,
+    proposal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, vocabulary = logits.shape
     block = 4096 if vocabulary > 4096 else triton.next_power_of_2(vocabulary)
@@ -78,7 +98,14 @@ def sample_triton(
     stats = torch.empty(2, 3, batch, pieces, dtype=torch.float32, device=logits.device)
     for kind, tensor in enumerate((logits,) if proposal is None else (logits, proposal)):
         _piece_stats[(batch, pieces)](
-            tensor, temperature, stats[kind], tensor.stride(0), vocabulary, batch * pieces, BLOCK=block, num_warps=8
+            tensor,
+            temperature,
+            stats[kind],
+            tensor.stride(0),
+            vocabulary,
+            batch * pieces,
+            BLOCK=block,
+            num_warps=8,
         )
     _draw[(batch,)](
         logits, source, temperature, key, counter, forced, stats, stats if proposal is None else stats[1],

@@ -103,7 +103,9 @@ def _score_pages(
         if KINDS == 1:
             mean = tl.zeros([DIM_POW2], tl.float32)
             for g in tl.static_range(GROUP):
-                mean += tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=d < DIM, other=0.0).to(tl.float32)
+                mean += tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=d < DIM, other=0.0).to(
+                    tl.float32
+                )
             total = tl.sum(first * (mean / GROUP)[None, :], 1)
         else:
             second = tl.load(line + DIM, mask=inside, other=0.0).to(tl.float32)

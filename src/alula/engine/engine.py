@@ -1,0 +1,404 @@
+"""The engine: prompts in, rollouts out, under any sparsity."""
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence as Many
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alula.engine.cache import Cache, Shape, pages_in, parse_bytes
+from alula.engine.features import Features
+from alula.engine.history import note_evictions, note_selections, start_history
+from alula.engine.pages import PagePool, pages_for
+from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
+from alula.engine.rows import Rows
+from alula.engine.runner import Decoded, First, Runner
+from alula.engine.scheduler import Scheduler
+from alula.engine.sequence import Request, Sequence
+from alula.errors import SettingError, require
+from alula.model import LoadedModel, load_model, share_weights
+from alula.sparsity.policy import DENSE, Sparsity
+from alula.sparsity.schedule import Schedule
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
+
+
+class Engine:
+    """Generates with the model's own Hugging Face modules over a paged KV cache that really evicts.
+
+    `kv_memory` is the whole pool; `max_rows` how many sequences decode together; `max_length` the most KV tokens
+    of one sequence (default: what the model allows, at most what the pool holds). `lookahead` decode steps are
+    planned and launched at a time; finished sequences are noticed after that many. `buckets` are the batch sizes
+    that decode steps are padded to: one value pins them, which makes results bit-equal whatever the company.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        page: int = 16,
+        kv_memory: str | int | None = None,
+        max_rows: int = 256,
+        max_length: int | None = None,
+        lookahead: int | None = None,
+        buckets: Many[int] | None = None,
+        graphs: bool | None = None,
+        compiled: bool | None = None,
+        prefill_tokens: int = 16384,
+    ) -> None:
+        require(page >= 1 and page & (page - 1) == 0, f"page={page}: use a power of two, such as 16.")
+        require(max_rows >= 1, f"max_rows={max_rows}: at least one sequence must run.")
+        self.model = share_weights(loaded.model)
+        self.tokenizer, self.name, self.eos_ids = loaded.tokenizer, loaded.name, loaded.eos_ids
+        self.device = next(self.model.parameters()).device
+        cuda = self.device.type == "cuda"
+        self.shape = shape_of(self.model)
+        self.page = page
+        memory = parse_bytes(kv_memory) if kv_memory is not None else default_memory(self.device)
+        pages = pages_in(memory, self.shape, page)
+        longest = min(max_length or getattr(self.model.config, "max_position_embeddings", 1 << 20), (pages - 1) * page)
+        self.lookahead = lookahead or (8 if cuda else 1)
+        self.pool = PagePool(pages)
+        self.cache = Cache(self.shape, pages, page, max_rows, self.device)
+        self.rows = Rows(max_rows, pages_for(longest, page), self.lookahead, self.device)
+        self.runner = Runner(
+            self.model, self.cache, self.rows,
+            buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
+            graphs=cuda if graphs is None else graphs,
+            compiled=cuda if compiled is None else compiled,
+        )  # fmt: skip
+        self.prefill_tokens = prefill_tokens
+        self.policy_version = 0
+        self._ids = count()
+        self._scheduler: Scheduler | None = None
+        self._live: dict[int, list[Sequence]] = {}
+
+    @classmethod
+    def load(
+        cls, source: str, *, device: str = "cpu", dtype: str | torch.dtype | None = None, seed: int = 0, **options: Any
+    ) -> "Engine":
+        """A hub id, a Hugging Face folder, a GGUF file, or `shape:<name>` for random weights."""
+        return cls(load_model(source, device=device, dtype=dtype, seed=seed), **options)
+
+    # -- generation ---------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Many[Prompt] | str,
+        sampling: Sampling | None = None,
+        sparsity: Sparsity | Many[Sparsity] | None = None,
+        *,
+        record: bool = False,
+        progress: bool | None = None,
+    ) -> list[Rollout]:
+        """`sampling.n` rollouts per prompt, in order. `sparsity` may be one policy or one per prompt; None is dense.
+
+        `record` also returns each evictor's history (`Rollout.history`), or a selector's choices.
+        """
+        sampling = sampling or Sampling()
+        requests = self.requests(prompts, sampling, sparsity, record=record)
+        rollouts: list[Rollout | None] = [None] * (len(requests) * sampling.n)
+        with progress_bar(len(rollouts), sys.stderr.isatty() if progress is None else progress) as advance:
+            for rollout in self.stream(requests):
+                rollouts[rollout.prompt_index * sampling.n + rollout.sample_index] = rollout
+                advance(len(rollout))
+        return [r for r in rollouts if r is not None]
+
+    def requests(
+        self,
+        prompts: Many[Prompt] | str,
+        sampling: Sampling,
+        sparsity: Sparsity | Many[Sparsity] | None = None,
+        *,
+        record: bool = False,
+    ) -> list[Request]:
+        """Checked requests for `stream`; nothing has started yet when one of them is refused."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        require(len(prompts) > 0, "prompts: the list is empty.")
+        policies = (
+            [sparsity or DENSE] * len(prompts) if sparsity is None or isinstance(sparsity, Sparsity) else list(sparsity)
+        )
+        require(
+            len(policies) == len(prompts),
+            f"sparsity: {len(policies)} policies for {len(prompts)} prompts; give one, or one per prompt.",
+        )
+        for policy in set(policies):
+            self.check(policy)
+        stop = frozenset(sampling.stop) | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids))
+        made = []
+        for index, (prompt, policy) in enumerate(zip(prompts, policies)):
+            ids = self.tokenize(prompt)
+            require(len(ids) > 0, f"prompt {index} is empty; every prompt needs at least one token.")
+            vocabulary = self.model.config.vocab_size
+            require(
+                0 <= min(ids) and max(ids) < vocabulary,
+                f"prompt {index} holds a token id outside 0..{vocabulary - 1}: {max(ids, key=lambda i: i if i >= vocabulary else -i)}.",
+            )
+            made.append(Request(next(self._ids), ids, sampling, policy, stop, index, record=record))
+        return made
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """A string, chat messages, or token ids as they are."""
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict)):
+            if self.tokenizer is None:
+                raise SettingError(f"{self.name} has no tokenizer; give prompts as lists of token ids.")
+            if isinstance(prompt, str):
+                return list(self.tokenizer(prompt)["input_ids"])
+            return list(self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+    def check(self, sparsity: Sparsity) -> None:
+        """Refuse a policy that does not fit this engine."""
+        if select := sparsity.select:
+            require(
+                select.block == self.page,
+                f"select.block={select.block}: this engine's pages hold {self.page} tokens; load it with page={select.block}.",
+            )
+        for part, block in ((sparsity.evict, None), (sparsity.select, self.page)):
+            if part is not None and isinstance(part.budget, Schedule):
+                part.budget.check(method=part.method, block=block, model=self.name)
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        """Serve requests together and yield each rollout as it ends; `abort(request.id)` ends one early."""
+        requests = list(requests)
+        require(self._scheduler is None, "the engine is already serving a stream; finish or close that one first.")
+        require(self.cache._block.resident, "the engine sleeps; call wake() first.")
+        features = Features.of(requests)
+        ring_tokens = 0
+        if features.accumulates:
+            ring_tokens = max(Sequence(r, 0).ceiling() for r in requests if r.sparsity.evict)
+        self.cache.prepare(summary_kinds=features.summary_kinds, ring=features.ring, accumulated_tokens=ring_tokens)
+        self.rows.prepare(features)
+        scheduler = self._scheduler = Scheduler(
+            self.pool, page=self.page, rows=self.rows.count, width=self.rows.table.shape[1],
+            lookahead=self.lookahead, prefill_tokens=self.prefill_tokens,
+        )  # fmt: skip
+        try:
+            for request in requests:
+                self._live[request.id] = scheduler.submit(request)
+            yield from self._serve(scheduler, features)
+        finally:
+            for sequences in self._live.values():
+                for sequence in sequences:
+                    scheduler.finish(sequence)
+            self._live.clear()
+            self._scheduler = None
+
+    def abort(self, request_id: int) -> None:
+        """End a request's unfinished rollouts; they are yielded with what they have and finish='aborted'."""
+        for sequence in self._live.get(request_id, []):
+            if sequence.finish is None:
+                sequence.finish = "aborted"
+
+    def _serve(self, scheduler: Scheduler, features: Features) -> Iterator[Rollout]:
+        launched: deque[First | Decoded] = deque()
+        ahead = 1 if self.device.type == "cuda" else 0  # chunks in flight while the host reads the last one
+        while not scheduler.idle or launched:
+            yield from self._sweep_aborted(scheduler)
+            admission = scheduler.admit()
+            for sequence in admission.restore:
+                self.runner.restore(sequence, features)
+            if admission.prefill:
+                launched.append(self.runner.prefill(admission.prefill, features))
+            if admission.start:
+                self.runner.start(admission.start, features)
+            chunk = scheduler.plan()
+            if chunk is not None:
+                launched.append(self.runner.decode(chunk, features))
+            while launched and (len(launched) > ahead or chunk is None):
+                yield from self._collect(launched.popleft(), scheduler)
+
+    def _sweep_aborted(self, scheduler: Scheduler) -> Iterator[Rollout]:
+        for sequences in list(self._live.values()):
+            for sequence in list(sequences):
+                if sequence.finish == "aborted":
+                    yield self._done(sequence, scheduler)
+
+    def _collect(self, results: First | Decoded, scheduler: Scheduler) -> Iterator[Rollout]:
+        """Read what the device has produced, end the sequences that are finished."""
+        if isinstance(results, Decoded):
+            results.wait()
+            for event, kept in results.kept:
+                note_evictions(event, kept.numpy())
+        elif self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        arrays = {name: tensor.numpy() for name, tensor in results.arrays.items()}
+        if isinstance(results, First):
+            for i, sequence in enumerate(results.sequences):
+                if sequence.finish is None:
+                    sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
+                    if sequence.request.record:
+                        start_history(sequence, self.shape)
+                    if self._extend(sequence, {name: array[i : i + 1] for name, array in arrays.items()}):
+                        yield self._done(sequence, scheduler)
+            return
+        for part in results.chunk.parts:
+            sequence = part.sequence
+            if sequence.finish is not None:
+                continue
+            before = len(sequence.tokens)
+            ended = self._extend(sequence, {name: a[part.row, : part.steps] for name, a in arrays.items()})
+            made = len(sequence.tokens) - before
+            note_selections(sequence, part.row, made, results.selected)
+            for segment in part.segments:
+                if made <= 0:
+                    break
+                steps = min(made, segment.steps)
+                sequence.account(segment, steps, self.page)
+                made -= steps
+            if ended:
+                yield self._done(sequence, scheduler)
+
+    def _extend(self, sequence: Sequence, arrays: dict[str, np.ndarray]) -> bool:
+        """Append new tokens up to the first that ends the sequence; says whether one did."""
+        request = sequence.request
+        for i, (token, logprob) in enumerate(zip(arrays["token"].tolist(), arrays["logprob"].tolist())):
+            if not np.isfinite(logprob):
+                sequence.finish = "error"
+                return True
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            if request.sampling.topk_logprobs:
+                k = request.sampling.topk_logprobs
+                sequence.topk.append((arrays["topk_id"][i, :k], arrays["topk_logprob"][i, :k]))
+            if request.forced is None and token in request.stop:
+                sequence.finish = "stop"
+                return True
+            if len(sequence.tokens) >= request.sampling.max_new_tokens:
+                sequence.finish = "length"
+                return True
+        return False
+
+    def _done(self, sequence: Sequence, scheduler: Scheduler) -> Rollout:
+        scheduler.finish(sequence)
+        request = sequence.request
+        sequences = self._live[request.id]
+        sequences.remove(sequence)
+        if not sequences:
+            del self._live[request.id]
+        assert sequence.finish is not None
+        text = None
+        if self.tokenizer is not None and request.forced is None:
+            text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        rollout = Rollout(
+            prompt_ids=request.prompt_ids,
+            token_ids=sequence.tokens,
+            logprobs=None if request.sampling.filtered else torch.tensor(sequence.logprobs, dtype=torch.float32),
+            finish=sequence.finish,
+            kv=sequence.finish_accounting(self.shape.token_bytes),
+            policy_version=self.policy_version,
+            prompt_index=request.prompt_index,
+            sample_index=sequence.sample,
+            sampling=request.sampling,
+            sparsity=request.sparsity,
+            text=text,
+        )
+        if sequence.topk:
+            rollout.topk_ids = torch.from_numpy(np.stack([ids for ids, _ in sequence.topk]))
+            rollout.topk_logprobs = torch.from_numpy(np.stack([values for _, values in sequence.topk]))
+        if sequence.history is not None:
+            rollout.history = torch.from_numpy(sequence.history[..., : sequence.prompt + len(sequence.tokens)])
+        rollout.selected = sequence.selected or None
+        return rollout
+
+    # -- scoring ------------------------------------------------------------------------------------------
+
+    def score(
+        self,
+        rollouts: Many[Rollout],
+        sparsity: Sparsity | None = None,
+        *,
+        topk: int = 0,
+        temperature: float | None = None,
+        record: bool = False,
+    ) -> list[Scores]:
+        """Log-probs of the rollouts' own tokens: under the dense policy in one packed pass, or under a sparse one
+        by decoding them again with the tokens given. At each rollout's own temperature unless one is given."""
+        from alula.engine.scoring import score_dense, score_forced
+
+        require(len(rollouts) > 0, "rollouts: the list is empty.")
+        require(all(r.token_ids for r in rollouts), "rollouts: one of them has no tokens to score.")
+        if sparsity is None or sparsity.dense:
+            return score_dense(self, rollouts, topk, temperature)
+        self.check(sparsity)
+        return score_forced(self, rollouts, sparsity, topk, temperature, record)
+
+    # -- weights and memory -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy new weights over the old ones, in place: captured graphs stay valid."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in named_tensors:
+            if name not in parameters:
+                from alula.errors import unknown
+
+                raise unknown("parameter", name, parameters)
+            require(
+                parameters[name].shape == tensor.shape,
+                f"parameter {name!r}: got shape {tuple(tensor.shape)}, the model has {tuple(parameters[name].shape)}.",
+            )
+            parameters[name].copy_(tensor, non_blocking=True)
+        self.policy_version += 1
+
+    def sleep(self) -> None:
+        """Lend the KV pool's memory to the learner. Weights stay; nothing may be running."""
+        require(self._scheduler is None, "the engine is serving a stream; finish it before sleep().")
+        self.cache.sleep()
+
+    def wake(self) -> None:
+        """Take the KV pool's memory back, at the same address."""
+        self.cache.wake()
+
+
+def shape_of(model: Any) -> Shape:
+    config = model.config
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    scaling = next((m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")), dim**-0.5)
+    dtype = next(model.parameters()).dtype
+    return Shape(config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", heads), dim, dtype, scaling)
+
+
+def default_memory(device: torch.device) -> int:
+    """Most of what is free on a GPU; 1 GiB on the CPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * 0.8)
+
+
+@contextmanager
+def progress_bar(rollouts: int, shown: bool) -> Iterator[Any]:
+    """A bar on a terminal, nothing in a pipe."""
+    if not shown:
+        yield lambda tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, made = bar.add_task("", total=rollouts, rate=""), 0
+
+        def advance(tokens: int) -> None:
+            nonlocal made
+            made += tokens
+            elapsed = bar.tasks[0].elapsed or 1e-9
+            bar.update(task, advance=1, rate=f"{made / elapsed:,.0f} tokens/s")
+
+        yield advance
