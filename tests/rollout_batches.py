@@ -53,13 +53,17 @@ def _log_xi(rng: random.Random, spread: float, bad: float) -> float:
     return 0.0 if draw > 0.9 else rng.gauss(0, spread)
 
 
-@st.composite
-def batches(draw: st.DrawFn, empty_rollouts: bool = True) -> Batch:
-    lengths = draw(st.lists(st.integers(0 if empty_rollouts else 1, 6), min_size=1, max_size=5).filter(any))
-    rng = random.Random(draw(st.integers(0, 10**6)))
-    spread, bad = draw(st.sampled_from([0.002, 0.3, 0.8])), draw(st.sampled_from([0.0, 0.15]))
+def random_batch(lengths: list[int], seed: int, spread: float, bad: float) -> Batch:
+    rng = random.Random(seed)
     sparse = [[-rng.expovariate(0.7) for _ in range(length)] for length in lengths]
     dense = [[s + _log_xi(rng, spread, bad) for s in row] for row in sparse]
     new = [[d + rng.choice([0.0, rng.gauss(0, 0.4), 1.6]) for d in row] for row in dense]
     reference = [[n + rng.gauss(0, 0.5) for n in row] for row in new]
     return Batch(dense, sparse, new, reference, [rng.choice([0.0, rng.gauss(0, 1)]) for _ in lengths])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
+    spread, bad = draw(st.sampled_from([0.002, 0.3, 0.8])), draw(st.sampled_from([0.0, 0.15]))
+    return random_batch(lengths, draw(st.integers(0, 10**6)), spread, bad)

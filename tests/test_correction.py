@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_batches import Batch, batches, flat, padded
 
 from alula.errors import SettingError
 from alula.rl.correction import PRESETS, Correction, correct
 from alula.rl.diagnostics import percentiles
+from rollout_batches import Batch, batches, flat, padded
 
 QUICK = settings(max_examples=40, deadline=None)
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_batches import Batch, batches, flat
-from test_correction import by_hand, code_mean, vetoed, xi
 
 from alula.errors import SettingError
 from alula.rl.correction import PRESETS, Correction, correct
 from alula.rl.losses import Divisors, Loss, check, divisors, merge_metrics, policy_loss
+from rollout_batches import Batch, batches, flat, padded, random_batch
+from test_correction import by_hand, code_mean, vetoed, xi
 
 QUICK = settings(max_examples=12, deadline=None)
 LOSSES = {
@@ -365,3 +365,71 @@ def test_kl_without_reference_is_refused():
     one = torch.zeros(1)
     with pytest.raises(SettingError, match="reference"):
         policy_loss(one, None, one, one, torch.zeros(1, dtype=torch.int64), Loss(kl=0.1), parts)
+
+
+@pytest.fixture(scope="module")
+def trl_trainer(tmp_path_factory):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "one": 2}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    shape = LlamaConfig(vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    trainer = trl.GRPOTrainer(
+        model=LlamaForCausalLM(shape),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")),
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=9,
+            beta=0.0,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "one"}] * 4),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+    )
+    trainer.model.eval()  # no division by accumulation steps
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "cispo", "gspo"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_loss_and_gradient_equal_trl(trl_trainer, kind, seed):
+    """TRL takes a correction's weights folded into 2-D advantages; its cispo bounds the ratio above only."""
+    batch = random_batch([3, 1, 6, 4], seed, spread=0.3, bad=0.1)
+    correction = Correction.none() if kind == "gspo" else Correction.tis()
+    loss = Loss(kind, clip_low=1.0 if kind == "cispo" else 0.2, clip_high=0.3, max_length=9)
+    mine = flat(batch.new).requires_grad_()
+    result, _ = ours(batch, loss, correction, mine)
+
+    trl_trainer.loss_type = "grpo" if kind == "gspo" else kind
+    trl_trainer.importance_sampling_level = "sequence" if kind == "gspo" else "token"
+    trl_trainer.epsilon_low, trl_trainer.epsilon_high = 0.2, 1.3 if kind == "cispo" else 0.3
+    new, mask = padded(batch.new, fill=0.0)
+    dense, _ = padded(batch.dense, fill=0.0)
+    sparse, _ = padded(batch.sparse, fill=0.0)
+    theirs = new.requires_grad_()
+    trl_trainer._get_per_token_logps_and_entropies = lambda *_, **__: (theirs, torch.zeros_like(new), None)
+    ids = torch.full(mask.shape, 2)
+    expected = trl_trainer._compute_loss(
+        trl_trainer.model,
+        {
+            "prompt_ids": ids[:, :1],
+            "prompt_mask": torch.ones(len(mask), 1, dtype=torch.int64),
+            "completion_ids": ids,
+            "completion_mask": mask.long(),
+            "advantages": torch.tensor(batch.advantages).double()[:, None]
+            * correct(dense, sparse, mask, correction).weights,
+            "old_per_token_logps": dense,
+            "num_items_in_batch": mask.sum(),
+        },
+    )
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)
+    result.backward()
+    expected.backward()
+    torch.testing.assert_close(mine.grad, theirs.grad[mask], rtol=1e-6, atol=1e-9)

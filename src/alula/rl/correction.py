@@ -49,10 +49,10 @@ def correct(
 ) -> Corrected:
     """Apply `correction` to log-probs [T] with `layout` = sequence [T], or padded [N, L] with a mask [N, L].
 
-    `step` [N] names the optimizer step that each rollout goes into (default: one for all) and `reduce` sums a
-    tensor over ranks; `batch_normalise` takes its mean over both, so packing changes nothing. The metrics are
-    those of `mismatch_metrics`, taken before anything is dropped, and the shares `rejected_rate` (of rollouts
-    dropped whole), `masked_token_rate` and `capped_token_rate`.
+    `step` [N] names the optimizer step that each rollout goes into (default: one for all; as many on every
+    rank) and `reduce` sums a tensor over ranks; `batch_normalise` takes its mean over both, so packing changes
+    nothing. The metrics are those of `mismatch_metrics`, taken before anything is dropped, and the shares
+    `rejected_rate` (of rollouts dropped whole), `masked_token_rate` and `capped_token_rate`.
     """
     if dense_old_logprobs.dim() == 2:
         sequence, dense, sparse = ragged.flatten(layout, dense_old_logprobs, sparse_logprobs)
