@@ -2,7 +2,7 @@
 // Curves: one SVG per chart, drawn to the width it has, redrawn when that or a switch changes.
 const { runs, charts } = JSON.parse(document.getElementById("data").textContent);
 const SVG = document.querySelector("svg").namespaceURI;
-const state = { smooth: true, time: false, hidden: new Set(), focus: null, cursor: null };
+const state = { smooth: true, time: false, hidden: new Set(), focus: null };
 const PAD = { left: 50, right: 12, top: 8, bottom: 34 };
 
 function element(parent, name, attributes = {}, text = "") {
@@ -17,11 +17,11 @@ function element(parent, name, attributes = {}, text = "") {
 // ---- numbers as people read them
 const short = (value, digits) => String(Number(value.toPrecision(digits)));
 function number(value, format, digits = 3) {
-  if (format === "percent") return short(100 * value, digits) + " %";
+  if (format === "percent") return short(100 * value, digits) + "%";
   if (format === "bytes") return scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"], digits);
   if (format === "seconds") return short(value, digits) + " s";
   if (Math.abs(value) >= 1e4) return scaled(value, 1000, ["", "k", "M", "G"], digits, "");
-  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(Math.max(0, digits - 2)).replace("e-", "e−");
+  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(Math.max(0, digits - 2)).replace(/\.0e/, "e").replace("e-", "e−");
   return short(value, digits);
 }
 function scaled(value, base, units, digits, space = " ") {
@@ -65,12 +65,23 @@ function yRange(chart, values) {
 // Seconds at a step: between the points of the run's clock, on a straight line.
 function seconds(run, step) {
   const { x, y } = runs[run].clock;
-  let right = x.findIndex((known) => known >= step);
-  if (right === 0) return y[0] * (step / x[0]);
-  if (right < 0) return y[y.length - 1];
-  return y[right - 1] + ((y[right] - y[right - 1]) * (step - x[right - 1])) / (x[right] - x[right - 1]);
+  if (step <= x[0]) return y[0] * (step / x[0]);
+  let left = 0, right = x.length - 1;
+  if (step >= x[right]) return y[right];
+  while (right - left > 1) {
+    const middle = (left + right) >> 1;
+    if (x[middle] <= step) left = middle; else right = middle;
+  }
+  return y[left] + ((y[right] - y[left]) * (step - x[left])) / (x[right] - x[left]);
 }
 const place = (line, step) => (state.time ? seconds(line.run, step) : step);
+
+// All charts share one horizontal axis, from the start to where the longest visible run ends.
+function end() {
+  const ends = charts.flatMap((chart) => chart.lines).filter(visible).map((line) => place(line, line.x[line.x.length - 1]));
+  return Math.max(1e-9, ...ends);
+}
+const visible = (line) => !state.hidden.has(line.run) && (!state.time || runs[line.run].clock);
 
 // What is drawn of a line: points on the axes in use, without those that a log axis cannot show.
 function prepare(chart, line, source) {
@@ -87,7 +98,7 @@ function draw(chart) {
   if (!width) return;
   chart.plot.replaceChildren();
   const svg = element(chart.plot, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.title });
-  const shown = chart.lines.filter((line) => !state.hidden.has(line.run) && (!state.time || runs[line.run].clock));
+  const shown = chart.lines.filter(visible);
   chart.drawn = shown
     .map((line) => {
       const raw = prepare(chart, line, line);
@@ -102,19 +113,21 @@ function draw(chart) {
   }
   const all = chart.drawn.flatMap((one) => one.raw);
   const [low, high] = yRange(chart, all.map((p) => p.value).concat(reachable(chart, all)));
-  const first = state.time ? 0 : Math.min(...all.map((p) => p.at)), last = Math.max(...all.map((p) => p.at));
+  const last = end();
   const scale = chart.log ? Math.log10 : (value) => value;
   const right = width - PAD.right, bottom = height - PAD.bottom;
-  const x = (at) => PAD.left + ((at - first) / (last - first || 1)) * (right - PAD.left);
+  const x = (at) => PAD.left + (at / last) * (right - PAD.left);
   const y = (value) => bottom - ((scale(value) - scale(low)) / (scale(high) - scale(low))) * (bottom - PAD.top);
   Object.assign(chart, { x, y, svg, right, bottom });
 
-  for (const tick of chart.log ? logTicks(low, high) : linearTicks(low, high, height > 230 ? 5 : 4)) {
+  const whole = chart.format === "bytes" ? 1024 ** Math.floor(Math.log(high) / Math.log(1024)) : 1;
+  const ticks = linearTicks(low / whole, high / whole, height > 230 ? 5 : 4).map((tick) => tick * whole);
+  for (const tick of chart.log ? logTicks(low, high) : ticks) {
     element(svg, "line", { class: "grid", x1: PAD.left, x2: right, y1: y(tick), y2: y(tick) });
     element(svg, "text", { x: PAD.left - 7, y: y(tick) + 4, "text-anchor": "end" }, number(tick, chart.format));
   }
   const [unit, per] = !state.time ? ["training step", 1] : last < 600 ? ["seconds", 1] : last < 14400 ? ["minutes", 60] : ["hours", 3600];
-  for (const tick of linearTicks(first / per, last / per, Math.max(2, Math.floor(width / 90)))) {
+  for (const tick of linearTicks(0, last / per, Math.max(2, Math.floor(width / 65)))) {
     if (!state.time && tick % 1) continue;
     element(svg, "text", { x: x(tick * per), y: bottom + 18, "text-anchor": "middle" }, number(tick, "number"));
   }
@@ -195,7 +208,7 @@ function readOut(chart, event) {
     element(swatch, "line", { x1: 1, y1: 5, x2: 25, y2: 5, style: `stroke:var(--run-${runs[line.run].colour})`,
       "stroke-dasharray": line.dotted ? "2 4" : runs[line.run].dash });
     element(row, "span", {}, runs[line.run].name + (line.label ? ` (${line.label})` : ""));
-    element(row, "b", {}, number(point.value, chart.format, 4) + (point.error ? ` ± ${number(point.error, chart.format, 2)}` : ""));
+    element(row, "b", {}, number(point.value, chart.format) + (point.error ? ` ± ${number(point.error, chart.format, 2)}` : ""));
   }
   chart.tip.hidden = false;
   const at = chart.x(close.at), room = chart.plot.clientWidth, wide = chart.tip.offsetWidth;

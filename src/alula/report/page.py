@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 def write_report(runs: list[Path], out: Path) -> None:
     """Compare the run folders `runs` in one page at `out`."""
-    page = render([*load_runs([Path(run) for run in runs])])
+    page = render(load_runs([Path(run) for run in runs]))
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
@@ -28,8 +28,7 @@ def render(runs: list[Run]) -> str:
     warnings = sum(len(run.events) for run in runs)
     return Template((HERE / "page.html").read_text()).substitute(
         title=escape(title(runs)),
-        runs=" · ".join(sections.run_label(index, run) for index, run in enumerate(runs)),
-        written=datetime.now().strftime("%-d %B %Y, %H:%M"),
+        subtitle=f"Written on {datetime.now():%d %B %Y at %H:%M}".replace(" 0", " "),
         style=(HERE / "page.css").read_text(),
         script=(HERE / "page.js").read_text(),
         data=embed({"runs": run_data(runs), "charts": chart_data(runs)}),
@@ -37,7 +36,7 @@ def render(runs: list[Run]) -> str:
         phases=sections.phase_bars(runs) or '<p class="quiet">No timings were written.</p>',
         settings_title="Settings" if len(runs) == 1 else "Settings that differ",
         settings=sections.settings_tables(runs),
-        warning_count=warnings or "no",
+        warning_count=warnings or "",
         warnings=sections.warning_list(runs),
         samples=sections.samples(runs),
     )

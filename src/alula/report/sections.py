@@ -69,6 +69,8 @@ def phase_bars(runs: list[Run]) -> str:
 
 def settings_tables(runs: list[Run]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    branches = {name.rpartition(".")[0] for name in names}
+    names = [name for name in names if name not in branches]  # `a: null` says nothing beside another run's `a.b`
     if not names:
         return '<p class="quiet">No config.yaml in these folders.</p>'
     differing = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
@@ -82,7 +84,7 @@ def settings_tables(runs: list[Run]) -> str:
             + "</tr>"
             for name in differing
         )
-        parts.append(f'<div class="scroll"><table class="settings"><tr><th></th>{head}</tr>{body}</table></div>')
+        parts.append(f'<div class="scroll"><table class="settings differ"><tr><th></th>{head}</tr>{body}</table></div>')
     elif len(runs) > 1:
         parts.append('<p class="quiet">The runs have the same settings throughout.</p>')
     if alike:

@@ -73,9 +73,7 @@ class HealthMonitor:
             return []
         rewards = self.traces["reward/mean"].last(5)
         history = self.held.setdefault(name, [])
-        history.append(
-            Held(accuracy, stderr, fmean(rewards) if rewards else None, self.sparse_accuracy.get(name))
-        )
+        history.append(Held(accuracy, stderr, fmean(rewards) if rewards else None, self.sparse_accuracy.get(name)))
         was_falling = name in self.falling
         warning = dense_falling(name, history)
         (self.falling.add if warning else self.falling.discard)(name)
@@ -133,8 +131,7 @@ def _falling_warning(name: str, best: Held, now: Held, high: float, low: float) 
         rising = "the training reward" if reward_rose else "the sparse policy's accuracy"
         return HealthWarning(
             "dense-sparse-divergence",
-            f"{fell} while {rising} rose: the run is learning to do well with a sparse cache, "
-            "not to do well.",
+            f"{fell} while {rising} rose: the run is learning to do well with a sparse cache, not to do well.",
             "Do not trust the reward curve. Go back to the best checkpoint, raise the budget, or use a "
             "correction that keeps the dense policy in view (sparse-rl, reroll).",
         )

@@ -101,9 +101,7 @@ def describe(metrics: Mapping[str, float]) -> str:
         ("KV saved", "kv/saved", lambda value: f"{value:.0%}"),
         ("tok/s", "speed/tokens_per_s", lambda value: f"{value:,.0f}"),
     )
-    return " · ".join(
-        f"{name} {write(metrics[key])}" for name, key, write in shown if metrics.get(key) is not None
-    )
+    return " · ".join(f"{name} {write(metrics[key])}" for name, key, write in shown if metrics.get(key) is not None)
 
 
 def duration(seconds: float) -> str:

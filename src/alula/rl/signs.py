@@ -61,7 +61,7 @@ def rejection(traces: Traces) -> HealthWarning | None:
         return None
     return HealthWarning(
         "rejection",
-        f"{fmean(values):.0%} of the rollouts of the last 5 steps were rejected (more than 15 %): at this KV "
+        f"{fmean(values):.1%} of the rollouts of the last 5 steps were rejected (more than 15%): at this KV "
         "budget the sparse policy too often samples what the dense one would not.",
         "Raise the budget, keep sinks (4) and a window, or use the `reroll` correction, which repairs "
         "rejected rollouts instead of losing them. If mismatch/veto_rate_token is flat, the answers have "

@@ -38,9 +38,7 @@ class Hosted:
     service lets go of a step once it has it.
     """
 
-    def __init__(
-        self, module: str, run_dir: Path, resume_from: int | None, settings: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, module: str, run_dir: Path, resume_from: int | None, settings: Mapping[str, Any]) -> None:
         self.service = import_module(module)
         options: dict[str, Any] = {"project": "alula", "name": run_dir.name, "config": dict(settings)}
         if module == "wandb":
