@@ -123,9 +123,7 @@ def _mean_weight(
     if level != "token":
         share /= ragged.count(sequence, sequences)[sequence]
     token_step = step[sequence]
-    sums = torch.stack(
-        [ragged.total(share * weights, token_step, steps), ragged.total(share, token_step, steps)]
-    )
+    sums = torch.stack([ragged.total(share * weights, token_step, steps), ragged.total(share, token_step, steps)])
     sums = reduce(sums) if reduce else sums
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > 1e-8, mean, 1.0).to(weights.dtype)[token_step]
@@ -134,10 +132,7 @@ def _mean_weight(
 def _dropped(keep: Tensor, token_keep: Tensor, capped: Tensor, reduce: Reduce | None) -> dict[str, float]:
     sums = torch.stack(
         [flags.double().sum() for flags in (~keep, ~token_keep, capped)]
-        + [
-            torch.tensor(flags.numel(), dtype=torch.float64, device=keep.device)
-            for flags in (keep, token_keep)
-        ]
+        + [torch.tensor(flags.numel(), dtype=torch.float64, device=keep.device) for flags in (keep, token_keep)]
     )
     rejected, masked, over, rollouts, tokens = (reduce(sums) if reduce else sums).tolist()
     return {

@@ -186,9 +186,7 @@ class Loss:
         require(0 <= low <= 1, f"clip_low={low}: must lie in [0, 1].")
         require(high >= 0, f"clip_high={high}: must be 0 or above.")
         require(self.kl >= 0, f"kl={self.kl}: the KL coefficient must be 0 or above.")
-        require(
-            self.kl_clamp is None or self.kl_clamp > 0, f"kl_clamp={self.kl_clamp}: must be above 0, or null."
-        )
+        require(self.kl_clamp is None or self.kl_clamp > 0, f"kl_clamp={self.kl_clamp}: must be above 0, or null.")
         if self.dual_clip is not None:
             require(self.kind != "cispo", "dual_clip: cispo has no clipped minimum to bound; set it to null.")
             require(

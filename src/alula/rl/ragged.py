@@ -42,7 +42,5 @@ def first(found: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     """Index within its rollout of each rollout's first token where `found` [T] is set, -1 if none is; [N]."""
     never = torch.iinfo(torch.int64).max
     places = torch.where(found, position(sequence, sequences), never)
-    index = torch.full((sequences,), never, device=sequence.device).scatter_reduce(
-        0, sequence, places, "amin"
-    )
+    index = torch.full((sequences,), never, device=sequence.device).scatter_reduce(0, sequence, places, "amin")
     return torch.where(index == never, -1, index)
