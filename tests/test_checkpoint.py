@@ -209,6 +209,7 @@ WRITER = """
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_writing(tmp_path):
     """kill -9 at random moments of a loop that does nothing but write: what is left is whole and gets newer."""
     rng, newest, unfinished = random.Random(0), 0, 0

@@ -95,6 +95,20 @@ def test_packed_and_chunked_equals_plain_transformers(shape, checkpointing):
     assert forwards == (2 if checkpointing else 1) * result.micro_batches
 
 
+def test_sliding_window_equals_transformers():
+    model = tiny("tiny-mistral")
+    model.config.sliding_window = 5
+    oracle = copy.deepcopy(model)
+    oracle.set_attn_implementation("eager")
+    rollouts = sequences(longest=20)
+    full = Learner(tiny("tiny-mistral")).score(rollouts)
+    scores = Learner(model).score(rollouts)
+    for rollout, found in zip(rollouts, scores):
+        wanted = plain_logprobs(oracle, rollout, 1.0).detach()
+        torch.testing.assert_close(found.logprobs, wanted, atol=2e-6, rtol=1e-5)
+    assert any((a.logprobs - b.logprobs).abs().max() > 1e-4 for a, b in zip(scores, full))
+
+
 def capture_gradients(learner):
     """The summed gradients as they are when the optimizer takes its step."""
     grads = {}

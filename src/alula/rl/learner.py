@@ -6,6 +6,7 @@ the sequences.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Learner:
             counts += torch.tensor([batch.input_ids.numel(), len(batch.targets), 1])
         total = float(self.world.sum(loss))
         lr = self.learning_rate()
-        norm, taken = self.optimizer.step(lr, self.config.max_grad_norm, finite_loss=_is_finite(total))
+        norm, taken = self.optimizer.step(lr, self.config.max_grad_norm, finite_loss=math.isfinite(total))
         self.steps += 1
         self.skipped += not taken
         shares = self.world.gather(({name: float(value) for name, value in metrics.items()}, counts))
@@ -203,10 +204,6 @@ def _nothing_scored(device: torch.device, topk: int) -> Scores:
         return Scores(torch.empty(0, device=device))
     ids = torch.empty(0, topk, dtype=torch.int64, device=device)
     return Scores(torch.empty(0, device=device), ids, torch.empty(0, topk, device=device))
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) < float("inf")
 
 
 def _summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:

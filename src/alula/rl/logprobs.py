@@ -121,10 +121,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for rows in _chunks(len(targets), ctx.chunk):
             logits = lm_logits(hidden[rows], weight, bias)
-            grad = logit_gradient(logits, targets[rows], normaliser[rows], gradient[rows], ctx.temperature)
+            grad = logit_gradient(
+                logits, targets[rows], normaliser[rows], gradient[rows], ctx.temperature, hidden.dtype
+            )
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
+                grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -155,13 +156,13 @@ def _statistics(
 
 
 def _logit_gradient(
-    logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float
+    logits: Tensor, targets: Tensor, normaliser: Tensor, gradient: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     """d logprob / d logits = (1[v = target] - p_v) / temperature, times the incoming gradient."""
     probabilities = torch.exp(logits / temperature - normaliser[:, None])
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)
     chosen = (vocabulary == targets[:, None]).to(logits.dtype)
-    return (chosen - probabilities) * (gradient / temperature)[:, None]
+    return ((chosen - probabilities) * (gradient / temperature)[:, None]).to(dtype)
 
 
 @cache

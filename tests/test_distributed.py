@@ -1,0 +1,122 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from alula.rl.checkpoint import Checkpoints
+from alula.rl.distributed import World, start
+from alula.rl.learner_config import LoRA
+from distributed_worker import learner, rollouts, step, summary
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Two gloo processes on the CPU, all scenarios in one launch; first a checkpoint of one process for them."""
+    out = tmp_path_factory.mktemp("two-ranks")
+    alone = learner(World())
+    step(alone)
+    Checkpoints(out / "single").save(1, alone.tensors(), {"learner": alone.state()})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    result = subprocess.run(
+        [*command, str(WORKER), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return out, json.loads((out / "report.json").read_text())
+
+
+def close(found, parameters, atol=1e-6):
+    expected = dict(parameters)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.detach(), atol=atol, rtol=0)
+
+
+def test_same_loss_and_same_parameters_as_one_process(two_ranks):
+    out, report = two_ranks
+    alone = learner(World(), reference=True)
+    for number, found in enumerate(report["steps"], start=1):
+        expected = summary(step(alone))
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-6)
+        assert found["grad_norm"] > 0.1  # so that clipping, too, is over both ranks
+        for count in ("taken", "tokens", "scored_tokens"):
+            assert found[count] == expected[count]
+        if number > 1:
+            close(load_file(out / f"after-{['two', 'three'][number - 2]}.safetensors"), alone.full_parameters())
+    scores, references = alone.score(rollouts()), alone.score(rollouts(), reference=True)
+    for (found, reference), a, b in zip(report["scores"], scores, references):
+        assert found == pytest.approx(a.logprobs.tolist(), abs=1e-5)
+        assert reference == pytest.approx(b.logprobs.tolist(), abs=1e-5)
+
+
+def test_resume_on_two_ranks_is_bit_exact(two_ranks):
+    _, report = two_ranks
+    assert [r["rank"] for r in report["resumed"]] == [0, 1]
+    assert all(r["equal"] and r["tensors"] > 20 for r in report["resumed"])
+
+
+def test_checkpoints_move_between_one_process_and_two(two_ranks):
+    out, _ = two_ranks
+    checkpoints = Checkpoints(out / "checkpoints")
+    files = {p.suffix for p in checkpoints.latest().iterdir()}
+    assert files == {".safetensors", ".json", ""}
+    alone = learner(World())
+    alone.resume(checkpoints.load(checkpoints.latest(), alone.tensors())["learner"])
+    assert alone.steps == 2
+    after_two = load_file(out / "after-two.safetensors")
+    for name, parameter in alone.full_parameters():
+        assert torch.equal(parameter, after_two[name])
+    step(alone)
+    close(load_file(out / "after-three.safetensors"), alone.full_parameters())
+
+    one = learner(World())
+    step(one)
+    for name, parameter in load_file(out / "from-one.safetensors").items():
+        assert torch.equal(parameter, dict(one.full_parameters())[name])
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_both(two_ranks):
+    _, report = two_ranks
+    assert report["poisoned"] == [False, False]
+    assert report["untouched"]
+
+
+def test_lora_and_half_precision(two_ranks):
+    out, report = two_ranks
+    alone = learner(World(), lora=LoRA(rank=2, alpha=4))
+    step(alone)
+    close(load_file(out / "lora.safetensors"), alone.full_parameters())
+    half = learner(World(), dtype="bfloat16")
+    assert report["half"]["loss"] == pytest.approx(step(half).loss, rel=0.02)
+    assert report["half"]["dtypes"] == ["torch.bfloat16"]
+
+
+def test_export_from_two_ranks(two_ranks):
+    out, _ = two_ranks
+    loaded = AutoModelForCausalLM.from_pretrained(out / "exported")
+    for name, value in load_file(out / "after-three.safetensors").items():
+        assert torch.equal(loaded.get_parameter(name), value)
+
+
+def test_a_world_of_one_needs_no_process_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world = start("cpu")
+    assert (world.rank, world.size, world.many) == (0, 1, False)
+    assert world.largest(3) == 3
+    assert world.gather("x") == ["x"]
+    assert not torch.distributed.is_initialized()
