@@ -102,7 +102,5 @@ def test_packed_attention_equals_a_masked_softmax(heads, window):
     actual = packed_attention(q, k, v, boundaries, 7, 0.3, window)
     torch.testing.assert_close(actual, expected)
     seed = torch.randn_like(actual)
-    for a, b in zip(
-        torch.autograd.grad(actual, (q, k, v), seed), torch.autograd.grad(expected, (q, k, v), seed)
-    ):
+    for a, b in zip(torch.autograd.grad(actual, (q, k, v), seed), torch.autograd.grad(expected, (q, k, v), seed)):
         torch.testing.assert_close(a, b)
