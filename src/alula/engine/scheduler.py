@@ -116,7 +116,7 @@ class Scheduler:
         most, prompt, new = probe.ceiling(), probe.prompt, request.sampling.max_new_tokens
         need = pages_for(most, self.page) + 1
         if probe.evicts:
-            need += pages_for(prompt, self.page) + self._scratch(probe)
+            need = pages_for(prompt, self.page) + self._reserve(probe) + self._scratch(probe)
         require(
             need <= self.pool.usable,
             f"a prompt of {prompt} tokens with max_new_tokens={new} needs {need} pages of {self.page} tokens, but "
@@ -135,7 +135,11 @@ class Scheduler:
 
     def _scratch(self, sequence: Sequence) -> int:
         """Pages that one eviction of this sequence takes before it gives its old ones back."""
-        return pages_for(min(sequence.ceiling(), sequence.largest_keep() + self.lookahead), self.page)
+        return pages_for(min(sequence.own(), sequence.largest_keep() + self.lookahead), self.page)
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Pages set aside for an evicting sequence; one more where it copies the end of a prompt past its limit."""
+        return pages_for(sequence.own(), self.page) + (sequence.prompt > sequence.own())
 
     def available(self) -> int:
         """Pages that are neither taken nor set aside for evicting sequences and their scratch."""
@@ -146,7 +150,7 @@ class Scheduler:
         if not sequence.evicts:
             return pages_for(tokens, self.page) - sequence.prompt // self.page
         scratch = max(self._scratches, default=0)
-        return pages_for(sequence.ceiling(), self.page) + max(0, self._scratch(sequence) - scratch)
+        return self._reserve(sequence) + max(0, self._scratch(sequence) - scratch)
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         count = pages_for(tokens, self.page) - len(sequence.pages)
@@ -163,7 +167,7 @@ class Scheduler:
         self.table[sequence.row, : len(sequence.pages)] = sequence.pages
         self.running.append(sequence)
         if sequence.evicts:
-            sequence.reserved = pages_for(sequence.ceiling(), self.page)
+            sequence.reserved = self._reserve(sequence)
             self._promised += sequence.reserved
             self._scratches[self._scratch(sequence)] += 1
 

@@ -115,6 +115,15 @@ class Sequence:
         evict = self.request.sparsity.evict
         return whole if evict is None else min(whole, max(self.prompt, self.largest_keep() + evict.buffer))
 
+    def own(self) -> int:
+        """The most KV tokens in pages of its own: what an evicting sequence sets aside when it starts.
+
+        A prompt past the limit is read from the group's pages and compacted before the first step.
+        """
+        evict = self.request.sparsity.evict
+        whole = self.prompt + self.request.sampling.max_new_tokens
+        return whole if evict is None else min(whole, self.largest_keep() + evict.buffer)
+
     def account(self, segment: Segment, steps: int, page: int) -> None:
         """Add `steps` of a segment's decode steps to the KV statistics."""
         kv, count = self.kv, steps
