@@ -1,6 +1,8 @@
 """Evictors against their formulas, written out as loops over Python numbers."""
 
 import math
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -397,3 +399,20 @@ def test_bad_settings_are_refused_in_one_sentence(method, options, message):
     with pytest.raises(SettingError) as refusal:
         Evict(method, 64, **options)
     assert message in str(refusal.value)
+
+
+def test_the_documented_example_of_an_own_evictor_runs(monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "evictors.md").read_text()
+    example = text.split("## Writing your own")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.setitem(METHODS, "loudest", Evictor)  # so that it is removed again afterwards
+    exec(example, {"__name__": "example"})
+    evictor, kv = build(Evict("loudest", 20, power=2.0)), cached("knorm")[1]
+    torch.testing.assert_close(evictor.score(kv), kv.keys.square().sum(-1))
+
+
+def test_the_table_of_methods_is_complete():
+    text = (Path(__file__).parents[1] / "docs" / "evictors.md").read_text()
+    for name, method in METHODS.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        for option in fields(method):
+            assert option.name == "window" or f"`{option.name}={option.default}`" in row
