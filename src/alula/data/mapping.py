@@ -9,7 +9,7 @@ from alula.data.dataset import Dataset, Example
 from alula.errors import require, unknown
 from alula.rewards.math_answer import last_boxed
 
-_FIELD = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 _UNIT = re.compile(r"^(.*\S)\s*\([^()]*\)$")
 
 

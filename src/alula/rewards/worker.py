@@ -37,7 +37,7 @@ def main(channel: Connection) -> None:
             # The parent kills a worker that hangs. Should the parent be dead by then, the kernel does it: no
             # Python code would run in a worker stuck in a regular expression, which holds the interpreter.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, timeout + 5)
+            signal.setitimer(signal.ITIMER_REAL, timeout + 1)
             reply = answer(graders[grader], completion, example)
             signal.setitimer(signal.ITIMER_REAL, 0)
             channel.send(reply)

@@ -1,0 +1,119 @@
+"""Generate, grade, summarise."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from alula.data.dataset import Dataset, Example
+from alula.errors import require, unknown
+from alula.evals import metrics
+from alula.evals.result import EvalResult, KVSummary, Lengths, Sample
+from alula.rewards import Rewards
+from alula.rewards.math_answer import final_answer
+
+if TYPE_CHECKING:
+    from alula.engine.rollout import Rollout
+
+Generate = Callable[[list[Any], int], Sequence["Rollout"]]
+"""(prompts, n) -> n rollouts per prompt, in the order of the prompts."""
+
+
+def evaluate(
+    generate: Generate,
+    dataset: Dataset,
+    rewards: Rewards,
+    k: int = 1,
+    *,
+    decode: Callable[[list[int]], str] | None = None,
+    answer_of: Callable[[str], str | None] = final_answer,
+    correct: str | None = None,
+    threshold: float = 1.0,
+    batch: int | None = None,
+    model: str = "model",
+    sparsity: str = "dense",
+    keep_samples: int = 0,
+) -> EvalResult:
+    """k answers to every problem, graded.
+
+    An answer is right where the reward `correct` (default: the first one) reaches `threshold`. `decode` turns
+    tokens into text for rollouts that carry none; `answer_of` reads the answer that votes in maj@k; `batch`
+    problems are generated at a time (default: all); the first `keep_samples` answers are kept for reading.
+    """
+    require(k >= 1, f"k={k}: ask for at least one answer per problem.")
+    judge = correct or rewards.names[0]
+    if judge not in rewards.names:
+        raise unknown("reward that says what is correct", judge, rewards.names)
+    rollouts: list[Rollout] = []
+    size = batch or len(dataset)
+    for start in range(0, len(dataset), size):
+        prompts = [prompt_of(example) for example in dataset[start : start + size]]
+        found = generate(prompts, k)
+        assert len(found) == len(prompts) * k, f"{len(prompts)} prompts, k={k}, but {len(found)} rollouts"
+        rollouts += found
+    examples = [example for example in dataset for _ in range(k)]
+    texts = [text_of(rollout, decode) for rollout in rollouts]
+    graded = rewards.score(
+        texts,
+        [example.record() for example in examples],
+        finishes=[rollout.finish for rollout in rollouts],
+        lengths=[len(rollout) for rollout in rollouts],
+    )
+    right = [value >= threshold - 1e-9 for value in graded.parts[judge]]
+    by_problem = [right[i : i + k] for i in range(0, len(right), k)]
+    votes = [[answer_of(text) for text in texts[i : i + k]] for i in range(0, len(texts), k)]
+    samples = [
+        Sample(i // k, examples[i].prompt, texts[i], examples[i].answer, right[i], graded.total[i],
+               len(rollouts[i]), rollouts[i].finish)
+        for i in range(min(keep_samples, len(texts)))
+    ]  # fmt: skip
+    return EvalResult(
+        data=dataset.name,
+        model=model,
+        sparsity=sparsity,
+        problems=len(dataset),
+        k=k,
+        accuracy=metrics.avg_at_k(by_problem, k),
+        error=metrics.clustered_error(by_problem),
+        pass_at_1=metrics.pass_at_1(by_problem),
+        pass_at_k=metrics.pass_at_k(by_problem, k),
+        maj_at_k=metrics.maj_at_k(by_problem, votes, k),
+        reward=metrics.mean(graded.total),
+        parts={name: metrics.mean(values) for name, values in graded.parts.items()},
+        lengths=lengths_of(rollouts),
+        kv=kv_of(rollouts),
+        failures=dict(Counter(reason for _, reason in graded.failures)),
+        samples=samples,
+    )
+
+
+def prompt_of(example: Example) -> Any:
+    return list(example.prompt_ids) if example.prompt_ids is not None else example.prompt
+
+
+def text_of(rollout: "Rollout", decode: Callable[[list[int]], str] | None) -> str:
+    if rollout.text is not None:
+        return rollout.text
+    require(decode is not None, "the rollouts carry no text: pass decode=, the tokenizer's decode.")
+    assert decode is not None
+    return decode(rollout.token_ids)
+
+
+def lengths_of(rollouts: Sequence["Rollout"]) -> Lengths:
+    lengths = [len(rollout) for rollout in rollouts]
+    p50, p90, p99 = (metrics.percentile(lengths, share) for share in (0.5, 0.9, 0.99))
+    truncated = metrics.mean([float(rollout.finish == "length") for rollout in rollouts])
+    return Lengths(metrics.mean(lengths), p50, p90, p99, max(lengths), truncated)
+
+
+def kv_of(rollouts: Sequence["Rollout"]) -> KVSummary:
+    """`saved` weighs an answer by its length, as memory and time do."""
+    held = sum(rollout.kv.mean_tokens * len(rollout) for rollout in rollouts)
+    dense = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
+    return KVSummary(
+        saved=1 - held / dense if dense else 0.0,
+        mean_tokens=metrics.mean([rollout.kv.mean_tokens for rollout in rollouts]),
+        mean_read_tokens=metrics.mean([rollout.kv.mean_read_tokens for rollout in rollouts]),
+        peak_tokens=max(rollout.kv.peak_tokens for rollout in rollouts),
+        peak_bytes=max(rollout.kv.peak_bytes for rollout in rollouts),
+        evictions=metrics.mean([float(rollout.kv.evictions) for rollout in rollouts]),
+    )

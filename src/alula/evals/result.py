@@ -1,0 +1,82 @@
+"""What an evaluation found."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Generated tokens."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    longest: int
+    truncated: float
+    """Share of answers cut off by the limit."""
+
+
+@dataclass(frozen=True)
+class KVSummary:
+    saved: float
+    """Share of the dense policy's KV, tokens times steps, that was not held."""
+    mean_tokens: float
+    """KV tokens held per answer, averaged over the answer's steps, then over answers."""
+    mean_read_tokens: float
+    peak_tokens: int
+    peak_bytes: int
+    """Largest of any one answer."""
+    evictions: float
+    """Mean per answer."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer, for reading."""
+
+    problem: int
+    prompt: Any
+    completion: str
+    answer: Any
+    """The right answer."""
+    correct: bool
+    reward: float
+    tokens: int
+    finish: str
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    data: str
+    model: str
+    sparsity: str
+    problems: int
+    k: int
+    """Samples per problem."""
+    accuracy: float
+    """avg@k: the mean over all samples. With k = 1 it is pass@1."""
+    error: float | None
+    """Its standard error, clustered by problem; None for a single problem."""
+    pass_at_1: float
+    pass_at_k: float
+    maj_at_k: float
+    reward: float
+    parts: dict[str, float]
+    lengths: Lengths
+    kv: KVSummary
+    failures: dict[str, int] = field(default_factory=dict)
+    """Answers that could not be graded, by reason."""
+    samples: list[Sample] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "EvalResult":
+        nested = {
+            "lengths": Lengths(**values["lengths"]),
+            "kv": KVSummary(**values["kv"]),
+            "samples": [Sample(**sample) for sample in values["samples"]],
+        }
+        return cls(**{**values, **nested})

@@ -1,0 +1,305 @@
+"""Data: every source, every benchmark's form, chat templates, a stream that resumes anywhere, generated tasks."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from alula.data import Dataset, Example, PromptStream, load, prepare
+from alula.data.benchmarks import BENCHMARKS, INSTRUCTION, SPARSE_RL
+from alula.data.tasks import TASKS, build
+from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
+from alula.errors import SettingError
+from alula.rewards.math_answer import build as math_grader
+
+# One row of each benchmark, in the form of its published file.
+ROWS = {
+    "gsm8k": ({"question": "2 and 3?", "answer": "2+3=<<2+3=5>>5\n#### 5"}, "2 and 3?", "5"),
+    "math500": ({"problem": "Half?", "answer": "\\frac{1}{2}", "level": 2}, "Half?", "0.5"),
+    "gaokao2023en": ({"question": "Root?", "answer": "$\\sqrt{5}$", "lang": "en"}, "Root?", "\\sqrt5"),
+    "minerva_math": ({"problem": "Far?", "solution": "$\\boxed{1.5}$ m, not \\boxed{2}"}, "Far?", "2"),
+    "olympiadbench": ({"question": "All?", "final_answer": ["$3$"], "context": None}, "All?", "3"),
+    "aime24": ({"problem": "Sum?", "answer": "073"}, "Sum?", "73"),
+    "amc23": ({"problem": "Miles?", "answer": 27.0}, "Miles?", "27"),
+    "svamp": ({"Body": "Ann has 4.", "Question": "How many?", "Answer": 4.0}, "Ann has 4. How many?", "4"),
+    "mawps": ({"input": "How many ?", "target": 8.25}, "How many ?", "8.25"),
+    "asdiv": ({"body": "Two apples.", "question": "Count?", "answer": "2 (apples)"}, "Two apples. Count?", "2"),
+    "math_level3to5": ({"problem": "GCD?", "answer": "1"}, "GCD?", "1"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_benchmark_rows_become_gradable_examples(tmp_path, name):
+    row, question, answer = ROWS[name]
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / f"{BENCHMARKS[name].split}.jsonl").write_text(json.dumps(row) + "\n")
+    (example,) = load(name, data_dir=tmp_path)
+    assert example.prompt == f"{question}\n{INSTRUCTION}"
+    grade = math_grader({"boxed_only": True})
+    assert grade(f"\\boxed{{{answer}}}", example.record()) == 1
+    assert grade("\\boxed{12345}", example.record()) == 0
+
+
+def test_the_papers_suite_is_there():
+    assert set(SPARSE_RL) <= set(BENCHMARKS)
+    assert [BENCHMARKS[name].samples for name in SPARSE_RL] == [1, 1, 1, 1, 1, 32, 32]
+
+
+def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": str(i), "answer": a}) for i, a in enumerate(["1", "", None, "$$"])))
+    data = load(str(path))
+    assert [example.prompt for example in data] == ["0"]
+    assert data.dropped == {"no answer": 3}
+    assert data.name == "mine"
+    assert len(load(str(path), answer="")) == 4
+
+
+def test_parquet_templates_and_nested_fields(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"q": {"text": f"Q{i}"}, "hint": "\\boxed{}", "target": [i, i + 1]} for i in range(5)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    data = load(str(tmp_path / "train.parquet"), prompt="{q.text}: {hint} {} {1}?", answer="{target}", size=3)
+    assert [example.prompt for example in data] == [f"Q{i}: \\boxed{{}} {{}} {{1}}?" for i in range(3)]
+    assert data[2].answer == [2, 3]
+    folder = load(str(tmp_path), prompt="{q.text}", answer="{target}")
+    assert len(folder) == 5
+    with pytest.raises(SettingError, match="did you mean 'target'"):
+        load(str(tmp_path), prompt="{q.text}", answer="{targt}")
+    with pytest.raises(SettingError, match=r"q\.txt"):
+        load(str(tmp_path), prompt="{q.txt}", answer="{target}")
+
+
+def test_hugging_face_datasets_from_disk(tmp_path):
+    import datasets
+
+    turns = [{"role": "user", "content": "hi"}]
+    rows = datasets.Dataset.from_list([{"prompt": turns, "answer": "x"}] * 3)
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(tmp_path / "many")
+    assert load(str(tmp_path / "one"))[0].prompt == turns
+    assert len(load(str(tmp_path / "many"), split="test")) == 1
+    with pytest.raises(SettingError, match="did you mean 'test'"):
+        load(str(tmp_path / "many"), split="tst")
+
+
+def test_reasoning_gym_is_reproducible():
+    pytest.importorskip("reasoning_gym")
+    options = {"min_terms": 3, "max_terms": 3}
+    first = load("reasoning-gym:chain_sum", size=5, seed=7, options=options)
+    assert first.examples == load("reasoning-gym:chain_sum", size=5, seed=7, options=options).examples
+    assert first.examples != load("reasoning-gym:chain_sum", size=5, seed=8, options=options).examples
+    assert all(example.fields["metadata"]["num_terms"] == 3 for example in first)
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "message"),
+    [
+        ("gsm8", {}, "did you mean 'gsm8k'"),
+        ("nothing.jsonl", {}, "does not exist"),
+        ("gsm8k", {"data_dir": "/nowhere"}, "has no folder 'gsm8k'"),
+        ("task:pointr", {}, "did you mean 'pointer'"),
+        ("task:pointer", {"options": {"symbol": 3}}, "did you mean 'symbols'"),
+        ("task:pointer", {"options": {"symbols": 1}}, "symbols=1"),
+        ("task:pointer", {"size": 0}, "size=0"),
+        ("reasoning-gym:chain_sun", {}, "did you mean 'chain_sum'"),
+        ("reasoning-gym:chain_sum", {"options": {"terms": 3}}, "terms"),
+    ],
+)
+def test_wrong_settings_are_named(source, settings, message):
+    if source.startswith("reasoning-gym"):
+        pytest.importorskip("reasoning_gym")
+    with pytest.raises(SettingError, match=message):
+        load(source, **settings)
+
+
+def test_broken_json_names_the_line(tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": \n')
+    with pytest.raises(SettingError, match="line 3"):
+        load(str(path))
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %} {{ m['role'] }} : {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %} assistant :{% endif %}{% if short %} short{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    made = task_tokenizer(build("pointer"))
+    made.add_tokens(["user", "assistant", "system", "short"])
+    return made
+
+
+def test_plain_prompts_get_the_tokenizers_special_tokens(tokenizer):
+    (example,) = prepare(Dataset((Example("a b ;"),)), tokenizer)
+    assert list(example.prompt_ids) == tokenizer.convert_tokens_to_ids(["<bos>", "a", "b", ";"])
+
+
+def test_chat_template_with_system_and_options_and_one_bos(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    data = Dataset((Example("a b"), Example([{"role": "user", "content": "c"}])))
+    words = [
+        tokenizer.convert_ids_to_tokens(list(example.prompt_ids))
+        for example in prepare(data, tokenizer, system="d", template_options={"short": True})
+    ]
+    assert words[0] == ["<bos>", "system", ":", "d", "user", ":", "a", "b", "assistant", ":", "short"]
+    assert words[1] == ["<bos>", "system", ":", "d", "user", ":", "c", "assistant", ":", "short"]
+    (raw,) = prepare(Dataset((Example("a b"),)), tokenizer, chat=False)
+    assert tokenizer.convert_ids_to_tokens(list(raw.prompt_ids)) == ["<bos>", "a", "b"]
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer):
+    data = Dataset(tuple(Example("a " * n) for n in (1, 5, 9, 3)), dropped={"no answer": 2})
+    kept = prepare(data, tokenizer, max_prompt_tokens=6)
+    assert [len(example.prompt_ids) for example in kept] == [2, 6, 4]
+    assert kept.dropped == {"no answer": 2, "prompt over 6 tokens": 1}
+    with pytest.raises(SettingError, match="max_prompt_tokens=1"):
+        prepare(data, tokenizer, max_prompt_tokens=1)
+
+
+def test_chat_without_a_template_is_refused(tokenizer):
+    data = Dataset((Example([{"role": "user", "content": "a"}]),))
+    with pytest.raises(SettingError, match="no chat template"):
+        prepare(data, tokenizer, chat=True)
+    with pytest.raises(SettingError, match="chat messages"):
+        prepare(data, tokenizer)
+    with pytest.raises(SettingError, match="system"):
+        prepare(data, tokenizer, system="be brief")
+
+
+# --- order ------------------------------------------------------------------------------------------------------
+
+
+def numbered(size: int) -> Dataset:
+    return Dataset(tuple(Example(str(i), i) for i in range(size)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 12),
+    draws=st.lists(st.integers(0, 15), max_size=12),
+    cut=st.integers(0, 12),
+    seed=st.integers(0, 5),
+)
+def test_a_stream_resumes_anywhere_and_visits_all_once_an_epoch(size, draws, cut, seed):
+    data = numbered(size)
+    whole = PromptStream(data, seed)
+    everything = [example for count in draws for example in whole.next(count)]
+
+    first = PromptStream(data, seed)
+    before = [example for count in draws[:cut] for example in first.next(count)]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = PromptStream(numbered(size), seed)
+    second.load_state_dict(state)
+    after = [example for count in draws[cut:] for example in second.next(count)]
+    assert before + after == everything
+    assert second.seen == whole.seen == len(everything) == sum(draws)
+
+    for start in range(0, len(everything) - size + 1, size):
+        assert Counter(e.answer for e in everything[start : start + size]) == Counter(range(size))
+
+
+def test_every_epoch_and_seed_has_its_own_order():
+    stream = PromptStream(numbered(50), seed=1)
+    epochs = [tuple(e.answer for e in stream.next(50)) for _ in range(3)]
+    other = tuple(e.answer for e in PromptStream(numbered(50), seed=2).next(50))
+    assert len({*epochs, other, tuple(range(50))}) == 5
+    # The order itself is part of a checkpoint's meaning: it must not change with a Python or library version.
+    assert PromptStream(numbered(8), seed=0).next(8) == [numbered(8)[i] for i in (0, 3, 7, 4, 1, 5, 2, 6)]
+
+
+def test_a_stream_refuses_other_data_and_another_seed():
+    state = PromptStream(numbered(5), seed=1).state_dict()
+    with pytest.raises(SettingError, match="differs"):
+        PromptStream(numbered(6), seed=1).load_state_dict(state)
+    with pytest.raises(SettingError, match="seed=2"):
+        PromptStream(numbered(5), seed=2).load_state_dict(state)
+
+
+def test_split_has_no_overlap_and_loses_nothing():
+    training, held_out = numbered(20).split(6, seed=3)
+    assert len(training) == 14
+    assert sorted(e.answer for e in [*training, *held_out]) == list(range(20))
+    assert numbered(20).split(6, seed=3)[1].examples == held_out.examples
+    assert numbered(20).split(6, seed=4)[1].examples != held_out.examples
+    with pytest.raises(SettingError, match="held_out=20"):
+        numbered(20).split(20)
+
+
+# --- generated tasks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_tasks_verify_their_traces_and_guesses_are_right_by_chance(name):
+    task = build(name)
+    data = task.dataset(600, seed=1)
+    assert data.examples == task.dataset(600, seed=1).examples
+    assert data.examples[:50] == task.dataset(50, seed=1).examples
+    assert data.examples != task.dataset(600, seed=2).examples
+    assert all(task.score(e.fields["trace"], e.record()) == 1 for e in data)
+    guessed = sum(task.score(e.fields["shortcut"], e.record()) == 1 for e in data) / len(data)
+    assert guessed == pytest.approx(task.chance, abs=4 * (task.chance / len(data)) ** 0.5)
+    assert task.score("", data[0].record()) == 0
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_task_tokenizer_is_lossless_and_survives_saving(tmp_path, name):
+    task = build(name)
+    tokenizer = task_tokenizer(task)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for example in task.dataset(20):
+        for shortcut in (False, True):
+            prompt, solution = supervised_ids(tokenizer, example, shortcut)
+            assert (prompt, solution) == supervised_ids(loaded, example, shortcut)
+            assert prompt[0] == tokenizer.bos_token_id
+            assert solution[-1] == tokenizer.eos_token_id
+            assert tokenizer.unk_token_id not in prompt + solution
+            assert loaded.decode(prompt, skip_special_tokens=True) == example.prompt
+            text = example.fields["shortcut" if shortcut else "trace"]
+            assert loaded.decode(solution, skip_special_tokens=True) == text
+
+
+def test_pointer_chains_against_a_hand_written_walk():
+    task = build("pointer", symbols=20, min_hops=3, max_hops=200)
+    for example in task.dataset(40, seed=5):
+        pairs, question = example.prompt.split(" ; ")
+        words = pairs.split()
+        leads_to = {a.removesuffix(">"): b for a, b in zip(words[::2], words[1::2])}
+        here, hops, _ = question.split()
+        assert len(leads_to) == len(set(leads_to.values())) == 20
+        for _ in range(int(hops)):
+            here = leads_to[here]
+        assert example.answer == here
+        assert len(example.fields["trace"].split()) == 3 * int(hops) + 2
+    record = example.record()
+    assert task.score(example.fields["trace"] + " " + here, record) == 0  # nothing may follow the answer
+    assert task.score(example.fields["trace"].rsplit(" ", 1)[0], record) == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("2 + 3 = 5 ; 5 * 4 = 20", 1),
+        ("3 * 4 = 12 ; 12 + 2 = 14 | 2 + 3 = 5 ; 4 * 5 = 20", 1),
+        ("2 + 3 = 5 ; 5 * 4 = 20 | 3 * 4 = 12 ; 12 + 2 = 14", 0),
+        ("4 * 5 = 20", 0),
+        ("2 + 3 = 6 ; 6 * 4 = 20", 0),
+        ("2 * 2 = 4 ; 4 * 5 = 20", 0),
+        ("2 + 3 = 5 ; 5 * 4 =", 0),
+        ("20", 0),
+    ],
+)
+def test_countdown_verifier(completion, score):
+    assert build("countdown").score(completion, {"prompt": "2 3 4 > 20 :", "answer": "20"}) == score
