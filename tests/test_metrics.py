@@ -74,9 +74,7 @@ def test_numbers_keep_every_bit_and_what_is_not_finite_is_null(tmp_path):
     value = 0.1 + 0.2
     with MetricsWriter(tmp_path) as writer:
         writer.log(1, {"a": value, "b": torch.tensor(0.5), "c": 3, "d": float("nan"), "e": float("inf")})
-    assert rows(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "a": value, "b": 0.5, "c": 3, "d": None, "e": None}
-    ]
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "a": value, "b": 0.5, "c": 3, "d": None, "e": None}]
 
 
 def test_a_used_folder_is_not_overwritten(tmp_path):
@@ -199,3 +197,22 @@ def test_durations(seconds, words):
 def test_importing_needs_no_torch():
     script = "import sys, alula.rl.metrics, alula.rl.live, alula.rl.health; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_glossary_knows_every_metric_that_is_shown_or_watched():
+    from alula.report.charts import MAIN, MORE, REWARD
+    from alula.rl.health import WATCHED
+
+    glossary = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    names = {chart.metric for chart in (REWARD, *MAIN, *MORE)} | set(WATCHED)
+    assert [name for name in sorted(names) if f"`{name}`" not in glossary] == []
+
+
+def test_the_glossary_knows_every_warning():
+    from alula.rl import health, signs
+
+    source = Path(signs.__file__).read_text() + Path(health.__file__).read_text()
+    kinds = re.findall(r'HealthWarning\(\s*"([a-z-]+)"', source)
+    glossary = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    assert len(kinds) == 9
+    assert [kind for kind in kinds if f"| `{kind}` |" not in glossary] == []
