@@ -50,7 +50,8 @@ def step(learning, poison=False):
     def loss(logprobs, entropy, batch):
         weights = batch.rows(torch.tensor([float(i + 1) for i in mine]))[batch.sequence]
         total = -(weights * logprobs.exp()).sum() / tokens
-        return total * (float("nan") if poison else 1.0), {"entropy": entropy.sum() / tokens}
+        metrics = {"tokens": torch.tensor(len(logprobs)), "entropy": entropy.mean(), "half_loss": total / 2}
+        return total * (float("nan") if poison else 1.0), metrics
 
     return learning.update([everything[i] for i in mine], loss)
 

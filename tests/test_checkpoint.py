@@ -39,7 +39,8 @@ def draw():
     weights = [torch.randn(len(r.token_ids)) for r in rollouts]
 
     def loss(logprobs, entropy, batch):
-        return -(batch.flat(weights) * logprobs).mean(), {"entropy": entropy.mean()}
+        metrics = {"tokens": torch.tensor(len(logprobs)), "entropy": entropy.mean()}
+        return -(batch.flat(weights) * logprobs).mean(), metrics
 
     return rollouts, loss
 

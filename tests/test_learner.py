@@ -43,12 +43,21 @@ def plain_logprobs(model, sequence, temperature):
     return torch.stack(out)
 
 
+def plain_entropy(model, sequence, temperature):
+    ids = torch.tensor([sequence.prompt_ids + sequence.token_ids])
+    logp = (model(ids, use_cache=False).logits[0] / temperature).log_softmax(-1).detach()
+    return -(logp.exp() * logp).sum(-1)[len(sequence.prompt_ids) - 1 : -1]
+
+
 def weighted(coefficients):
     """A loss in which every token counts differently, so that any mix-up of order or shift shows."""
 
     def loss(logprobs, entropy, batch):
         weights = batch.flat(coefficients)
-        return -(weights * logprobs.exp()).sum(), {"tokens": len(logprobs), "entropy": entropy.sum()}
+        return -(weights * logprobs.exp()).sum(), {
+            "tokens": torch.tensor(len(logprobs)),
+            "entropy": entropy.mean(),
+        }
 
     return loss
 
@@ -85,6 +94,8 @@ def test_packed_and_chunked_equals_plain_transformers(shape, checkpointing):
     assert result.taken
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     assert result.metrics["tokens"] == result.scored_tokens == sum(len(r.token_ids) for r in rollouts)
+    entropies = torch.cat([plain_entropy(oracle, r, 0.8) for r in rollouts])
+    assert result.metrics["entropy"] == pytest.approx(entropies.mean().item(), rel=1e-5)
     for found, wanted in zip(result.logprobs, expected):
         torch.testing.assert_close(found, wanted.detach(), atol=2e-6, rtol=1e-5)
     wanted_norm = torch.stack([p.grad.norm() for p in oracle.parameters()]).norm()

@@ -24,22 +24,24 @@ from alula.rl.distributed import World, iter_full_params, shard
 from alula.rl.flops import Flops, training_flops
 from alula.rl.learner_config import LearnerConfig
 from alula.rl.learning_rate import learning_rate
+from alula.rl.losses import merge_metrics
 from alula.rl.optimizer import MasterAdamW
 from alula.rl.packing import Packed, Tokens, collate, pack
 from alula.rl.policy import Policy
 
-Metrics = Mapping[str, Tensor | float]
-LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, Metrics]]
-"""(logprobs [N], entropy [N], batch) -> this micro-batch's share of the loss, and of each metric.
+LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, dict[str, Tensor]]]
+"""(logprobs [N], entropy [N], batch) -> this micro-batch's share of the loss, and its metrics.
 
-Both are summed over micro-batches and ranks, so a mean carries the denominator of the whole step. `batch` says
-which sequences these are (`index`, `sequence`) and brings the caller's tensors into their order (`flat`, `rows`).
+Shares are summed over micro-batches and ranks, so a mean carries the denominator of the whole step. Metrics are
+joined by `losses.merge_metrics`: `tokens` and what ends in `loss` add up, the rest are means over tokens. `batch`
+says which sequences these are (`index`, `sequence`) and brings the caller's tensors into their order (`flat`,
+`rows`).
 """
 
 
 @dataclass
 class Update:
-    """What one optimizer step did; sums are over all ranks."""
+    """What one optimizer step did, over all micro-batches and ranks."""
 
     loss: float
     metrics: dict[str, float]
@@ -115,7 +117,7 @@ class Learner:
     def update(self, sequences: Sequence[Tokens], loss_fn: LossFn, temperature: float = 1.0) -> Update:
         """One optimizer step on all sequences of all ranks."""
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        metrics: dict[str, Tensor | float] = {}
+        parts: list[dict[str, Tensor]] = []
         logprobs = [torch.empty(0, device=self.world.device) for _ in sequences]
         counts = torch.zeros(3, dtype=torch.int64)
         for batch, real in self._micro_batches(sequences):
@@ -128,9 +130,8 @@ class Learner:
                 share = share + scored.logprobs.sum() * 0.0
             share.backward()
             loss += share.detach()
-            for name, value in measured.items():
-                value = value.detach().double() if isinstance(value, Tensor) else value
-                metrics[name] = metrics.get(name, 0.0) + value
+            if measured:
+                parts.append(measured)
             for i, own in zip(batch.index, batch.split(scored.logprobs.detach())):
                 logprobs[i] = own
             counts += torch.tensor([batch.input_ids.numel(), len(batch.targets), 1])
@@ -139,11 +140,12 @@ class Learner:
         norm, taken = self.optimizer.step(lr, self.config.max_grad_norm, finite_loss=math.isfinite(total))
         self.steps += 1
         self.skipped += not taken
-        shares = self.world.gather(({name: float(value) for name, value in metrics.items()}, counts))
-        tokens, scored_tokens, micro_batches = sum(counts for _, counts in shares).tolist()
+        gathered = self.world.gather((_on_cpu(parts), counts.tolist()))
+        everything = [part for theirs, _ in gathered for part in theirs]
+        tokens, scored_tokens, micro_batches = (sum(count) for count in zip(*(counts for _, counts in gathered)))
         return Update(
             loss=total,
-            metrics=_summed([measured for measured, _ in shares]),
+            metrics=merge_metrics(everything) if everything else {},
             grad_norm=norm,
             lr=lr,
             taken=taken,
@@ -206,6 +208,10 @@ def _nothing_scored(device: torch.device, topk: int) -> Scores:
     return Scores(torch.empty(0, device=device), ids, torch.empty(0, topk, device=device))
 
 
-def _summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for share in shares for name in share)
-    return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
+def _on_cpu(parts: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Every micro-batch's metrics in one copy from the device."""
+    if not parts:
+        return []
+    names = list(parts[0])
+    table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in parts]).cpu()
+    return [dict(zip(names, row.unbind())) for row in table]
