@@ -181,6 +181,19 @@ def test_a_terminal_gets_one_live_line():
     assert plain.count("step 1/4") <= 1
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_live_line_never_wraps_and_keeps_the_step(width):
+    live = LiveLine(1000, stream=io.StringIO())
+    live.console.width = width
+    live.update(123, STEP)
+    with live.console.capture() as captured:
+        live.console.print(live._render())
+    (line,) = captured.get().splitlines()
+    assert line.startswith("step 123/1000")
+    assert len(line) <= width
+    assert "left · reward 0.457 · length 312" in line
+
+
 def test_what_was_not_measured_is_left_out():
     assert describe({"reward/mean": 0.5}) == "reward 0.500"
     assert describe({"reward/mean": None, "kv/saved": 0.0}) == "KV saved 0%"

@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 RECENT_STEPS = 20
+WIDE = 125
+"""Columns that a terminal needs for the bar beside the numbers."""
 
 
 class LiveLine:
@@ -79,16 +81,15 @@ class LiveLine:
         self.close()
 
     def _render(self) -> Table:
+        step = Text(f"step {self.step}/{self.total_steps}", style="bold")
+        words = [f"{self.time_left()} left", describe(self._metrics)] if self._metrics else []
+        line = Text(" · ".join([*words, self._phase]), no_wrap=True, overflow="ellipsis")
         row = Table.grid(padding=(0, 1))
-        row.add_column(no_wrap=True)
-        row.add_column(width=16)
-        row.add_column(no_wrap=True, overflow="ellipsis")
-        text = f"{describe(self._metrics)} · {self.time_left()} left" if self._metrics else ""
-        row.add_row(
-            Text(f"step {self.step}/{self.total_steps}", style="bold"),
-            ProgressBar(total=max(self.total_steps, 1), completed=self.step, width=16),
-            Text.assemble(text, (f"{' · ' if text else ''}{self._phase}", "dim")),
-        )
+        row.add_column(min_width=len(step))
+        if self.console.width >= WIDE:
+            row.add_row(step, ProgressBar(total=max(self.total_steps, 1), completed=self.step, width=16), line)
+        else:
+            row.add_row(step, line)
         return row
 
 
