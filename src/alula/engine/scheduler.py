@@ -152,6 +152,10 @@ class Scheduler:
         scratch = max(self._scratches, default=0)
         return self._reserve(sequence) + max(0, self._scratch(sequence) - scratch)
 
+    def _growth(self, sequence: Sequence) -> int:
+        """Pages that a dense or selecting sequence still needs for the next chunk."""
+        return pages_for(sequence.kv_len + min(self.lookahead, sequence.remaining), self.page) - len(sequence.pages)
+
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         count = pages_for(tokens, self.page) - len(sequence.pages)
         if count > 0:
@@ -217,15 +221,21 @@ class Scheduler:
         return admission
 
     def _fill(self, admission: Admission, started: list[Group]) -> None:
+        # What runs grows first: whoever is let in must not be swapped out again by the plan that follows.
+        room = self.available() - sum(self._growth(s) for s in self.running if not s.evicts)
         while self.swapped and self.free_rows:
             sequence = self.swapped[0]
-            ahead = min(self.lookahead, sequence.remaining)
-            if self.available() < pages_for(sequence.kv_len + ahead, self.page):
-                return
+            need = self._growth(sequence)
+            if room < need:
+                if self.running or not self._release_prompt():
+                    return
+                room = self.available()  # nothing runs, so only a waiting prompt can make room
+                continue
             self.swapped.popleft()
             self._enter(sequence)
             self._grow(sequence, sequence.kv_len)
             admission.restore.append(sequence)
+            room -= need
         tokens = 0
         while self.waiting and self.free_rows and not self.swapped:
             group = self.waiting[0]
@@ -233,15 +243,17 @@ class Scheduler:
             ahead = prompt + min(self.lookahead, group.request.sampling.max_new_tokens - 1)
             if not group.prefilled:
                 own = pages_for(prompt, self.page)
-                if self.available() < own + self._claim(group.pending[0], ahead):
+                if room < own + self._claim(group.pending[0], ahead):
                     return
                 if tokens and tokens + prompt > self.prefill_tokens:
                     return
                 group.pages, group.prefilled = self.pool.take(own), True
                 admission.prefill.append(Prefill(group.request, group.pages, list(group.pending)))
                 tokens += prompt
-            while group.pending and self.free_rows and self.available() >= self._claim(group.pending[0], ahead):
+                room -= own
+            while group.pending and self.free_rows and room >= (claim := self._claim(group.pending[0], ahead)):
                 admission.start.append(self._start(group, group.pending.pop(0)))
+                room -= claim
             if group.pending:
                 return
             started.append(self.waiting.popleft())
@@ -263,12 +275,12 @@ class Scheduler:
     def plan(self) -> Chunk | None:
         """Pages and events for the next `lookahead` decode steps of everything that runs."""
         swap_out: list[SwapOut] = []
+        for sequence in [s for s in self.running if s.remaining == 0]:  # its one token came with the prompt
+            self.finish(sequence)
         for sequence in list(self.running):
             if sequence.row is not None:
                 self._secure(sequence, swap_out)
-        active = [s for s in self.running if s.remaining > 0]
-        for sequence in [s for s in self.running if s.remaining == 0]:
-            self.finish(sequence)
+        active = list(self.running)
         if not active:
             assert not swap_out
             return None
