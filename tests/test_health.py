@@ -90,9 +90,7 @@ def test_a_problem_that_comes_back_is_reported_again():
 
 def test_messages_say_what_and_what_to_try():
     monitor = HealthMonitor()
-    warnings = [
-        warning for row in sick("mismatch/veto_rate", lambda step: 0.2) for warning in monitor.observe(row)
-    ]
+    warnings = [warning for row in sick("mismatch/veto_rate", lambda step: 0.2) for warning in monitor.observe(row)]
     assert "rollouts of the last 5 steps were rejected" in warnings[0].message
     assert "Raise the budget" in warnings[0].advice
 
@@ -122,9 +120,7 @@ def test_missing_and_broken_numbers_are_skipped():
     assert watch([{"step": step} for step in range(50)]) == []
 
 
-def evaluate(
-    dense: list[float], reward, sparse: list[float] | None = None, n: int = 300
-) -> list[tuple[int, str]]:
+def evaluate(dense: list[float], reward, sparse: list[float] | None = None, n: int = 300) -> list[tuple[int, str]]:
     """Held-out evaluations every 20 steps of a run whose reward follows `reward(step)`."""
     monitor = HealthMonitor()
     found: list[tuple[int, str]] = []

@@ -17,6 +17,7 @@ import pytest
 from alula.errors import SettingError
 from alula.report import write_report
 from alula.report.runs import Curve, Run, load_run, names_of, read_samples
+from alula.report.sections import settings_tables
 from alula.report.series import MOST_POINTS, smooth, thin
 from alula.report.summary import accuracy_cell, headline, phases
 from report_runs import write_run
@@ -199,6 +200,18 @@ def test_the_page_is_one_file_with_nothing_from_elsewhere(three, tmp_path):
     assert loads == ["data:,"]
     assert "default-src 'none'" in page
     assert not re.search(r"https?://|url\(|@import|\bfetch\(|XMLHttpRequest|import\(", page)
+
+
+def test_settings_that_differ_are_told_from_those_shared(three):
+    table, shared = settings_tables([load_run(path, path.name) for path in three]).split("<details>")
+    rows = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", table.replace("<wbr>", ""))
+    assert rows == [
+        ("correction", "none", "none", "sparse-rl"),
+        ("sparsity.evict.method", "—", "rkv", "rkv"),
+        ("sparsity.evict.budget", "—", "64", "64"),
+        ("sparsity.evict.buffer", "—", "16", "16"),
+    ]
+    assert "6 settings that all runs share" in shared
 
 
 def test_headline_numbers_are_the_means_they_say(three):

@@ -69,7 +69,7 @@ def phase_bars(runs: list[Run]) -> str:
 
 def settings_tables(runs: list[Run]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
-    branches = {name.rpartition(".")[0] for name in names}
+    branches = {name[:dot] for name in names for dot, letter in enumerate(name) if letter == "."}
     names = [name for name in names if name not in branches]  # `a: null` says nothing beside another run's `a.b`
     if not names:
         return '<p class="quiet">No config.yaml in these folders.</p>'
@@ -79,7 +79,7 @@ def settings_tables(runs: list[Run]) -> str:
     if differing:
         head = "".join(f"<th>{run_label(index, run)}</th>" for index, run in enumerate(runs))
         body = "".join(
-            f"<tr><th>{escape(name)}</th>"
+            f"<tr><th>{dotted(name)}</th>"
             + "".join(f"<td>{escape(run.settings.get(name, '—'))}</td>" for run in runs)
             + "</tr>"
             for name in differing
@@ -88,13 +88,18 @@ def settings_tables(runs: list[Run]) -> str:
     elif len(runs) > 1:
         parts.append('<p class="quiet">The runs have the same settings throughout.</p>')
     if alike:
-        body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(runs[0].settings[name])}</td></tr>" for name in alike)
+        body = "".join(f"<tr><th>{dotted(name)}</th><td>{escape(runs[0].settings[name])}</td></tr>" for name in alike)
         what = f"{len(alike)} settings that all runs share" if len(runs) > 1 else f"All {len(alike)} settings"
         parts.append(
             f'<details><summary>{what}</summary><div class="scroll"><table class="settings">{body}</table></div>'
             "</details>"
         )
     return "".join(parts)
+
+
+def dotted(name: str) -> str:
+    """A setting's name, which may break after its dots."""
+    return escape(name).replace(".", ".<wbr>")
 
 
 def warning_list(runs: list[Run]) -> str:
