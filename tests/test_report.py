@@ -204,7 +204,9 @@ def test_the_page_is_one_file_with_nothing_from_elsewhere(three, tmp_path):
 
 def test_settings_that_differ_are_told_from_those_shared(three):
     table, shared = settings_tables([load_run(path, path.name) for path in three]).split("<details>")
-    rows = re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", table.replace("<wbr>", ""))
+    rows = re.findall(
+        r"<tr><th>([\w.]+)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", table.replace("<wbr>", "")
+    )
     assert rows == [
         ("correction", "none", "none", "sparse-rl"),
         ("sparsity.evict.method", "—", "rkv", "rkv"),
