@@ -11,6 +11,9 @@ from alula.errors import unknown
 TAIL = 1000
 """Characters searched for an answer that is neither boxed nor marked; math-verify's patterns are slow on long text."""
 
+TINY = 1e-3
+"""Below this a number must be right to this share of itself."""
+
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 _SCIENTIFIC = re.compile(r"(?<![\w\\])(-?\d+\.?\d*|-?\.\d+)[eE]([-+]?\d+)\b")
 _TEXT_UNIT = re.compile(
@@ -96,7 +99,8 @@ def build(options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], floa
             given = parse(_wrap(answer))
         else:
             given = [] if boxed_only else parse(_SCIENTIFIC.sub(_power, text[-TAIL:]))
-        return float(math_verify.verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True))
+        equal = math_verify.verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True)
+        return float(equal and not _confuses_tiny_numbers(gold[0], given[0]))
 
     grade("\\boxed{\\frac{1}{2}}", {"answer": "0.5"})  # the first call builds the parser: not on an answer's time
     return grade
@@ -109,6 +113,16 @@ def _wrap(answer: str) -> str:
     text = _WORD_UNIT.sub(r"\1", _TEXT_UNIT.sub("", text))
     text = _SET_BUILDER.sub(r"\1", text)
     return "\\boxed{" + _SCIENTIFIC.sub(_power, text) + "}"
+
+
+def _confuses_tiny_numbers(gold: Any, given: Any) -> bool:
+    """math-verify rounds to six decimals, where all of 2.9e-19, 1.3e-27 and 0 are equal."""
+    if not (getattr(gold, "is_real", False) and getattr(given, "is_real", False)):
+        return False
+    if not (gold.is_number and given.is_number):
+        return False
+    right, written = gold.evalf(15), given.evalf(15)  # no floats: they overflow at 2^1024
+    return bool(0 < abs(right) < TINY and abs(written - right) > TINY * abs(right))
 
 
 def _power(match: re.Match[str]) -> str:
