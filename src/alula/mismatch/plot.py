@@ -9,8 +9,8 @@ from alula.mismatch.calibration import Calibration
 from alula.mismatch.plan import Plan
 from alula.mismatch.tradeoff import Tradeoff
 
-WIDTH, HEIGHT = 760, 440
-LEFT, RIGHT, TOP, BOTTOM = 62, 190, 40, 52
+WIDTH, HEIGHT = 820, 440
+LEFT, RIGHT, TOP, BOTTOM = 62, 250, 40, 52
 COLOURS = ("#3b6fb6", "#c8553d", "#4f9d69", "#8b5fbf", "#c79a2b", "#2f9c9c", "#a8476f", "#6b6b6b")
 
 
