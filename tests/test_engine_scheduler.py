@@ -1,11 +1,9 @@
 """The scheduler and the page pool on their own: every plan runs on a simulated device that checks each page."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alula.engine.pages import PagePool
-from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
+from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
 from simulated import Arrival, Simulation
 

@@ -2,7 +2,8 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence as Many
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from alula.engine.cache import Cache, Shape, pages_in, parse_bytes
 from alula.engine.features import Features
-from alula.engine.history import note_evictions, note_selections, start_history
+from alula.engine.history import note_evictions, note_selections, seen_history, start_history
 from alula.engine.pages import PagePool, pages_for
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.rows import Rows
 from alula.engine.runner import Decoded, First, Runner
-from alula.engine.scheduler import Scheduler
+from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, require
 from alula.model import LoadedModel, load_model, share_weights
@@ -34,7 +35,8 @@ class Engine:
     `kv_memory` is the whole pool; `max_rows` how many sequences decode together; `max_length` the most KV tokens
     of one sequence (default: what the model allows, at most what the pool holds). `lookahead` decode steps are
     planned and launched at a time; finished sequences are noticed after that many. `buckets` are the batch sizes
-    that decode steps are padded to: one value pins them, which makes results bit-equal whatever the company.
+    that decode steps are padded to: one value pins them (and prompts then run one by one), which makes results
+    bit-equal whatever the company.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Engine:
     ) -> None:
         require(page >= 1 and page & (page - 1) == 0, f"page={page}: use a power of two, such as 16.")
         require(max_rows >= 1, f"max_rows={max_rows}: at least one sequence must run.")
+        max_rows = min(max_rows, max(buckets)) if buckets else max_rows
         self.model = share_weights(loaded.model)
         self.tokenizer, self.name, self.eos_ids = loaded.tokenizer, loaded.name, loaded.eos_ids
         self.device = next(self.model.parameters()).device
@@ -77,6 +80,8 @@ class Engine:
         self._ids = count()
         self._scheduler: Scheduler | None = None
         self._live: dict[int, list[Sequence]] = {}
+        self._in_flight = 1 if cuda else 0
+        """Launches that the device works on while the host reads the one before."""
 
     @classmethod
     def load(
@@ -121,6 +126,10 @@ class Engine:
         if isinstance(prompts, str):
             prompts = [prompts]
         require(len(prompts) > 0, "prompts: the list is empty.")
+        require(
+            not isinstance(prompts[0], (int, np.integer, dict)),
+            "prompts: give a list of prompts; a single one, of token ids or chat messages, goes into a list too.",
+        )
         policies = (
             [sparsity or DENSE] * len(prompts) if sparsity is None or isinstance(sparsity, Sparsity) else list(sparsity)
         )
@@ -130,22 +139,20 @@ class Engine:
         )
         for policy in set(policies):
             self.check(policy)
+        self.check_ids("stop", sampling.stop)
+        self.check_topk("topk_logprobs", sampling.topk_logprobs)
         stop = frozenset(sampling.stop) | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids))
         made = []
         for index, (prompt, policy) in enumerate(zip(prompts, policies)):
             ids = self.tokenize(prompt)
             require(len(ids) > 0, f"prompt {index} is empty; every prompt needs at least one token.")
-            vocabulary = self.model.config.vocab_size
-            require(
-                0 <= min(ids) and max(ids) < vocabulary,
-                f"prompt {index} holds a token id outside 0..{vocabulary - 1}: {max(ids, key=lambda i: i if i >= vocabulary else -i)}.",
-            )
+            self.check_ids(f"prompt {index}", ids)
             made.append(Request(next(self._ids), ids, sampling, policy, stop, index, record=record))
         return made
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """A string, chat messages, or token ids as they are."""
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict)):
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
             if self.tokenizer is None:
                 raise SettingError(f"{self.name} has no tokenizer; give prompts as lists of token ids.")
             if isinstance(prompt, str):
@@ -153,12 +160,23 @@ class Engine:
             return list(self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
+    def check_ids(self, what: str, ids: Many[int]) -> None:
+        """Refuse token ids that the model does not have."""
+        vocabulary = self.model.config.vocab_size
+        for token in (min(ids, default=0), max(ids, default=0)):
+            require(0 <= token < vocabulary, f"{what} holds the token id {token}, outside 0..{vocabulary - 1}.")
+
+    def check_topk(self, what: str, topk: int) -> None:
+        vocabulary = self.model.config.vocab_size
+        require(0 <= topk <= vocabulary, f"{what}={topk}: must lie between 0 and the vocabulary's {vocabulary}.")
+
     def check(self, sparsity: Sparsity) -> None:
         """Refuse a policy that does not fit this engine."""
         if select := sparsity.select:
             require(
                 select.block == self.page,
-                f"select.block={select.block}: this engine's pages hold {self.page} tokens; load it with page={select.block}.",
+                f"select.block={select.block}: this engine's pages hold {self.page} tokens; "
+                f"load it with page={select.block}.",
             )
         for part, block in ((sparsity.evict, None), (sparsity.select, self.page)):
             if part is not None and isinstance(part.budget, Schedule):
@@ -170,11 +188,6 @@ class Engine:
         require(self._scheduler is None, "the engine is already serving a stream; finish or close that one first.")
         require(self.cache._block.resident, "the engine sleeps; call wake() first.")
         features = Features.of(requests)
-        ring_tokens = 0
-        if features.accumulates:
-            ring_tokens = max(Sequence(r, 0).ceiling() for r in requests if r.sparsity.evict)
-        self.cache.prepare(summary_kinds=features.summary_kinds, ring=features.ring, accumulated_tokens=ring_tokens)
-        self.rows.prepare(features)
         scheduler = self._scheduler = Scheduler(
             self.pool, page=self.page, rows=self.rows.count, width=self.rows.table.shape[1],
             lookahead=self.lookahead, prefill_tokens=self.prefill_tokens,
@@ -182,6 +195,12 @@ class Engine:
         try:
             for request in requests:
                 self._live[request.id] = scheduler.submit(request)
+            held = max((Sequence(r, 0).ceiling() for r in requests if r.sparsity.evict), default=0)
+            self.cache.prepare(
+                summary_kinds=features.summary_kinds, ring=features.ring,
+                accumulated_tokens=held if features.accumulates else 0,
+            )  # fmt: skip
+            self.rows.prepare(features)
             yield from self._serve(scheduler, features)
         finally:
             for sequences in self._live.values():
@@ -198,21 +217,27 @@ class Engine:
 
     def _serve(self, scheduler: Scheduler, features: Features) -> Iterator[Rollout]:
         launched: deque[First | Decoded] = deque()
-        ahead = 1 if self.device.type == "cuda" else 0  # chunks in flight while the host reads the last one
         while not scheduler.idle or launched:
             yield from self._sweep_aborted(scheduler)
             admission = scheduler.admit()
             for sequence in admission.restore:
                 self.runner.restore(sequence, features)
-            if admission.prefill:
-                launched.append(self.runner.prefill(admission.prefill, features))
+            for prompts in self._together(admission.prefill):
+                launched.append(self.runner.prefill(prompts, features))
             if admission.start:
                 self.runner.start(admission.start, features)
             chunk = scheduler.plan()
             if chunk is not None:
                 launched.append(self.runner.decode(chunk, features))
-            while launched and (len(launched) > ahead or chunk is None):
+            while launched and (len(launched) > self._in_flight or chunk is None):
                 yield from self._collect(launched.popleft(), scheduler)
+        yield from self._sweep_aborted(scheduler)
+
+    def _together(self, prompts: list[Prefill]) -> list[list[Prefill]]:
+        """Prompts run in one packed pass; one by one where not even a bit may depend on the company."""
+        if len(self.runner.buckets) == 1:
+            return [[prompt] for prompt in prompts]
+        return [prompts] if prompts else []
 
     def _sweep_aborted(self, scheduler: Scheduler) -> Iterator[Rollout]:
         for sequences in list(self._live.values()):
@@ -245,7 +270,7 @@ class Engine:
             before = len(sequence.tokens)
             ended = self._extend(sequence, {name: a[part.row, : part.steps] for name, a in arrays.items()})
             made = len(sequence.tokens) - before
-            note_selections(sequence, part.row, made, results.selected)
+            note_selections(part, made, results.chunk, results.selected, self.page)
             for segment in part.segments:
                 if made <= 0:
                     break
@@ -303,7 +328,7 @@ class Engine:
             rollout.topk_ids = torch.from_numpy(np.stack([ids for ids, _ in sequence.topk]))
             rollout.topk_logprobs = torch.from_numpy(np.stack([values for _, values in sequence.topk]))
         if sequence.history is not None:
-            rollout.history = torch.from_numpy(sequence.history[..., : sequence.prompt + len(sequence.tokens)])
+            rollout.history = seen_history(sequence)
         rollout.selected = sequence.selected or None
         return rollout
 
@@ -323,7 +348,11 @@ class Engine:
         from alula.engine.scoring import score_dense, score_forced
 
         require(len(rollouts) > 0, "rollouts: the list is empty.")
-        require(all(r.token_ids for r in rollouts), "rollouts: one of them has no tokens to score.")
+        require(temperature is None or temperature > 0, f"temperature={temperature}: scores need one above 0.")
+        self.check_topk("topk", topk)
+        for index, r in enumerate(rollouts):
+            require(len(r) > 0, f"rollout {index} has no tokens to score.")
+            self.check_ids(f"rollout {index}", r.prompt_ids + r.token_ids)
         if sparsity is None or sparsity.dense:
             return score_dense(self, rollouts, topk, temperature)
         self.check(sparsity)

@@ -35,7 +35,8 @@ class Features:
         kinds = {(s.method, s.dense_layers) for s in selects}
         require(
             len(kinds) <= 1,
-            f"select: one call can mix budgets but not selectors or dense_layers, got {sorted(kinds)}; use one call each.",
+            "select: one call can mix budgets but not selectors or dense_layers, "
+            f"got {sorted(kinds)}; use one call each.",
         )
         evictors = [build(e) for e in {r.sparsity.evict for r in requests if r.sparsity.evict}]
         method, dense_layers = next(iter(kinds), (None, 0))

@@ -1,10 +1,13 @@
 """Records of what a sparse policy saw: when each token was evicted, which pages were read."""
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from alula.engine.cache import Shape
+from alula.engine.pages import pages_for
 from alula.engine.rollout import NEVER
-from alula.engine.scheduler import Event
+from alula.engine.scheduler import Chunk, Event, Part
 from alula.engine.sequence import Sequence
 
 
@@ -34,10 +37,29 @@ def note_evictions(event: Event, kept: np.ndarray) -> None:
         sequence.kept_positions = np.concatenate([held, newer], -1)
 
 
-def note_selections(sequence: Sequence, row: int, steps: int, selected: list) -> None:
-    """Per decode step and layer: the (pages, tokens) each KV head read, or None where the layer reads all."""
-    if sequence.request.record and sequence.request.sparsity.select:
-        for step in selected[:steps]:
-            sequence.selected.append(
-                [None if layer is None else (layer[0][row].clone(), layer[1][row].clone()) for layer in step]
-            )
+def note_selections(part: Part, steps: int, chunk: Chunk, selected: list, page: int) -> None:
+    """selected[step][layer] are physical pages and tokens; the row's table at that step turns them into blocks."""
+    sequence = part.sequence
+    if not (sequence.request.record and sequence.request.sparsity.select):
+        return
+    table = chunk.table[part.row].tolist()
+    moved = {e.step: e.new[e.rows.index(part.row)] for e in chunk.events if part.row in e.rows}
+    for step, layers in enumerate(selected[:steps]):
+        table = moved.get(step, table)
+        block = {p: i for i, p in enumerate(table) if p}
+        read: list[Tensor | None] = []
+        for layer in layers:
+            if layer is None:
+                read.append(None)
+                continue
+            pages, tokens = layer[0][part.row], int(layer[1][part.row, 0])
+            heads = pages[:, : pages_for(tokens, page)].tolist()
+            read.append(torch.tensor([[block[p] for p in head] for head in heads], dtype=torch.int32))
+        sequence.selected.append(read)
+
+
+def seen_history(sequence: Sequence) -> Tensor:
+    """What the rollout's own queries saw: evictions planned past its end are none."""
+    length = sequence.prompt + len(sequence.tokens)
+    history = sequence.history[..., :length]
+    return torch.from_numpy(np.where(history < length - 1, history, np.int32(NEVER)))

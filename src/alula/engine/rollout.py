@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -96,8 +96,9 @@ class Rollout:
     history: Tensor | None = None
     """int32 [layer, kv_head, position]: `evicted_at`. The key at position j is visible to the query at t
     while j <= t < evicted_at[j]. Recorded on request."""
-    selected: Any = None
-    """Pages read at every recorded step, layer and head; recorded on request, for tests."""
+    selected: list[list[Tensor | None]] | None = None
+    """Per decode step (the first token comes with the prompt) and layer: int32 [kv_head, blocks], which blocks of
+    the KV then held were read, by their place in the cache; None where the layer read all. Recorded on request."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -110,6 +111,9 @@ class Scores:
     logprobs: Tensor
     topk_ids: Tensor | None = None
     topk_logprobs: Tensor | None = None
+    history: Tensor | None = None
+    selected: list[list[Tensor | None]] | None = None
+    """What the policy saw, as in `Rollout`; recorded on request."""
 
 
 NEVER = torch.iinfo(torch.int32).max

@@ -1,6 +1,7 @@
 """Log-probs of given tokens under the dense policy (one packed pass) or a sparse one (forced decoding)."""
 
-from collections.abc import Iterator, Sequence as Many
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def score_dense(engine: "Engine", rollouts: Many[Rollout], topk: int, temperatur
             scale = temperature if temperature is not None else r.sampling.scored_temperature
             out.append(score_tokens(engine, hidden[first : first + len(r)], r.token_ids, topk, scale))
             start += len(r.prompt_ids) + len(r)
-    return [Scores(*(x if x is None else x.cpu() for x in parts)) for parts in out]
+    return [Scores(*(None if x is None else x.cpu() for x in parts)) for parts in out]  # type: ignore[arg-type]
 
 
 def score_tokens(engine: "Engine", hidden: torch.Tensor, ids: list[int], topk: int, temperature: float) -> tuple:
@@ -49,7 +50,8 @@ def score_tokens(engine: "Engine", hidden: torch.Tensor, ids: list[int], topk: i
 
 
 def batches(rollouts: Many[Rollout], tokens: int) -> Iterator[list[Rollout]]:
-    batch, held = [], 0
+    batch: list[Rollout] = []
+    held = 0
     for r in rollouts:
         length = len(r.prompt_ids) + len(r)
         if batch and held + length > tokens:
@@ -77,5 +79,7 @@ def score_forced(
     scores: list[Scores | None] = [None] * len(requests)
     for done in engine.stream(requests):
         assert done.logprobs is not None
-        scores[done.prompt_index] = Scores(done.logprobs, done.topk_ids, done.topk_logprobs)
+        scores[done.prompt_index] = Scores(
+            done.logprobs, done.topk_ids, done.topk_logprobs, done.history, done.selected
+        )
     return [s for s in scores if s is not None]
