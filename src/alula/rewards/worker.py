@@ -1,4 +1,4 @@
-"""A grading process: builds its graders once, then answers one question at a time until its parent is gone."""
+"""A grading process: builds its graders once, then grades one answer at a time until its parent is gone."""
 
 import contextlib
 import os
@@ -14,14 +14,13 @@ from alula.errors import SettingError
 from alula.rewards.graders import Grader, build, is_function
 
 MEMORY = 4 << 30
-"""Address space of a worker without user functions: sympy asked for 9^9^9^9 ends in a MemoryError, not in swap."""
+"""Address space of a worker without user functions: 9^9^9^9 must not fill the machine."""
 
 
 def main(channel: Connection) -> None:
     """Protocol: receives [(name, options), …] and a time limit, sends 'ready' or why not; then for each
     (grader, completion, example) sends ('value', float) or ('failed', reason)."""
     threading.Thread(target=die_with_parent, args=(os.getppid(),), daemon=True).start()
-    graders: list[Grader] = []
     specs, timeout = channel.recv()
     try:
         graders = [build(name, options) for name, options in specs]
@@ -29,7 +28,8 @@ def main(channel: Connection) -> None:
         channel.send(("broken", describe(error)))
         return
     if not any(is_function(name) for name, _ in specs):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
     channel.send(("ready", None))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
