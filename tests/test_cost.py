@@ -219,8 +219,11 @@ def test_memory_and_the_batch_that_fits():
     assert largest_batch(cost, evict, kv_bytes=1e9, **at) > 6 * rows
     with pytest.raises(SettingError, match="one row of 1000 tokens"):
         largest_batch(cost, DENSE, kv_bytes=1e6, **at)
-    summaries = generation(cost, selecting(128, dense_layers=0), batch=1, **at)
-    assert summaries.peak_kv_bytes == pytest.approx(one.peak_kv_bytes * (1 + 1 / 32), rel=0.01)
+    for method, vectors in {"block-topk": 1, "quest": 2}.items():
+        select = Sparsity(select=Select(method, 128))
+        summarised = generation(cost, select, batch=1, **at)
+        assert summarised.peak_kv_bytes == (999 + 63 * vectors / 2) * 114_688
+        assert demand(select, layers=28, **at).scored[-1] == pytest.approx(63 * vectors * 26 / 28)
 
 
 def test_shape_of_a_model():

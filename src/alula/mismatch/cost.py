@@ -57,6 +57,7 @@ class Timing:
     context: int
     kv_read: float
     pages_scored: float
+    """Times the vectors kept per page, which are two for Quest."""
     ms: float
     kv_moved: float = 0.0
     """KV tokens scored and copied by evictions, per row and step."""

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from alula.sparsity.policy import Budget, Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
+from alula.sparsity.select import METHODS
 
 Array = NDArray[Any]
 
@@ -21,11 +22,11 @@ class Demand:
     read: Array
     """KV tokens that attention reads: below `held` under a selector."""
     scored: Array
-    """Page summaries that a selector scores."""
+    """Page summaries that a selector scores: pages times vectors per page (two for Quest)."""
     moved: Array
     """KV tokens scored and copied by evictions."""
     summaries: Array
-    """Page summaries kept, in KV tokens: one key vector per page is 1/(2·block) of the KV it stands for."""
+    """Page summaries kept, of every layer, in KV tokens: one vector is half of a token's key and value."""
 
 
 def demand(sparsity: Sparsity, prompt: int, new_tokens: int, layers: int) -> Demand:
@@ -43,9 +44,9 @@ def _selected(select: Select, lengths: Array, held: Array, layers: int) -> tuple
     budget = budgets(select.budget, lengths)
     sparse = max(layers - select.dense_layers, 0) / layers
     read = (1 - sparse) * held + sparse * np.minimum(budget, held)
-    pages = np.ceil(held / select.block)
-    scored = np.where(budget < held, sparse * pages, 0.0)
-    return read, scored, sparse * pages / 2
+    vectors = np.ceil(held / select.block) * METHODS[select.method].summary_kinds
+    scored = np.where(budget < held, sparse * vectors, 0.0)
+    return read, scored, vectors / 2
 
 
 def _held(evict: Evict | None, prompt: int, lengths: Array) -> tuple[Array, Array]:
