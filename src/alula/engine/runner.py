@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from alula.engine import attention
 from alula.engine.cache import Cache
 from alula.engine.features import Features
+from alula.engine.fuse import fuse_projections, keep_one_of_each
 from alula.engine.rows import Rows, put, rollout_key
 from alula.engine.scheduler import Chunk, Event, Prefill, Start, SwapOut
 from alula.engine.sequence import Sequence
@@ -86,8 +87,10 @@ class Runner:
         self.head = model.get_output_embeddings()
         attention.install(model)
         if compiled:
+            options = {"post_grad_custom_pre_pass": keep_one_of_each}
             for layer in model.base_model.layers:  # type: ignore[union-attr]
-                layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
+                fuse_projections(layer)
+                layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
         self.use_graphs = graphs
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -380,7 +383,9 @@ class Runner:
             return None
         name = (bucket, most, features, self.cache.generation, self.rows.generation)
         if name not in self._graphs:
-            self._graphs = {k: g for k, g in self._graphs.items() if k[3:] == name[3:]}
+            if any(k[3:] != name[3:] for k in self._graphs):  # buffers were reallocated: those graphs are dead
+                self._graphs.clear()
+                self._pool = torch.cuda.graph_pool_handle()
             # Nothing is live while warming up and capturing: what is written goes to page 0.
             self.rows.remaining.zero_()
             self.rows.column.zero_()

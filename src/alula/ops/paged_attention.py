@@ -82,7 +82,7 @@ def paged_attention_triton(
         GROUP=group, HEADS=kv_heads, DIM=dim, DIM_POW2=dim_pow2, PAGE=page,
         BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=64, SPLIT=SPLIT,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=3,
+        num_warps=2, num_stages=3,
     )  # fmt: skip
     _merge[(batch, q_heads)](
         part, part_lse, tokens, out, lse, tokens.stride(0), tokens_head, splits,

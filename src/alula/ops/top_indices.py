@@ -39,19 +39,21 @@ def warps_for(block: int) -> int:
 
 @triton.jit
 def ordered_bits(scores):
-    """fp32 -> int64 in [0, 2^32) with the same order; NaN counts as -inf, -0.0 as 0.0."""
+    """fp32 -> int32 with the same order; NaN counts as -inf, -0.0 as 0.0."""
     scores = tl.where(scores == scores, scores, float("-inf"))
     scores = tl.where(scores == 0.0, 0.0, scores)
-    bits = scores.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits < 0, -bits - 1, bits + 2147483648) & 0xFFFFFFFF
+    bits = scores.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def choose_largest(order, valid, count):
     """Mask of the `count` largest valid entries, by bisection on their bits; ties go to the lower index."""
-    threshold = tl.zeros([], tl.int64)
-    for step in tl.static_range(32):
-        candidate = threshold | (2147483648 >> step)
+    # Bit by bit from the sign down, in two's complement: is the count-th largest at least the candidate?
+    none_below = tl.sum(((order >= 0) & valid).to(tl.int32), 0) >= count
+    threshold = tl.where(none_below, 0, -2147483648)
+    for step in tl.static_range(1, 32):
+        candidate = threshold | (1 << (31 - step))
         enough = tl.sum(((order >= candidate) & valid).to(tl.int32), 0) >= count
         threshold = tl.where(enough, candidate, threshold)
     above = (order > threshold) & valid
