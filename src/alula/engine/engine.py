@@ -245,17 +245,14 @@ class Engine:
                 if sequence.finish == "aborted":
                     yield self._done(sequence, scheduler)
 
-    def _collect(self, results: First | Decoded, scheduler: Scheduler) -> Iterator[Rollout]:
+    def _collect(self, launched: First | Decoded, scheduler: Scheduler) -> Iterator[Rollout]:
         """Read what the device has produced, end the sequences that are finished."""
-        if isinstance(results, Decoded):
-            results.wait()
-            for event, kept in results.kept:
+        arrays = launched.results.arrays()
+        if isinstance(launched, Decoded):
+            for event, kept in launched.kept:
                 note_evictions(event, kept.numpy())
-        elif self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        arrays = {name: tensor.numpy() for name, tensor in results.arrays.items()}
-        if isinstance(results, First):
-            for i, sequence in enumerate(results.sequences):
+        if isinstance(launched, First):
+            for i, sequence in enumerate(launched.sequences):
                 if sequence.finish is None:
                     sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
                     if sequence.request.record:
@@ -263,14 +260,14 @@ class Engine:
                     if self._extend(sequence, {name: array[i : i + 1] for name, array in arrays.items()}):
                         yield self._done(sequence, scheduler)
             return
-        for part in results.chunk.parts:
+        for part in launched.chunk.parts:
             sequence = part.sequence
             if sequence.finish is not None:
                 continue
             before = len(sequence.tokens)
             ended = self._extend(sequence, {name: a[part.row, : part.steps] for name, a in arrays.items()})
             made = len(sequence.tokens) - before
-            note_selections(part, made, results.chunk, results.selected, self.page)
+            note_selections(part, made, launched.chunk, launched.selected, self.page)
             for segment in part.segments:
                 if made <= 0:
                     break

@@ -53,22 +53,33 @@ class First:
     """Results of a prefill: the first token of every rollout of its prompts."""
 
     sequences: list[Sequence]
-    arrays: dict[str, Tensor]
+    results: "Results"
 
 
 @dataclass
 class Decoded:
-    """Results of a chunk, on their way to the host."""
+    """Results of a chunk of decode steps."""
 
     chunk: Chunk
-    arrays: dict[str, Tensor]
+    results: "Results"
     kept: list[tuple[Event, Tensor]]
     selected: list[list[tuple[Tensor, Tensor] | None]]
-    done: torch.cuda.Event | None = None
 
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
+
+class Results:
+    """Tensors on their way to the host: `arrays` waits for them, and for nothing launched later."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._hosted = {name: to_host(tensor) for name, tensor in tensors.items()}
+        self._done = None
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        if self._done is not None:
+            self._done.synchronize()
+        return {name: tensor.numpy() for name, tensor in self._hosted.items()}
 
 
 class Runner:
@@ -237,7 +248,7 @@ class Runner:
             arrays |= {"topk_id": top.indices, "topk_logprob": top.values}
         for i, s in enumerate(sequences):
             s.first = (p, i, int(owner[i]))
-        return First(sequences, {name: to_host(value) for name, value in arrays.items()})
+        return First(sequences, Results(arrays))
 
     @staticmethod
     def key(sequence: Sequence) -> int:
@@ -327,11 +338,7 @@ class Runner:
                 "topk_id": rows.out_topk_id[:bucket, :steps],
                 "topk_logprob": rows.out_topk_logprob[:bucket, :steps],
             }
-        decoded = Decoded(chunk, {name: to_host(value) for name, value in arrays.items()}, kept, selected)
-        if self.device.type == "cuda":
-            decoded.done = torch.cuda.Event()
-            decoded.done.record()
-        return decoded
+        return Decoded(chunk, Results(arrays), kept, selected)
 
     def _bucket(self, rows: int) -> int:
         return next((b for b in self.buckets if b >= rows), rows)
