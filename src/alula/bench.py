@@ -168,3 +168,181 @@ def rollouts(
         "kv_saved": float(np.mean([r.kv.saved for r in done])),
         "peak_pages_per_sequence": max(r.kv.peak_pages for r in done),
     }  # fmt: skip
+
+
+def churn(engine: Engine, sparsity: Sparsity, *, longest: int, rows: int, steps: int) -> dict[str, Any]:
+    """Steady decoding under one KV pool: rows staggered over 0 .. longest, each replaced by a fresh one as it ends.
+
+    The first `rows` sequences come with prompts of every age (longest first, so that the last ones fit), and are
+    followed by short ones. Timing starts when all of them run, or as many as the pool admits. Time spent evicting is measured on the device.
+    """
+    rng = np.random.default_rng(0)
+    vocabulary = engine.model.config.vocab_size
+    ages = [max(FRESH + 1, longest * (2 * i + 1) // (2 * rows)) for i in reversed(range(rows))] + [FRESH] * rows
+    sampling = Sampling(max_new_tokens=longest, ignore_eos=True)
+    requests = []
+    for i, age in enumerate(ages):
+        prompt = rng.integers(0, vocabulary, age).tolist()
+        own = Sampling(max_new_tokens=max(1, longest - age), ignore_eos=True) if age > FRESH else sampling
+        requests.append(Request(next(engine._ids), prompt, own, sparsity, frozenset(), i))
+    clock = _ChurnClock(engine, steps)
+    try:
+        for _ in engine.stream(requests):
+            pass
+    except _Enough:
+        pass
+    finally:
+        clock.remove()
+    return {
+        "kind": "churn", "model": engine.name, "sparsity": sparsity.describe(), "longest": longest, "steps": steps,
+        "kv_pool_bytes": engine.pool.count * engine.page * engine.shape.token_bytes, **clock.summary(),
+    }  # fmt: skip
+
+
+FRESH = 16
+"""Prompt tokens of a sequence that starts from nothing."""
+
+
+class _Enough(Exception):
+    pass
+
+
+class _ChurnClock:
+    """Watches the runner from outside: when the fleet is complete, marks chunks and evictions with events."""
+
+    def __init__(self, engine: Engine, steps: int) -> None:
+        self.engine, self.steps = engine, steps
+        self.runner = engine.runner
+        self.decode, self.evict, self.swap = self.runner.decode, self.runner.evict, self.runner.swap_out
+        self.runner.decode, self.runner.evict = self.timed_decode, self.timed_evict  # type: ignore[method-assign]
+        self.runner.swap_out = self.counted_swap  # type: ignore[method-assign]
+        self.started = False
+        self.done = self.tokens = self.swaps = self.events = self.running = self.unchanged = 0
+        self.live: list[int] = []
+        self.evictions: list[tuple[Any, Any]] = []
+        self.begin = self.mark()
+
+    def remove(self) -> None:
+        self.runner.decode, self.runner.evict, self.runner.swap_out = self.decode, self.evict, self.swap  # type: ignore[method-assign]
+
+    def mark(self) -> Any:
+        if self.engine.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        if self.engine.device.type != "cuda":
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    def timed_decode(self, chunk: Any, features: Features) -> Any:
+        if not self.started and self._settled(chunk):
+            self.started, self.begin = True, self.mark()
+        out = self.decode(chunk, features)
+        if self.started:
+            self.done += chunk.steps
+            self.tokens += sum(part.steps for part in chunk.parts)
+            self.live.append(len(chunk.parts))
+            if self.done >= self.steps:
+                self.end = self.mark()
+                raise _Enough
+        return out
+
+    def _settled(self, chunk: Any) -> bool:
+        """All the aged sequences run, or the pool has admitted no more for a while."""
+        scheduler = self.engine._scheduler
+        assert scheduler is not None
+        self.unchanged = self.unchanged + 1 if self.running == len(chunk.parts) else 0
+        self.running = len(chunk.parts)
+        aged = any(len(group.request.prompt_ids) > FRESH for group in scheduler.waiting)
+        return not aged or self.unchanged >= 4
+
+    def timed_evict(self, event: Any) -> Any:
+        before = self.mark()
+        out = self.evict(event)
+        if self.started:
+            self.evictions.append((before, self.mark()))
+            self.events += len(event.rows)
+        return out
+
+    def counted_swap(self, out: Any) -> None:
+        self.swaps += self.started
+        self.swap(out)
+
+    def summary(self) -> dict[str, Any]:
+        seconds = self.seconds(self.begin, self.end)
+        evicting = sum(self.seconds(a, b) for a, b in self.evictions)
+        return {
+            "seconds": seconds, "tokens_per_s": self.tokens / seconds, "mean_rows": float(np.mean(self.live)),
+            "evictions": self.events, "swaps": self.swaps, "evicting_share": evicting / seconds,
+            "step_ms": seconds / self.done * 1e3,
+        }  # fmt: skip
+
+
+def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilings) -> dict[str, Any]:
+    """Dense scoring of whole sequences, packed: share of the measured matrix rate."""
+    from alula.engine.rollout import Rollout
+
+    rng = np.random.default_rng(0)
+    prompt, config = 32, engine.model.config
+    made = [
+        Rollout(rng.integers(0, config.vocab_size, prompt).tolist(), rng.integers(0, config.vocab_size, length - prompt).tolist(),
+                None, "length")
+        for _ in range(sequences)
+    ]  # fmt: skip
+    engine.score(made[:1])
+    engine.score(made)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    engine.score(made)
+    scoring = time.perf_counter() - start
+    packed = [r.prompt_ids + r.token_ids for r in made]
+    per_pass = max(1, engine.prefill_tokens // length)
+    batches = [packed[i : i + per_pass] for i in range(0, len(packed), per_pass)]
+    prefill = timed(lambda: [engine.runner.forward_packed(b) for b in batches], engine.device, 2)
+    head = engine.model.get_output_embeddings().weight.numel()
+    table = engine.model.get_input_embeddings().weight.numel()
+    total = sum(p.numel() for p in engine.model.parameters())
+    tied = engine.model.get_input_embeddings().weight is engine.model.get_output_embeddings().weight
+    body = total - table - (0 if tied else head)
+    tokens = sequences * length
+    shape = engine.shape
+    attention = 2 * 2 * shape.layers * shape.q_heads * shape.head_dim * sequences * length * length / 2
+    work = 2 * body * tokens + attention
+    return {
+        "kind": "packed prefill and score", "model": engine.name, "sequences": sequences, "length": length,
+        "prefill_s": prefill, "score_s": scoring, "prefill_tokens_per_s": tokens / prefill,
+        "prefill_of_matrix_rate": work / prefill / ceilings.matrix,
+        "score_of_matrix_rate": (work + 2 * head * tokens) / scoring / ceilings.matrix,
+    }  # fmt: skip
+
+
+def idle_share(engine: Engine, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
+    """1 − (back-to-back replays of the same steps) / (wall time of the decode phase of a real generation)."""
+    replay = StepBench(engine, batch, context).seconds()
+    prompt = context - new_tokens // 2
+    times: list[float] = []
+    decode = engine.runner.decode
+
+    def watched(chunk: Any, features: Features) -> Any:
+        if not times and engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        return decode(chunk, features)
+
+    engine.runner.decode = watched  # type: ignore[method-assign]
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, engine.model.config.vocab_size, (batch, prompt)).tolist()
+    engine.generate(prompts, Sampling(max_new_tokens=2 * engine.lookahead + 1, ignore_eos=True), progress=False)
+    times.clear()
+    engine.generate(prompts, Sampling(max_new_tokens=new_tokens + 1, ignore_eos=True), progress=False)
+    wall = time.perf_counter() - times[0]
+    engine.runner.decode = decode  # type: ignore[method-assign]
+    return {
+        "kind": "idle", "model": engine.name, "batch": batch, "context": context, "steps": new_tokens,
+        "replay_ms": replay * 1e3, "wall_ms": wall / new_tokens * 1e3, "idle": 1 - replay * new_tokens / wall,
+    }  # fmt: skip

@@ -1,0 +1,200 @@
+"""The engine's numbers on one GPU: `python benchmarks/engine.py --out benchmarks/results/engine-h200.json`.
+
+Random weights of real shapes, bf16. Each section runs alone with `--only steps,churn,...`; results are merged into
+the output file, and `--table` prints the Markdown table made from it.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.bench import (
+    Ceilings, StepBench, churn, decode_step, idle_share, measure_ceilings, packed_scoring, rollouts, timed,
+)  # fmt: skip
+from alula.engine.pages import pages_for
+from alula.sparsity.policy import DENSE
+
+DEVICE = torch.device("cuda")
+SMALL, LARGE = "shape:qwen3-1.7b", "shape:qwen3-8b"
+
+
+def engine(source: str, kv_memory: str, **options: object) -> Engine:
+    return Engine.load(source, device="cuda", kv_memory=kv_memory, **options)  # type: ignore[arg-type]
+
+
+def steps(ceilings: Ceilings) -> list[dict]:
+    one = engine(SMALL, "62GiB", max_rows=64)
+    sparse = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
+    found = [decode_step(one, b, c, s, ceilings) for b, c, s in
+             [(64, 1024, DENSE), (64, 8192, DENSE), (16, 32768, DENSE), (16, 32768, sparse)]]  # fmt: skip
+    found.append(idle_share(one, 64, 1024, 256))
+    found.append(packed_scoring(one, 64, 1024, ceilings))
+    del one
+    release()
+    large = engine(LARGE, "74GiB", max_rows=64)
+    return [*found, decode_step(large, 64, 8192, DENSE, ceilings)]
+
+
+def kernel(ceilings: Ceilings) -> list[dict]:
+    """The paged decode kernel alone, 64 × 8k, on pages in random order."""
+    from alula.ops.paged_attention import paged_attention
+
+    batch, context, page, q_heads, kv_heads, dim = 64, 8192, 16, 16, 8, 128
+    count = batch * context // page
+    keys, values = (
+        torch.empty(count + 1, kv_heads, page, dim, device=DEVICE, dtype=torch.bfloat16).normal_() for _ in "kv"
+    )
+    table = (torch.randperm(count, device=DEVICE) + 1).int().view(batch, 1, -1)
+    tokens = torch.full((batch, 1), context, device=DEVICE, dtype=torch.int32)
+    q = torch.randn(batch, q_heads, dim, device=DEVICE, dtype=torch.bfloat16)
+    run = lambda: paged_attention(q, keys, values, table, tokens, dim**-0.5, context)  # noqa: E731
+    timed(run, DEVICE, 5)
+    seconds = min(timed(run, DEVICE, 20) for _ in range(3))
+    rate = 2 * keys[1:].numel() * 2 / seconds
+    return [{"kind": "paged decode kernel", "batch": batch, "context": context, "us": seconds * 1e6,
+             "bytes_per_s": rate, "of_copy": rate / ceilings.bandwidth}]  # fmt: skip
+
+
+def transformers_generate(ceilings: Ceilings) -> list[dict]:
+    """Against transformers' own generate with SDPA: 64 prompts of 1k tokens, 256 new ones."""
+    from alula.model import load_model
+
+    batch, prompt, new = 64, 1024, 256
+    loaded = load_model(SMALL, device="cuda")
+    model = loaded.model
+    model.config._attn_implementation = "sdpa"
+    ids = torch.randint(0, model.config.vocab_size, (batch, prompt), device=DEVICE)
+    options = {"do_sample": True, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    model.generate(ids, max_new_tokens=4, **options)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    model.generate(ids, max_new_tokens=new, **options)
+    torch.cuda.synchronize()
+    theirs = time.perf_counter() - start
+    ours_engine = Engine(loaded, kv_memory="20GiB", max_rows=64)
+    rollouts(ours_engine, batch, prompt, new, DENSE)  # captures and compiles
+    ours = rollouts(ours_engine, batch, prompt, new, DENSE, seed=1)
+    return [{"kind": "against transformers", "batch": batch, "prompt": prompt, "new_tokens": new,
+             "transformers_s": theirs, "alula_s": ours["seconds"], "ratio": theirs / ours["seconds"]}]  # fmt: skip
+
+
+def pool(ceilings: Ceilings) -> list[dict]:
+    """One 16 GiB KV pool, sequences of every age up to 16k: dense on demand against eviction."""
+    longest, found = 16384, []
+    for sparsity in (
+        DENSE,
+        *(Sparsity(evict=Evict(m, budget=b)) for m, b in (("rkv", 2048), ("rkv", 512), ("snapkv", 512))),
+    ):
+        one = engine(SMALL, "16GiB", max_rows=320, max_length=longest + 64)
+        rows = 40
+        if sparsity.evict:
+            each = pages_for(sparsity.evict.budget + sparsity.evict.buffer, one.page) + 1  # type: ignore[operator]
+            rows = (one.pool.usable - 2 * each) // each
+        found.append(churn(one, sparsity, longest=longest, rows=rows, steps=1024))
+        print(json.dumps(found[-1]), flush=True)
+        del one
+        release()
+    for row in found[1:]:
+        row["against_dense"] = row["tokens_per_s"] / found[0]["tokens_per_s"]
+    return found
+
+
+def peak(ceilings: Ceilings) -> list[dict]:
+    one = engine(SMALL, "16GiB", max_rows=64)
+    row = rollouts(one, 64, 200, 1800, Sparsity(evict=Evict("rkv", budget=512)))
+    row["peak_pages_allowed"] = pages_for(512 + 128, one.page) + 1
+    return [row]
+
+
+READY = """
+import time; start = time.perf_counter()
+from alula import Engine, Sampling
+e = Engine.load("{source}", device="cuda", kv_memory="20GiB", max_rows=64); loaded = time.perf_counter()
+e.generate([[1, 2, 3]] * 64, Sampling(max_new_tokens=32, ignore_eos=True), progress=False)
+print("READY", loaded - start, time.perf_counter() - loaded)
+"""
+
+
+def ready(ceilings: Ceilings) -> list[dict]:
+    """Compile and capture in a fresh process with empty caches, until the first 64 rollouts are done."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for caches in ("empty", "warm"):
+            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder + "/triton"}
+            done = subprocess.run([sys.executable, "-c", READY.format(source=SMALL)], env=environment, text=True,
+                                  capture_output=True, check=True)  # fmt: skip
+            load, first = map(float, done.stdout.split("READY")[1].split())
+            found.append(
+                {"kind": "ready", "model": SMALL, "caches": caches, "load_s": load, "compile_and_capture_s": first}
+            )
+    return found
+
+
+def agreement(ceilings: Ceilings) -> list[dict]:
+    """Dense engine log-probs against `score`, on samples of a real model (path in ALULA_SMOLLM2), bf16, compiled."""
+    path = os.environ.get("ALULA_SMOLLM2")
+    if not path:
+        print("agreement: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file", file=sys.stderr)
+        return []
+    one = engine(path, "8GiB", max_rows=128)
+    asked = [
+        "Tell me about birds.",
+        "What is 17 * 23? Think step by step.",
+        "Write a short story about a lighthouse.",
+        "Why is the sky blue?",
+    ]
+    prompts = [[{"role": "user", "content": text}] for text in asked]
+    made = one.generate(prompts, Sampling(n=16, max_new_tokens=384, seed=1), progress=False)  # type: ignore[arg-type]
+    scored = one.score(made)
+    gap = torch.cat([(r.logprobs - s.logprobs).abs() for r, s in zip(made, scored)])
+    return [{"kind": "engine against score", "model": one.name, "tokens": len(gap), "mean": gap.mean().item(),
+             "p99": gap.quantile(0.99).item(), "max": gap.max().item()}]  # fmt: skip
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+SECTIONS = {"ready": ready, "kernel": kernel, "steps": steps, "transformers": transformers_generate, "peak": peak,
+            "pool": pool, "agreement": agreement}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    arguments = parser.parse_args()
+    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    ceilings = measure_ceilings(DEVICE)
+    results["machine"] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                          "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
+    print(json.dumps(results["machine"]), flush=True)
+    for name in arguments.only.split(","):
+        start = time.perf_counter()
+        try:
+            results[name] = SECTIONS[name](ceilings)
+        except Exception as error:  # one section's failure must not cost the others' results
+            results[name] = [{"error": f"{type(error).__name__}: {error}"}]
+            import traceback
+
+            traceback.print_exc(limit=8)
+        release()
+        for row in results[name]:
+            print(json.dumps(row), flush=True)
+        print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
