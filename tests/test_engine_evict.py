@@ -91,13 +91,12 @@ def literal_scores(rollout: Rollout, seen: oracle.Pass, layer: int, head: int, t
         case "h2o":
             received = dict.fromkeys(held, 0.0)
             for q in range(t):
-                visible = seen.visible[layer, head, q].nonzero()[:, 0].tolist()
+                read = seen.visible[layer, head, q].nonzero()[:, 0]
+                then = [j for j in held if j <= q]  # what stayed to the end was also held then
                 for g in members:
-                    query = seen.queries[layer][g, q]
-                    weights = (scaling * seen.keys[layer][head, visible] @ query).softmax(0).tolist()
-                    for j, weight in zip(visible, weights):
-                        if j in received:
-                            received[j] += weight
+                    logits = scaling * seen.keys[layer][head] @ seen.queries[layer][g, q]
+                    for j, weight in zip(then, (logits[then] - logits[read].logsumexp(0)).exp().tolist()):
+                        received[j] += weight
             return list(received.values())
         case "random":
             x = splitmix64(rollout_key(rollout.sampling.seed, rollout.prompt_index, rollout.sample_index)) ^ t
@@ -108,7 +107,8 @@ def literal_scores(rollout: Rollout, seen: oracle.Pass, layer: int, head: int, t
 
 def assert_kept_are_the_best(rollout: Rollout, seen: oracle.Pass, scaling: float, layers=(0, 2)) -> None:
     evict, history = rollout.sparsity.evict, rollout.history
-    assert evict is not None and history is not None
+    assert evict is not None
+    assert history is not None
     first = max(evict.sinks, len(rollout.prompt_ids) if evict.protect_prompt else 0)
     for position, _, _ in expected_events(rollout):
         for layer in layers:

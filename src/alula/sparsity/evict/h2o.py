@@ -12,7 +12,8 @@ class H2O(Evictor):
     """score_j = Σ over all queries so far, and over the group, of softmax(q·k)_j
 
     Prompt queries count; each query's softmax is over what was cached when it ran, and a kept token carries
-    its sum on. Source: H2O (arXiv 2306.14048); its recent tokens are `window` here.
+    its sum on. Under a selector a token that was not read counts too: exp(q·k) over the sum of those read.
+    Source: H2O (arXiv 2306.14048); its recent tokens are `window` here.
     """
 
     accumulates = True

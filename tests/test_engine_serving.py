@@ -1,0 +1,172 @@
+"""Streams, aborts, new weights, sleep: the engine as something that other code lives with."""
+
+import pytest
+import torch
+
+import oracle
+from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.errors import SettingError
+
+PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13]
+EVICT = Sparsity(Evict("rkv", 10, buffer=4, window=3, sinks=2))
+SELECT = Sparsity(select=Select("quest", 12, 4, 1))
+
+
+@pytest.fixture
+def loaded():
+    return oracle.custom_model(3)
+
+
+@pytest.fixture(params=[0, 1], ids=["host in step", "host one behind"])
+def engine(loaded, request):
+    engine = Engine(loaded, page=4, kv_memory="2MiB", max_rows=16, lookahead=3)
+    engine._in_flight = request.param  # on CUDA the host reads a chunk while the next one runs
+    return engine
+
+
+def test_rollouts_come_as_they_end(engine):
+    samplings = [Sampling(max_new_tokens=n, ignore_eos=True) for n in (20, 3, 9)]
+    requests = [engine.requests([prompt], s)[0] for prompt, s in zip(PROMPTS, samplings)]
+    lengths = [len(rollout) for rollout in engine.stream(requests)]
+    assert lengths == [3, 9, 20]
+
+
+@pytest.mark.parametrize("policy", [None, EVICT, SELECT], ids=["dense", "evict", "select"])
+def test_abort_returns_what_there_is(engine, policy):
+    sampling = Sampling(n=2, max_new_tokens=40, ignore_eos=True)
+    whole = engine.generate(PROMPTS, sampling, policy)
+    requests = engine.requests(PROMPTS, sampling, policy)
+    short = engine.requests([[7, 8]], Sampling(max_new_tokens=10, ignore_eos=True), policy)
+    done = {}
+    for rollout in engine.stream([*requests, *short]):
+        if rollout.sampling.max_new_tokens == 10:
+            engine.abort(requests[1].id)
+        else:
+            done[rollout.prompt_index, rollout.sample_index] = rollout
+    assert len(done) == 6
+    for (prompt, sample), rollout in done.items():
+        complete = whole[2 * prompt + sample]
+        assert rollout.finish == ("aborted" if prompt == 1 else "length")
+        assert rollout.token_ids == complete.token_ids[: len(rollout)]
+        assert len(rollout) < 40 if prompt == 1 else len(rollout) == 40
+        assert len(rollout.logprobs) == len(rollout)
+    assert engine.pool.in_use == 0
+
+
+def test_abort_of_the_waiting_and_of_everything(loaded):
+    engine = Engine(loaded, page=4, kv_memory="2MiB", max_rows=1, lookahead=3)
+    requests = engine.requests(PROMPTS, Sampling(n=2, max_new_tokens=9, ignore_eos=True))
+    finishes = []
+    for rollout in engine.stream(requests):
+        finishes.append((rollout.prompt_index, rollout.finish, len(rollout)))
+        for request in requests:
+            engine.abort(request.id)
+    assert finishes[0] == (0, "length", 9)
+    # the second rollout of the first prompt has its first token, which came with the prompt
+    assert sorted(finishes[1:]) == [(0, "aborted", 1), (1, "aborted", 0), (1, "aborted", 0),
+                                    (2, "aborted", 0), (2, "aborted", 0)]  # fmt: skip
+    assert engine.pool.in_use == 0
+    assert len(engine.generate(PROMPTS)) == 3
+
+
+def test_an_abort_in_the_last_moment_is_still_answered(engine):
+    """Two rollouts end in the same chunk; the caller aborts the second on seeing the first."""
+    requests = engine.requests(PROMPTS[:2], Sampling(max_new_tokens=6, ignore_eos=True))
+    seen = []
+    for rollout in engine.stream(requests):
+        seen.append(rollout.finish)
+        engine.abort(requests[1 - rollout.prompt_index].id)
+    assert seen == ["length", "aborted"]
+
+
+def test_a_stream_that_is_left_gives_everything_back(engine):
+    for policy in (None, EVICT, SELECT):
+        stream = engine.stream(engine.requests(PROMPTS, Sampling(n=3, max_new_tokens=30), policy))
+        next(stream)
+        assert engine.pool.in_use > 0
+        stream.close()
+        assert engine.pool.in_use == 0
+        assert len(engine.generate(PROMPTS, Sampling(max_new_tokens=2), policy)) == 3
+
+
+def test_one_stream_at_a_time(engine):
+    stream = engine.stream(engine.requests(PROMPTS, Sampling(max_new_tokens=30, ignore_eos=True)))
+    next(stream)
+    with pytest.raises(SettingError, match="already serving"):
+        engine.generate(PROMPTS)
+    with pytest.raises(SettingError, match="serving a stream"):
+        engine.sleep()
+    assert len(list(stream)) == 2, "the first stream does not notice"
+
+
+def test_new_weights_change_results_in_place(engine, loaded):
+    sampling = Sampling(max_new_tokens=16, temperature=0.8, ignore_eos=True)
+    before = engine.generate(PROMPTS, sampling, EVICT, record=True)
+    assert {r.policy_version for r in before} == {0}
+    other = oracle.custom_model(3).model
+    torch.manual_seed(7)
+    for parameter in other.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    addresses = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+    engine.update_weights(other.named_parameters())
+    assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == addresses
+    assert engine.policy_version == 1
+    after = engine.generate(PROMPTS, sampling, EVICT, record=True)
+    for old, new in zip(before, after):
+        assert new.policy_version == 1
+        assert not torch.allclose(old.logprobs[:1], new.logprobs[:1])
+        expected = oracle.logprobs(oracle.replay(other, new, 4), new)
+        torch.testing.assert_close(new.logprobs, expected, rtol=0, atol=2e-5)
+    # the engine runs on the very parameters it was given: a learner that steps them needs no copy
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight.mul_(1.5)
+    assert not torch.equal(engine.generate(PROMPTS, sampling)[0].logprobs, after[0].logprobs)
+
+
+def test_weights_that_do_not_fit_are_refused(engine):
+    with pytest.raises(SettingError, match=r"unknown parameter 'lm_head.wieght'; did you mean 'lm_head.weight'\?"):
+        engine.update_weights([("lm_head.wieght", torch.zeros(1))])
+    with pytest.raises(SettingError, match=r"'lm_head.weight': got shape \(1,\), the model has \(96, 48\)"):
+        engine.update_weights([("lm_head.weight", torch.zeros(1))])
+    assert engine.policy_version == 0
+
+
+def test_sleep_lends_the_memory_and_wake_takes_it_back(engine):
+    for policy in (None, EVICT, SELECT):
+        before = engine.generate(PROMPTS, Sampling(max_new_tokens=16, ignore_eos=True), policy)
+        engine.sleep()
+        assert engine.cache._block.tensor.untyped_storage().nbytes() == 0
+        assert engine.cache.summaries is engine.cache.ring is engine.cache.accumulated is None
+        with pytest.raises(SettingError, match="wake"):
+            engine.generate(PROMPTS)
+        engine.score(before)  # dense scores need no KV pool
+        engine.sleep()
+        engine.wake()
+        engine.wake()
+        after = engine.generate(PROMPTS, Sampling(max_new_tokens=16, ignore_eos=True), policy)
+        assert [r.token_ids for r in after] == [r.token_ids for r in before]
+        assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(after, before))
+
+
+def test_results_do_not_depend_on_what_ran_before(engine, loaded):
+    """Pages, rings and sums are full of the past; a fresh engine gives the same bits."""
+    sampling = Sampling(n=2, max_new_tokens=20, ignore_eos=True)
+    h2o = Sparsity(Evict("h2o", 12, buffer=3, window=3, sinks=1))
+    for policy in (h2o, EVICT, SELECT, None, h2o, SELECT):
+        used = engine.generate(PROMPTS, sampling, policy)
+        fresh = Engine(loaded, page=4, kv_memory="2MiB", max_rows=16, lookahead=3).generate(PROMPTS, sampling, policy)
+        assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(used, fresh))
+
+
+def test_a_progress_bar_on_a_terminal_and_none_in_a_pipe(engine, capsys, monkeypatch):
+    engine.generate(PROMPTS, Sampling(max_new_tokens=2))
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes the bar believe in a terminal
+    engine.generate(PROMPTS, Sampling(max_new_tokens=2), progress=True)
+    assert "rollouts" in capsys.readouterr().err
+
+
+def test_strings_and_chat_messages_need_a_tokenizer(engine):
+    for prompt in ("hello", [{"role": "user", "content": "hello"}]):
+        with pytest.raises(SettingError, match="group-3 has no tokenizer; give prompts as lists of token ids"):
+            engine.generate([prompt])
