@@ -68,7 +68,7 @@ class Engine:
         self.lookahead = lookahead or (8 if cuda else 1)
         self.pool = PagePool(pages)
         self.cache = Cache(self.shape, pages, page, max_rows, self.device)
-        self.rows = Rows(max_rows, pages_for(longest, page), self.lookahead, self.device)
+        self.rows = Rows(max_rows, pages_for(longest, page), self.lookahead, self.device, self.shape.dtype)
         self.runner = Runner(
             self.model, self.cache, self.rows,
             buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
@@ -254,7 +254,7 @@ class Engine:
         if isinstance(launched, First):
             for i, sequence in enumerate(launched.sequences):
                 if sequence.finish is None:
-                    sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
+                    sequence.tokens, sequence.logprobs, sequence.topk, sequence.acceptance = [], [], [], []
                     if sequence.request.record:
                         start_history(sequence, self.shape)
                     if self._extend(sequence, {name: array[i : i + 1] for name, array in arrays.items()}):
@@ -289,6 +289,8 @@ class Engine:
             if request.sampling.topk_logprobs:
                 k = request.sampling.topk_logprobs
                 sequence.topk.append((arrays["topk_id"][i, :k], arrays["topk_logprob"][i, :k]))
+            if request.teacher:
+                sequence.acceptance.append(float(arrays["acceptance"][i]))
             if request.forced is None and token in request.stop:
                 sequence.finish = "stop"
                 return True
@@ -324,6 +326,8 @@ class Engine:
         if sequence.topk:
             rollout.topk_ids = torch.from_numpy(np.stack([ids for ids, _ in sequence.topk]))
             rollout.topk_logprobs = torch.from_numpy(np.stack([values for _, values in sequence.topk]))
+        if sequence.acceptance:
+            rollout.acceptance = torch.tensor(sequence.acceptance, dtype=torch.float32)
         if sequence.history is not None:
             rollout.history = seen_history(sequence)
         rollout.selected = sequence.selected or None
@@ -344,16 +348,37 @@ class Engine:
         by decoding them again with the tokens given. At each rollout's own temperature unless one is given."""
         from alula.engine.scoring import score_dense, score_forced
 
-        require(len(rollouts) > 0, "rollouts: the list is empty.")
-        require(temperature is None or temperature > 0, f"temperature={temperature}: scores need one above 0.")
+        self.check_rollouts(rollouts, temperature)
         self.check_topk("topk", topk)
-        for index, r in enumerate(rollouts):
-            require(len(r) > 0, f"rollout {index} has no tokens to score.")
-            self.check_ids(f"rollout {index}", r.prompt_ids + r.token_ids)
         if sparsity is None or sparsity.dense:
             return score_dense(self, rollouts, topk, temperature)
         self.check(sparsity)
         return score_forced(self, rollouts, sparsity, topk, temperature, record)
+
+    def check_rollouts(self, rollouts: Many[Rollout], temperature: float | None) -> None:
+        """Refuse what cannot be scored."""
+        require(len(rollouts) > 0, "rollouts: the list is empty.")
+        require(temperature is None or temperature > 0, f"temperature={temperature}: scores need one above 0.")
+        for index, r in enumerate(rollouts):
+            require(len(r) > 0, f"rollout {index} has no tokens to score.")
+            self.check_ids(f"rollout {index}", r.prompt_ids + r.token_ids)
+
+    def acceptance(
+        self, rollouts: Many[Rollout], sparsity: Sparsity | Many[Sparsity], *, temperature: float | None = None
+    ) -> list[Tensor]:
+        """α = Σ_v min(p_dense, p_sparse) at every token of the rollouts: exact, fp32 [tokens] each.
+
+        The tokens are decoded again under `sparsity` (one policy, or one per rollout) and compared at each step with
+        the dense policy's packed pass over the same text, which is made once however often a rollout is listed.
+        `DENSE` gives the floor: decoding against the packed pass. At each rollout's own temperature unless one is
+        given.
+        """
+        from alula.engine.scoring import stream_acceptance
+
+        found: list[Tensor | None] = [None] * len(rollouts)
+        for index, alpha in stream_acceptance(self, rollouts, sparsity, temperature):
+            found[index] = alpha
+        return [alpha for alpha in found if alpha is not None]
 
     # -- weights and memory -------------------------------------------------------------------------------
 

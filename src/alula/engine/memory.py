@@ -6,6 +6,7 @@ same place. On the CPU the storage is shrunk and grown.
 """
 
 import ctypes
+import weakref
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ class _VirtualRange:
         self.address = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
         self._call("cuMemAddressReserve", ctypes.byref(self.address), self.size, ctypes.c_size_t(0), zero, zero)
+        self.mapped = [False]  # shared with the finalizer, which must not hold `self`
         self.map()
+        weakref.finalize(self, _give_back, self.driver, self.address, self.size, self.mapped)
 
     def map(self) -> None:
         handle, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
@@ -86,10 +89,12 @@ class _VirtualRange:
         access = _Access(self.location, READ_WRITE)
         self._call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))
         self._call("cuMemRelease", handle)  # the mapping keeps the memory alive
+        self.mapped[0] = True
         self.tensor().zero_()
 
     def unmap(self) -> None:
         self._call("cuMemUnmap", self.address, self.size)
+        self.mapped[0] = False
 
     def tensor(self) -> Tensor:
         view: Any = type("View", (), {})()
@@ -104,3 +109,10 @@ class _VirtualRange:
             raise torch.cuda.OutOfMemoryError(f"kv_memory: the device has no {self.wanted / 2**30:.1f} GiB left for KV")
         if code != 0:
             raise RuntimeError(f"{name} failed with CUDA driver error {code}")
+
+
+def _give_back(driver: Any, address: ctypes.c_uint64, size: ctypes.c_size_t, mapped: list[bool]) -> None:
+    torch.cuda.synchronize()
+    if mapped[0]:
+        driver.cuMemUnmap(address, size)
+    driver.cuMemAddressFree(address, size)

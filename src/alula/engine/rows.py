@@ -13,8 +13,8 @@ from alula.sparsity.schedule import Schedule
 class Rows:
     INTS = ("position", "kv_len", "remaining", "ring_size", "accumulates", "bin_width", "top_k", "free_from")
 
-    def __init__(self, rows: int, width: int, steps: int, device: torch.device) -> None:
-        self.count, self.steps, self.device = rows, steps, device
+    def __init__(self, rows: int, width: int, steps: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.count, self.steps, self.device, self.dtype = rows, steps, device, dtype
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.ints = torch.zeros(len(self.INTS), rows, dtype=torch.int32, device=device)
         self.floats = torch.zeros(2, rows, device=device)
@@ -27,27 +27,33 @@ class Rows:
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.out_token = torch.zeros(rows, steps, dtype=torch.int64, device=device)
         self.out_logprob = torch.zeros(rows, steps, device=device)
+        self.out_acceptance = torch.zeros(rows, steps, device=device)
         self.generation = 0
-        self._allocate(Features())
+        self._sizes = sizes(Features())
+        self._allocate(*self._sizes)
         self._host_ints = np.zeros((len(self.INTS), rows), np.int32)
         self._host_floats = np.zeros((2, rows), np.float32)
         self._host_key = np.zeros(rows, np.int64)
 
-    def _allocate(self, features: Features) -> None:
-        rows, device = self.count, self.device
-        self.budget = torch.full((rows, features.schedule_bins), UNLIMITED, dtype=torch.int32, device=device)
-        self.banned = torch.full((rows, features.banned), -1, dtype=torch.int64, device=device)
-        self.out_topk_id = torch.zeros(rows, self.steps, features.topk, dtype=torch.int64, device=device)
-        self.out_topk_logprob = torch.zeros(rows, self.steps, features.topk, device=device)
-        self._host_budget = np.full((rows, features.schedule_bins), UNLIMITED, np.int32)
-        self._host_banned = np.full((rows, features.banned), -1, np.int64)
+    def _allocate(self, schedule_bins: int, banned: int, topk: int, teacher: int) -> None:
+        rows, steps, device = self.count, self.steps, self.device
+        self.budget = torch.full((rows, schedule_bins), UNLIMITED, dtype=torch.int32, device=device)
+        self.banned = torch.full((rows, banned), -1, dtype=torch.int64, device=device)
+        self.out_topk_id = torch.zeros(rows, steps, topk, dtype=torch.int64, device=device)
+        self.out_topk_logprob = torch.zeros(rows, steps, topk, device=device)
+        self.teacher = torch.zeros(rows, steps, teacher, dtype=self.dtype, device=device)
+        """Dense hidden states that predict the tokens of the chunk at hand."""
+        self._host_budget = np.full((rows, schedule_bins), UNLIMITED, np.int32)
+        self._host_banned = np.full((rows, banned), -1, np.int64)
         self._dirty = True
 
     def prepare(self, features: Features) -> None:
-        """Fit the buffers whose size depends on the requests."""
-        sizes = (self.budget.shape[1], self.banned.shape[1], self.out_topk_id.shape[2])
-        if sizes != (features.schedule_bins, features.banned, features.topk):
-            self._allocate(features)
+        """Fit the buffers whose size depends on the requests. They only grow, so that graphs captured for other
+        requests stay valid: a run that measures between its rollouts captures each graph once."""
+        needed = tuple(map(max, self._sizes, sizes(features)))
+        if needed != self._sizes:
+            self._sizes = needed
+            self._allocate(*needed)
             self.generation += 1
 
     def __getattr__(self, name: str) -> Tensor:
@@ -103,6 +109,10 @@ class Rows:
             put(self.budget, self._host_budget)
             put(self.banned, self._host_banned)
             self._dirty = False
+
+
+def sizes(features: Features) -> tuple[int, ...]:
+    return features.schedule_bins, features.banned, features.topk, features.teacher
 
 
 def put(target: Tensor, array: np.ndarray) -> None:

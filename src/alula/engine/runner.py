@@ -15,6 +15,7 @@ from alula.engine.fuse import fuse_projections, keep_one_of_each
 from alula.engine.rows import Rows, put, rollout_key
 from alula.engine.scheduler import Chunk, Event, Prefill, Start, SwapOut
 from alula.engine.sequence import Sequence
+from alula.mismatch.acceptance import acceptance
 from alula.model import lm_logits
 from alula.ops.append import append
 from alula.ops.compact import compact, gather_keys
@@ -27,6 +28,8 @@ from alula.sparsity.evict.base import Cached
 
 SCORING_BYTES = 1 << 30
 """Most bytes of gathered keys at a time while evicting."""
+LOGITS_BYTES = 1 << 28
+"""Logits beside those that are sampled from exist for this many bytes' worth of tokens at a time."""
 
 
 @dataclass
@@ -246,6 +249,9 @@ class Runner:
                 features.topk
             )
             arrays |= {"topk_id": top.indices, "topk_logprob": top.values}
+        if features.teacher:
+            first = np.asarray([s.request.teacher.start if s.request.teacher else 0 for s in sequences], np.int64)
+            arrays["acceptance"] = self.overlap(self._taught(sequences, first), logits, temperature)
         for i, s in enumerate(sequences):
             s.first = (p, i, int(owner[i]))
         return First(sequences, Results(arrays))
@@ -316,6 +322,8 @@ class Runner:
         graph = self._graph(bucket, most, features)
         put(self.rows.table[:, : chunk.table.shape[1]], chunk.table)
         self.rows.upload(chunk.position, chunk.kv_len, chunk.remaining, chunk.forced)
+        if features.teacher:
+            self._teach(chunk, bucket)
         events: dict[int, list[Event]] = {}
         for event in chunk.events:
             events.setdefault(event.step, []).append(event)
@@ -335,9 +343,11 @@ class Runner:
         arrays = {"token": rows.out_token[:bucket, :steps], "logprob": rows.out_logprob[:bucket, :steps]}
         if features.topk:
             arrays |= {
-                "topk_id": rows.out_topk_id[:bucket, :steps],
-                "topk_logprob": rows.out_topk_logprob[:bucket, :steps],
+                "topk_id": rows.out_topk_id[:bucket, :steps, : features.topk],
+                "topk_logprob": rows.out_topk_logprob[:bucket, :steps, : features.topk],
             }
+        if features.teacher:
+            arrays["acceptance"] = rows.out_acceptance[:bucket, :steps]
         return Decoded(chunk, Results(arrays), kept, selected)
 
     def _bucket(self, rows: int) -> int:
@@ -377,12 +387,39 @@ class Runner:
         if features.topk:
             scale = torch.where(rows.temperature[:bucket] == 0, 1, rows.temperature[:bucket])[:, None]
             top = torch.log_softmax(logits / scale, -1).topk(features.topk)
-            rows.out_topk_id[:bucket].index_copy_(1, rows.column, top.indices[:, None])
-            rows.out_topk_logprob[:bucket].index_copy_(1, rows.column, top.values[:, None])
+            rows.out_topk_id[:bucket, :, : features.topk].index_copy_(1, rows.column, top.indices[:, None])
+            rows.out_topk_logprob[:bucket, :, : features.topk].index_copy_(1, rows.column, top.values[:, None])
+        if features.teacher:
+            dense = rows.teacher[:bucket].index_select(1, rows.column)[:, 0]
+            alpha = self.overlap(dense, logits, rows.temperature[:bucket])
+            rows.out_acceptance[:bucket].index_copy_(1, rows.column, alpha[:, None])
         rows.token[:bucket] = torch.where(live > 0, token, rows.token[:bucket])
         rows.ints[:2, :bucket] += live  # position and kv_len
         rows.remaining[:bucket] -= live
         rows.column += 1
+
+    def overlap(self, dense: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
+        """α fp32 [B] of the dense policy's hidden states [B, width] and sparse logits [B, V]; few rows at a time."""
+        scale = torch.where(temperature == 0, 1, temperature)[:, None]
+        rows = max(1, LOGITS_BYTES // (4 * logits.shape[1]))
+        parts = zip(dense.split(rows), logits.split(rows), scale.split(rows))
+        return torch.cat([acceptance(self.logits(p), q, t) for p, q, t in parts])
+
+    def _teach(self, chunk: Chunk, bucket: int) -> None:
+        """Bring the dense hidden states that predict this chunk's tokens into their rows."""
+        index = np.zeros((bucket, chunk.steps), np.int64)
+        for part in chunk.parts:
+            if teacher := part.sequence.request.teacher:
+                done = part.position - part.sequence.prompt + 1
+                index[part.row, : part.steps] = teacher.start + done + np.arange(part.steps)
+        found = self._taught([part.sequence for part in chunk.parts], index.ravel())
+        self.rows.teacher[:bucket, : chunk.steps] = found.view(bucket, chunk.steps, -1)
+
+    def _taught(self, sequences: list[Sequence], index: np.ndarray) -> Tensor:
+        source = next((s.request.teacher.hidden for s in sequences if s.request.teacher), self.rows.teacher[0])
+        if source.device == self.device:
+            return source.index_select(0, self._device(index))
+        return source.index_select(0, torch.from_numpy(index)).pin_memory().to(self.device, non_blocking=True)
 
     def _graph(self, bucket: int, most: int, features: Features) -> torch.cuda.CUDAGraph | None:
         """The captured step for this batch and context size, captured now if it is new."""

@@ -1,4 +1,5 @@
-"""Log-probs of given tokens under the dense policy (one packed pass) or a sparse one (forced decoding)."""
+"""Log-probs of given tokens under the dense policy (one packed pass) or a sparse one (forced decoding), and the
+overlap of the two."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -6,17 +7,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from alula.engine.rollout import Rollout, Scores
 from alula.engine.rows import rollout_key
-from alula.engine.sequence import Request
+from alula.engine.runner import LOGITS_BYTES
+from alula.engine.sequence import Request, Teacher
+from alula.errors import require
 from alula.sparsity.policy import Sparsity
 
 if TYPE_CHECKING:
     from alula.engine.engine import Engine
 
-LOGITS_BYTES = 1 << 28
-"""Logits exist for this many bytes' worth of tokens at a time."""
+TEACHER_BYTES = 1 << 32
+"""Dense hidden states beyond this many bytes wait in host memory."""
 
 
 @torch.inference_mode()
@@ -66,16 +70,7 @@ def score_forced(
     engine: "Engine", rollouts: Many[Rollout], sparsity: Sparsity, topk: int, temperature: float | None, record: bool
 ) -> list[Scores]:
     """Decode the same tokens again under `sparsity`: what each would have been given."""
-    requests = []
-    for index, r in enumerate(rollouts):
-        sampling = replace(
-            r.sampling, n=1, max_new_tokens=len(r), min_new_tokens=0, top_p=1.0, top_k=0, topk_logprobs=topk,
-            temperature=temperature if temperature is not None else r.sampling.scored_temperature,
-        )  # fmt: skip
-        key = rollout_key(r.sampling.seed, r.prompt_index, r.sample_index)  # `random` evicts what it evicted then
-        requests.append(
-            Request(next(engine._ids), r.prompt_ids, sampling, sparsity, frozenset(), index, r.token_ids, record, key)
-        )
+    requests = [forced(engine, r, i, sparsity, topk, temperature, record) for i, r in enumerate(rollouts)]
     scores: list[Scores | None] = [None] * len(requests)
     for done in engine.stream(requests):
         assert done.logprobs is not None
@@ -83,3 +78,67 @@ def score_forced(
             done.logprobs, done.topk_ids, done.topk_logprobs, done.history, done.selected
         )
     return [s for s in scores if s is not None]
+
+
+def forced(
+    engine: "Engine",
+    r: Rollout,
+    index: int,
+    sparsity: Sparsity,
+    topk: int = 0,
+    temperature: float | None = None,
+    record: bool = False,
+    teacher: Teacher | None = None,
+) -> Request:
+    """A request that decodes a rollout's own tokens; `index` comes back as its `prompt_index`."""
+    sampling = replace(
+        r.sampling, n=1, max_new_tokens=len(r), min_new_tokens=0, top_p=1.0, top_k=0, topk_logprobs=topk,
+        temperature=temperature if temperature is not None else r.sampling.scored_temperature,
+    )  # fmt: skip
+    key = rollout_key(r.sampling.seed, r.prompt_index, r.sample_index)  # `random` evicts what it evicted then
+    return Request(
+        next(engine._ids), r.prompt_ids, sampling, sparsity, frozenset(), index, r.token_ids, record, key, teacher
+    )
+
+
+def stream_acceptance(
+    engine: "Engine",
+    rollouts: Many[Rollout],
+    sparsity: Sparsity | Many[Sparsity],
+    temperature: float | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """(index, α [tokens]) of every rollout as it is done, roughly in the order given (`Engine.acceptance`)."""
+    engine.check_rollouts(rollouts, temperature)
+    policies = [sparsity] * len(rollouts) if isinstance(sparsity, Sparsity) else list(sparsity)
+    require(
+        len(policies) == len(rollouts),
+        f"sparsity: {len(policies)} policies for {len(rollouts)} rollouts; give one, or one per rollout.",
+    )
+    for policy in set(policies):
+        engine.check(policy)
+    distinct = list({id(r): r for r in rollouts}.values())
+    taught = dict(zip(map(id, distinct), teachers(engine, distinct)))
+    requests = [
+        forced(engine, r, i, policy, temperature=temperature, teacher=taught[id(r)])
+        for i, (r, policy) in enumerate(zip(rollouts, policies))
+    ]
+    for done in engine.stream(requests):
+        assert done.acceptance is not None
+        yield done.prompt_index, done.acceptance
+
+
+@torch.inference_mode()
+def teachers(engine: "Engine", rollouts: Many[Rollout]) -> list[Teacher]:
+    """The dense hidden states that predict the rollouts' tokens, one packed pass each, side by side in one tensor."""
+    width, total = engine.model.config.hidden_size, sum(map(len, rollouts))
+    fits = total * width * engine.shape.dtype.itemsize <= TEACHER_BYTES
+    hidden = torch.empty(total, width, dtype=engine.shape.dtype, device=engine.device if fits else "cpu")
+    found, filled = [], 0
+    for batch in batches(rollouts, engine.prefill_tokens):
+        packed, start = engine.runner.forward_packed([r.prompt_ids + r.token_ids for r in batch]), 0
+        for r in batch:
+            first = start + len(r.prompt_ids) - 1
+            hidden[filled : filled + len(r)] = packed[first : first + len(r)]
+            found.append(Teacher(hidden, filled))
+            start, filled = start + len(r.prompt_ids) + len(r), filled + len(r)
+    return found

@@ -13,6 +13,15 @@ UNLIMITED = 1 << 30
 
 
 @dataclass(eq=False)
+class Teacher:
+    """What the dense policy said of a forced request's tokens: token i is predicted from hidden[start + i]."""
+
+    hidden: Any
+    """[tokens, width], shared by all requests of a call; on the device, or in host memory where it is large"""
+    start: int
+
+
+@dataclass(eq=False)
 class Request:
     """A prompt and how to continue it; `forced` gives the tokens instead of drawing them (scoring)."""
 
@@ -26,6 +35,8 @@ class Request:
     record: bool = False
     key: int | None = None
     """The rollout's random key, where it is not made from (seed, prompt, sample)."""
+    teacher: Teacher | None = None
+    """Given, the acceptance of every forced token is measured as well."""
 
 
 @dataclass
@@ -56,6 +67,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    acceptance: list[float] = field(default_factory=list)
     finish: Finish | None = None
     first: Any = None
     """What prefill left on the device for this rollout's start."""
