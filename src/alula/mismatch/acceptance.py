@@ -16,7 +16,7 @@ Head = Tensor | Callable[[Tensor], Tensor]
 """The LM head: a weight [vocabulary, hidden], or a function to logits (a module with bias, cap or scale)."""
 
 
-def acceptance(p: Tensor, q: Tensor, temperature: float = 1.0) -> Tensor:
+def acceptance(p: Tensor, q: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Exact α in fp32 from logits or log-probs [..., vocabulary] of the two policies.
 
     Log-probs are logits too, so one function takes either; at a temperature other than 1 pass logits or
