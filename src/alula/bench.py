@@ -337,10 +337,12 @@ def idle_share(engine: Engine, batch: int, context: int, new_tokens: int) -> dic
     engine.runner.decode = watched  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, engine.model.config.vocab_size, (batch, prompt)).tolist()
+    together, engine.prefill_tokens = engine.prefill_tokens, batch * prompt  # all rows start with the first step
     engine.generate(prompts, Sampling(max_new_tokens=2 * engine.lookahead + 1, ignore_eos=True), progress=False)
     times.clear()
     engine.generate(prompts, Sampling(max_new_tokens=new_tokens + 1, ignore_eos=True), progress=False)
     wall = time.perf_counter() - times[0]
+    engine.prefill_tokens = together
     engine.runner.decode = decode  # type: ignore[method-assign]
     return {
         "kind": "idle", "model": engine.name, "batch": batch, "context": context, "steps": new_tokens,

@@ -20,6 +20,7 @@ from torch import Tensor
 from alula.ops.dispatch import tl, triton, use_triton
 
 EPSILON = 1e-8
+FIXED_POINT = 2.0**40
 TORCH_ROWS = 1024
 """Rows of C that the torch reference holds at a time."""
 
@@ -78,7 +79,7 @@ def redundancy_triton(keys: Tensor, threshold: float) -> Tensor:
     heads, n, dim = keys.shape
     aligned, inverse = alignment_triton(keys)
     last = torch.empty(heads, n, dtype=torch.int32, device=keys.device)
-    value = torch.empty_like(aligned)
+    removed = torch.zeros(heads, n, dtype=torch.int64, device=keys.device)
     out = torch.empty_like(aligned)
     dim_pow2 = triton.next_power_of_2(dim)
     block_i, block_j, warps = scan_tile(keys)
@@ -86,11 +87,11 @@ def redundancy_triton(keys: Tensor, threshold: float) -> Tensor:
         keys, inverse, last, n, threshold,
         DIM=dim, DIM_POW2=max(16, dim_pow2), BLOCK_I=block_i, BLOCK_J=block_j, num_warps=warps,
     )  # fmt: skip
-    _last_similarity[(heads * triton.cdiv(n, 64),)](
-        keys, inverse, last, value, n, DIM=dim, DIM_POW2=dim_pow2, BLOCK=64, num_warps=4
+    _remove_last[(heads * triton.cdiv(n, 64),)](
+        keys, inverse, last, removed, n, FIXED_POINT=FIXED_POINT, DIM=dim, DIM_POW2=dim_pow2, BLOCK=64, num_warps=4
     )
-    _sum_columns[(heads * triton.cdiv(n, 64),)](
-        aligned, inverse, last, value, out, n, EPS=EPSILON, BLOCK=64, BLOCK_I=32, num_warps=4
+    _combine[(triton.cdiv(heads * n, 1024),)](
+        aligned, inverse, removed, out, n, heads * n, EPS=EPSILON, FIXED_POINT=FIXED_POINT, BLOCK=1024, num_warps=4
     )
     return out
 
@@ -170,11 +171,12 @@ def _find_last(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _last_similarity(
-    keys, inverse, last, value, n,
-    DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
+def _remove_last(
+    keys, inverse, last, removed, n,
+    FIXED_POINT: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """C[i, last(i)] for one tile of rows; a kernel of its own, since it would double the scan's registers."""
+    """Σ over {i : last(i) = j} of C_ij, by one tile of rows; a kernel of its own, since it would double the scan's
+    registers. The sum is in fixed point: whole numbers may be added atomically in any order, with equal bits."""
     tiles = tl.cdiv(n, BLOCK)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     keys += head * n * DIM
@@ -187,24 +189,16 @@ def _last_similarity(
     other = tl.load(keys + j[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(inverse + i, mask=i < n, other=0.0) * tl.load(inverse + j)
     similarity = tl.where(i == j, 0.0, tl.sum(key * other, 1) * scale)
-    tl.store(value + head * n + i, similarity, mask=i < n)
+    tl.atomic_add(removed + head * n + j, (similarity * FIXED_POINT).to(tl.int64), mask=i < n)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _sum_columns(
-    aligned, inverse, last, value, out, n,
-    EPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_I: tl.constexpr,
-):  # fmt: skip
-    """(alignment_j − ‖k̂_j‖² − Σ over {i : last(i) = j} of C_ij) / n for one tile of columns."""
-    tiles = tl.cdiv(n, BLOCK)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    j = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    removed = tl.zeros([BLOCK_I, BLOCK], tl.float32)
-    for first in range(0, n, BLOCK_I):
-        i = first + tl.arange(0, BLOCK_I)
-        target = tl.load(last + head * n + i, mask=i < n, other=-1)
-        amount = tl.load(value + head * n + i, mask=i < n, other=0.0)
-        removed += tl.where(target[:, None] == j[None, :], amount[:, None], 0.0)
-    total = tl.load(aligned + head * n + j, mask=j < n, other=0.0)
-    norm = 1.0 - EPS * tl.load(inverse + head * n + j, mask=j < n, other=0.0)  # ‖k̂_j‖
-    tl.store(out + head * n + j, (total - norm * norm - tl.sum(removed, 0)) / n, mask=j < n)
+@triton.jit(do_not_specialize=["n", "size"])
+def _combine(
+    aligned, inverse, removed, out, n, size, EPS: tl.constexpr, FIXED_POINT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(alignment_j − ‖k̂_j‖² − what was removed from column j) / n"""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(aligned + at, mask=at < size, other=0.0)
+    norm = 1.0 - EPS * tl.load(inverse + at, mask=at < size, other=0.0)  # ‖k̂_j‖
+    less = tl.load(removed + at, mask=at < size, other=0).to(tl.float32) / FIXED_POINT
+    tl.store(out + at, (total - norm * norm - less) / n, mask=at < size)
