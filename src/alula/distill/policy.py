@@ -1,0 +1,97 @@
+"""The sparse policy in the learner: the dense policy's own parameters, φ beside them, sparse attention."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alula.distill.adapter import Adapter, attach
+from alula.distill.attention import use_sparse_attention
+from alula.distill.view import View
+from alula.engine.rollout import Rollout
+from alula.errors import require
+from alula.model import share_weights
+from alula.rl.packing import Packed
+
+
+class SparsePolicy(nn.Module):
+    """A twin of `model` on the very same parameters: its steps are seen here, φ is not seen there."""
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.dense_parameters = list(model.parameters())
+        self.model = share_weights(model).eval()
+        use_sparse_attention(self.model)
+        self.layers = attach(self.model, adapter)
+        self.rank, self.alpha, self.base_model = adapter.rank, adapter.alpha, adapter.base_model
+        if activation_checkpointing:
+            self._checkpoint_activations()
+
+    def _checkpoint_activations(self) -> None:
+        """As the learner does: the layers' own flag says training, all else stays in evaluation."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in self.model.get_decoder().layers:  # type: ignore[union-attr]
+            require(
+                isinstance(layer, GradientCheckpointingLayer),
+                f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
+            )
+            layer.training = True  # type: ignore[union-attr]
+
+    @property
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        """The LM head, which both policies share."""
+        head = self.model.get_output_embeddings()
+        return head.weight, getattr(head, "bias", None)  # type: ignore[return-value, union-attr]
+
+    def adapter_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, layer in self.layers.items():
+            yield f"{name}.lora_A", layer.lora_a
+            yield f"{name}.lora_B", layer.lora_b
+
+    def adapter(self) -> Adapter:
+        """φ as it is now; its tensors are the live ones."""
+        weights = {name: (layer.lora_a.detach(), layer.lora_b.detach()) for name, layer in self.layers.items()}
+        return Adapter(self.rank, self.alpha, weights, self.base_model)
+
+    def forward(self, batch: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+        """Hidden states [N, H] of the targets under the policy that sampled `rollouts`, φ included."""
+        return self._hidden(batch, View.of([rollouts[i] for i in batch.index], batch.input_ids.device))
+
+    def dense(self, batch: Packed) -> Tensor:
+        """Hidden states [N, H] of the targets under the dense policy, without φ."""
+        with self._without_adapter():
+            return self._hidden(batch, None)
+
+    def _hidden(self, batch: Packed, view: View | None) -> Tensor:
+        return self.model.get_decoder()(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+            view=view,
+        ).last_hidden_state[0, batch.targets]
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        for layer in self.layers.values():
+            layer.on = False
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.on = True
+
+    @contextmanager
+    def dense_frozen(self) -> Iterator[None]:
+        """θ takes no gradient meanwhile: the parameters are the learner's own."""
+        trained = [parameter for parameter in self.dense_parameters if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)

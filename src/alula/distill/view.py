@@ -1,0 +1,161 @@
+"""What every query of a micro-batch may see under the sparse policy that sampled it.
+
+Evictors are replayed: the key at j is visible to the query at t while j <= t < evicted_at[layer, head, j], as the
+engine recorded it. Selectors are recomputed from the learner's own queries and keys, exactly as the engine chooses
+while decoding: page summaries in the cache's dtype, the budget in force at t + 1 tokens, the first page and the last
+two always, ties to the lower page. The prompt's own queries are dense, as prefill is. No gradient flows through a
+choice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alula.engine.rollout import NEVER, Rollout
+from alula.errors import SettingError, require
+from alula.mismatch.demand import budgets
+from alula.ops.append import summarise
+from alula.ops.select_pages import FIRST, LAST
+from alula.sparsity.policy import Select, Sparsity
+from alula.sparsity.select import METHODS
+
+UNLIMITED = 1 << 30
+
+
+@dataclass
+class View:
+    """A micro-batch of packed sequences as padded rows [B, L], and the rule of what their queries see."""
+
+    place: Tensor
+    """int64 [T]: where each packed token stands in the flattened rows."""
+    rows: int
+    width: int
+    prompts: Tensor
+    """int32 [B]: prompt lengths; queries before them are dense."""
+    evicted_at: Tensor | None = None
+    """int32 [layer, B, kv_head, L]"""
+    select: Select | None = None
+    budget: Tensor | None = None
+    """int32 [B, L]: pages that the query at each position may read."""
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], device: torch.device | str) -> "View":
+        """Of rollouts in packed order, each under its own recorded sparsity."""
+        lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
+        width = max(lengths)
+        place = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
+        prompts = torch.tensor([len(r.prompt_ids) for r in rollouts], dtype=torch.int32)
+        view = cls(place.to(device), len(rollouts), width, prompts.to(device))
+        policies = [r.sparsity for r in rollouts]
+        refuse_unsupported(policies)
+        if any(policy.evict for policy in policies):
+            view.evicted_at = _histories(rollouts, width).to(device)
+        selects = {policy.select for policy in policies if policy.select}
+        if selects:
+            view.select = next(iter(selects))
+            view.budget = torch.from_numpy(np.stack([_pages(policy.select, width) for policy in policies])).to(device)
+        return view
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """[T, H, D] -> [B, H, L, D]; zeros where a row has no token."""
+        flat = packed.new_zeros(self.rows * self.width, *packed.shape[1:]).index_copy(0, self.place, packed)
+        return flat.view(self.rows, self.width, *packed.shape[1:]).transpose(1, 2)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[B, H, L, D] -> [T, H, D]"""
+        return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
+
+    def selects(self, layer: int) -> bool:
+        return self.select is not None and layer >= self.select.dense_layers
+
+    def summaries(self, layer: int, keys: Tensor) -> Tensor | None:
+        """[B, Hkv, pages, 1|2, D] of the full pages of keys [B, Hkv, L, D], rounded as the cache rounds them."""
+        if not self.selects(layer):
+            return None
+        assert self.select is not None
+        block, kinds = self.select.block, METHODS[self.select.method].summary_kinds
+        full = self.width // block
+        pages = keys[:, :, : full * block].unflatten(2, (full, block))
+        return summarise(pages, kinds).to(keys.dtype)
+
+    def visible(self, layer: int, query: Tensor, first: int, summaries: Tensor | None) -> Tensor:
+        """bool [B, Hkv or 1, C, first + C]: keys seen by the queries [B, Hq, C, D] at positions first and on."""
+        last = first + query.shape[2]
+        at = torch.arange(first, last, device=query.device)
+        key = torch.arange(last, device=query.device)
+        seen = (key <= at[:, None])[None, None]
+        prompt = (at < self.prompts[:, None])[:, None, :, None]
+        if self.evicted_at is not None:
+            seen = seen & (prompt | (at[:, None] < self.evicted_at[layer][:, :, None, :last]))
+        if summaries is not None:
+            assert self.select is not None
+            read = self._choose(query, at, summaries, -(-last // self.select.block))
+            seen = seen & (prompt | read.repeat_interleave(self.select.block, -1)[..., :last])
+        return seen
+
+    def _choose(self, query: Tensor, at: Tensor, summaries: Tensor, pages: int) -> Tensor:
+        """bool [B, Hkv, C, pages]: the pages that each query reads, as `ops.select_pages` chooses them."""
+        assert self.select is not None
+        assert self.budget is not None
+        held = at // self.select.block + 1
+        count = torch.minimum(self.budget[:, at], held)[:, None, :, None]
+        page = torch.arange(pages, device=query.device)
+        always = (page < FIRST) | (page >= held[:, None] - LAST)
+        scores = query.new_full((*query.shape[:1], summaries.shape[1], len(at), pages), -torch.inf, dtype=torch.float32)
+        scored = min(pages, summaries.shape[2])  # the pages beyond are not full: they are among the last two
+        scores[..., :scored] = page_scores(query, summaries[:, :, :scored])
+        scores = scores.masked_fill(always, torch.inf).masked_fill(page >= held[:, None], -torch.inf)
+        order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+        best = (page < count).expand_as(order)
+        return torch.zeros_like(best).scatter(-1, order, best)
+
+
+def page_scores(query: Tensor, summaries: Tensor) -> Tensor:
+    """fp32 [B, Hkv, C, pages] of queries [B, Hq, C, D] and summaries [B, Hkv, pages, 1|2, D].
+
+    Quest's Σ_d max(q_d·max_d, q_d·min_d) is q⁺·max + q⁻·min, with q⁺ and q⁻ the positive and the negative part of
+    q: both selectors are matrix products with a mean over the group.
+    """
+    kv_heads = summaries.shape[1]
+    grouped = query.unflatten(1, (kv_heads, -1)).float()
+    kinds = summaries.float().unbind(3)
+    if len(kinds) == 1:
+        return grouped.mean(2) @ kinds[0].transpose(-1, -2)
+    low, high = (kind.transpose(-1, -2) for kind in kinds)
+    return grouped.clamp(min=0).mean(2) @ high + grouped.clamp(max=0).mean(2) @ low
+
+
+def refuse_unsupported(policies: Sequence[Sparsity]) -> None:
+    """What the learner cannot replay."""
+    if any(policy.evict and policy.select for policy in policies):
+        raise SettingError(
+            "distill: an evictor and a selector together cannot be replayed by the learner; "
+            "distil one of them, then use both."
+        )
+    kinds = {(s.method, s.block, s.dense_layers) for s in (policy.select for policy in policies) if s}
+    require(
+        len(kinds) <= 1,
+        f"distill: rollouts of different selectors {sorted(kinds)} in one step; distil them in separate steps.",
+    )
+
+
+def _histories(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    found = [r.history for r in rollouts if r.history is not None]
+    missing = any(r.sparsity.evict is not None and r.history is None for r in rollouts)
+    require(not missing, "distill: an evictor's rollouts need their history; generate them with record=True.")
+    layers, heads, _ = found[0].shape
+    evicted_at = torch.full((layers, len(rollouts), heads, width), NEVER, dtype=torch.int32)
+    for row, rollout in enumerate(rollouts):
+        if rollout.history is not None:
+            evicted_at[:, row, :, : rollout.history.shape[-1]] = rollout.history
+    return evicted_at
+
+
+def _pages(select: Select | None, width: int) -> np.ndarray:
+    """Pages that the query at each position may read: the budget in force once that token is held."""
+    if select is None:
+        return np.full(width, UNLIMITED, np.int32)
+    return (-(-budgets(select.budget, np.arange(1, width + 1)) // select.block)).astype(np.int32)
