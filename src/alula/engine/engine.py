@@ -68,7 +68,10 @@ class Engine:
         self.lookahead = lookahead or (8 if cuda else 1)
         self.pool = PagePool(pages)
         self.cache = Cache(self.shape, pages, page, max_rows, self.device)
-        self.rows = Rows(max_rows, pages_for(longest, page), self.lookahead, self.device, self.shape.dtype)
+        self.rows = Rows(
+            max_rows, pages_for(longest, page), self.lookahead, self.device, self.shape.dtype,
+            self.model.config.hidden_size,
+        )  # fmt: skip
         self.runner = Runner(
             self.model, self.cache, self.rows,
             buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
@@ -254,7 +257,8 @@ class Engine:
         if isinstance(launched, First):
             for i, sequence in enumerate(launched.sequences):
                 if sequence.finish is None:
-                    sequence.tokens, sequence.logprobs, sequence.topk, sequence.acceptance = [], [], [], []
+                    sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
+                    sequence.acceptance, sequence.hidden = [], []
                     if sequence.request.record:
                         start_history(sequence, self.shape)
                     if self._extend(sequence, {name: array[i : i + 1] for name, array in arrays.items()}):
@@ -291,6 +295,8 @@ class Engine:
                 sequence.topk.append((arrays["topk_id"][i, :k], arrays["topk_logprob"][i, :k]))
             if request.teacher:
                 sequence.acceptance.append(float(arrays["acceptance"][i]))
+            if sequence.keeps_hidden:
+                sequence.hidden.append(arrays["hidden"][i].copy())
             if request.forced is None and token in request.stop:
                 sequence.finish = "stop"
                 return True
@@ -328,6 +334,8 @@ class Engine:
             rollout.topk_logprobs = torch.from_numpy(np.stack([values for _, values in sequence.topk]))
         if sequence.acceptance:
             rollout.acceptance = torch.tensor(sequence.acceptance, dtype=torch.float32)
+        if sequence.hidden:
+            rollout.hidden = torch.from_numpy(np.stack(sequence.hidden)).view(self.shape.dtype)
         if sequence.history is not None:
             rollout.history = seen_history(sequence)
         rollout.selected = sequence.selected or None
@@ -364,17 +372,24 @@ class Engine:
             self.check_ids(f"rollout {index}", r.prompt_ids + r.token_ids)
 
     def acceptance(
-        self, rollouts: Many[Rollout], sparsity: Sparsity | Many[Sparsity], *, temperature: float | None = None
+        self,
+        rollouts: Many[Rollout],
+        sparsity: Sparsity | Many[Sparsity] | None = None,
+        *,
+        temperature: float | None = None,
     ) -> list[Tensor]:
         """α = Σ_v min(p_dense, p_sparse) at every token of the rollouts: exact, fp32 [tokens] each.
 
         The tokens are decoded again under `sparsity` (one policy, or one per rollout) and compared at each step with
         the dense policy's packed pass over the same text, which is made once however often a rollout is listed.
-        `DENSE` gives the floor: decoding against the packed pass. At each rollout's own temperature unless one is
-        given.
+        `DENSE` gives the floor: decoding against the packed pass. Without a policy the rollouts' own is meant, which
+        needs no decoding where they kept their hidden states. At each rollout's own temperature unless one is given.
         """
-        from alula.engine.scoring import stream_acceptance
+        from alula.engine.scoring import kept_acceptance, stream_acceptance
 
+        if sparsity is None and all(r.hidden is not None for r in rollouts):
+            return kept_acceptance(self, rollouts, temperature)
+        sparsity = [r.sparsity for r in rollouts] if sparsity is None else sparsity
         found: list[Tensor | None] = [None] * len(rollouts)
         for index, alpha in stream_acceptance(self, rollouts, sparsity, temperature):
             found[index] = alpha

@@ -20,8 +20,10 @@ class Features:
     proposal: bool = False
     """Whether tokens are drawn from a cut distribution: top-p, top-k or min_new_tokens."""
     topk: int = 0
-    teacher: int = 0
-    """Width of the dense hidden states that forced tokens are compared with; 0: they are not."""
+    teacher: bool = False
+    """Whether forced tokens are compared with the dense policy's hidden states."""
+    hidden: bool = False
+    """Whether hidden states go to the host."""
     record_selected: bool = False
     schedule_bins: int = 1
     banned: int = 1
@@ -50,7 +52,8 @@ class Features:
             accumulates=any(e.accumulates for e in evictors),
             proposal=any(s.filtered or s.min_new_tokens for s in samplings),
             topk=max((s.topk_logprobs for s in samplings), default=0),
-            teacher=max((r.teacher.hidden.shape[1] for r in requests if r.teacher), default=0),
+            teacher=any(r.teacher is not None for r in requests),
+            hidden=any(r.keep_hidden for r in requests),
             record_selected=any(r.record and r.sparsity.select for r in requests),
             schedule_bins=max((len(s.budget.budgets) for s in selects if isinstance(s.budget, Schedule)), default=1),
             banned=max((len(r.stop) for r in requests if r.sampling.min_new_tokens), default=1),

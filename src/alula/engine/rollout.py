@@ -95,6 +95,8 @@ class Rollout:
     topk_logprobs: Tensor | None = None
     acceptance: Tensor | None = None
     """float32 [tokens]: Σ_v min(p_dense, p_sparse) at each token, where it was measured (`Engine.acceptance`)."""
+    hidden: Tensor | None = None
+    """[tokens, width]: the hidden state that each token was drawn from, where the request kept them."""
     history: Tensor | None = None
     """int32 [layer, kv_head, position]: `evicted_at`. The key at position j is visible to the query at t
     while j <= t < evicted_at[j]. Recorded on request."""

@@ -1,5 +1,7 @@
 """The state of every batch row on the device. Decoding advances it there; the host uploads what it planned."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,8 +15,11 @@ from alula.sparsity.schedule import Schedule
 class Rows:
     INTS = ("position", "kv_len", "remaining", "ring_size", "accumulates", "bin_width", "top_k", "free_from")
 
-    def __init__(self, rows: int, width: int, steps: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.count, self.steps, self.device, self.dtype = rows, steps, device, dtype
+    def __init__(
+        self, rows: int, width: int, steps: int, device: torch.device, dtype: torch.dtype, hidden: int
+    ) -> None:
+        self.count, self.steps, self.device = rows, steps, device
+        self._hidden: dict[str, Any] = {"size": (rows, steps, hidden), "dtype": dtype, "device": device}
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.ints = torch.zeros(len(self.INTS), rows, dtype=torch.int32, device=device)
         self.floats = torch.zeros(2, rows, device=device)
@@ -35,14 +40,15 @@ class Rows:
         self._host_floats = np.zeros((2, rows), np.float32)
         self._host_key = np.zeros(rows, np.int64)
 
-    def _allocate(self, schedule_bins: int, banned: int, topk: int, teacher: int) -> None:
+    def _allocate(self, schedule_bins: int, banned: int, topk: int, teacher: int, hidden: int) -> None:
         rows, steps, device = self.count, self.steps, self.device
         self.budget = torch.full((rows, schedule_bins), UNLIMITED, dtype=torch.int32, device=device)
         self.banned = torch.full((rows, banned), -1, dtype=torch.int64, device=device)
         self.out_topk_id = torch.zeros(rows, steps, topk, dtype=torch.int64, device=device)
         self.out_topk_logprob = torch.zeros(rows, steps, topk, device=device)
-        self.teacher = torch.zeros(rows, steps, teacher, dtype=self.dtype, device=device)
-        """Dense hidden states that predict the tokens of the chunk at hand."""
+        self.teacher = torch.zeros(**self._hidden) if teacher else None
+        """The dense hidden states that predict the tokens of the chunk at hand."""
+        self.out_hidden = torch.zeros(**self._hidden) if hidden else None
         self._host_budget = np.full((rows, schedule_bins), UNLIMITED, np.int32)
         self._host_banned = np.full((rows, banned), -1, np.int64)
         self._dirty = True
@@ -112,7 +118,7 @@ class Rows:
 
 
 def sizes(features: Features) -> tuple[int, ...]:
-    return features.schedule_bins, features.banned, features.topk, features.teacher
+    return features.schedule_bins, features.banned, features.topk, features.teacher, features.hidden
 
 
 def put(target: Tensor, array: np.ndarray) -> None:

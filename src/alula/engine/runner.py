@@ -218,13 +218,12 @@ class Runner:
         if features.selector:
             full = [q for g, n in zip(groups, lengths) for q in g.pages[: n // page]]
             self.cache.summarise(self._device(np.asarray(full, np.int64)))
-        logits = self.logits(hidden[(p.cu_seqlens[1:] - 1).long()])
-        return self._draw_first(groups, p, logits, features)
+        return self._draw_first(groups, p, hidden[(p.cu_seqlens[1:] - 1).long()], features)
 
-    def _draw_first(self, groups: list[Prefill], p: Prompts, logits: Tensor, features: Features) -> First:
+    def _draw_first(self, groups: list[Prefill], p: Prompts, hidden: Tensor, features: Features) -> First:
         sequences = [s for g in groups for s in g.sequences]
         owner = np.concatenate([np.full(len(g.sequences), i) for i, g in enumerate(groups)])
-        logits = logits[self._device(owner)]
+        hidden, logits = (x[self._device(owner)] for x in (hidden, self.logits(hidden)))
         samplings = [s.request.sampling for s in sequences]
         key = self._device(np.asarray([self.key(s) for s in sequences], np.int64))
         counter = self._device(np.asarray([s.prompt for s in sequences], np.int64))
@@ -249,9 +248,11 @@ class Runner:
                 features.topk
             )
             arrays |= {"topk_id": top.indices, "topk_logprob": top.values}
-        if features.teacher:
+        if any(s.request.teacher for s in sequences):
             first = np.asarray([s.request.teacher.start if s.request.teacher else 0 for s in sequences], np.int64)
             arrays["acceptance"] = self.overlap(self._taught(sequences, first), logits, temperature)
+        if features.hidden:
+            arrays["hidden"] = hidden.view(torch.uint8)
         for i, s in enumerate(sequences):
             s.first = (p, i, int(owner[i]))
         return First(sequences, Results(arrays))
@@ -348,6 +349,8 @@ class Runner:
             }
         if features.teacher:
             arrays["acceptance"] = rows.out_acceptance[:bucket, :steps]
+        if rows.out_hidden is not None and features.hidden:
+            arrays["hidden"] = rows.out_hidden[:bucket, :steps].view(torch.uint8)
         return Decoded(chunk, Results(arrays), kept, selected)
 
     def _bucket(self, rows: int) -> int:
@@ -389,7 +392,9 @@ class Runner:
             top = torch.log_softmax(logits / scale, -1).topk(features.topk)
             rows.out_topk_id[:bucket, :, : features.topk].index_copy_(1, rows.column, top.indices[:, None])
             rows.out_topk_logprob[:bucket, :, : features.topk].index_copy_(1, rows.column, top.values[:, None])
-        if features.teacher:
+        if rows.out_hidden is not None and features.hidden:
+            rows.out_hidden[:bucket].index_copy_(1, rows.column, hidden[:, None])
+        if rows.teacher is not None and features.teacher:
             dense = rows.teacher[:bucket].index_select(1, rows.column)[:, 0]
             alpha = self.overlap(dense, logits, rows.temperature[:bucket])
             rows.out_acceptance[:bucket].index_copy_(1, rows.column, alpha[:, None])
@@ -412,11 +417,13 @@ class Runner:
             if teacher := part.sequence.request.teacher:
                 done = part.position - part.sequence.prompt + 1
                 index[part.row, : part.steps] = teacher.start + done + np.arange(part.steps)
-        found = self._taught([part.sequence for part in chunk.parts], index.ravel())
-        self.rows.teacher[:bucket, : chunk.steps] = found.view(bucket, chunk.steps, -1)
+        if any(part.sequence.request.teacher for part in chunk.parts):
+            found = self._taught([part.sequence for part in chunk.parts], index.ravel())
+            self.rows.teacher[:bucket, : chunk.steps] = found.view(bucket, chunk.steps, -1)  # type: ignore[index]
 
     def _taught(self, sequences: list[Sequence], index: np.ndarray) -> Tensor:
-        source = next((s.request.teacher.hidden for s in sequences if s.request.teacher), self.rows.teacher[0])
+        """Rows of the dense hidden states that the call's requests share."""
+        source = next(s.request.teacher.hidden for s in sequences if s.request.teacher)
         if source.device == self.device:
             return source.index_select(0, self._device(index))
         return source.index_select(0, torch.from_numpy(index)).pin_memory().to(self.device, non_blocking=True)

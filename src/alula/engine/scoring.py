@@ -14,6 +14,7 @@ from alula.engine.rows import rollout_key
 from alula.engine.runner import LOGITS_BYTES
 from alula.engine.sequence import Request, Teacher
 from alula.errors import require
+from alula.mismatch.acceptance import chunked_acceptance
 from alula.sparsity.policy import Sparsity
 
 if TYPE_CHECKING:
@@ -125,6 +126,21 @@ def stream_acceptance(
     for done in engine.stream(requests):
         assert done.acceptance is not None
         yield done.prompt_index, done.acceptance
+
+
+@torch.inference_mode()
+def kept_acceptance(engine: "Engine", rollouts: Many[Rollout], temperature: float | None = None) -> list[Tensor]:
+    """α [tokens] of rollouts that kept their hidden states: one dense packed pass, no decoding."""
+    engine.check_rollouts(rollouts, temperature)
+    head, chunk = engine.runner.logits, max(1, LOGITS_BYTES // (4 * engine.model.config.vocab_size))
+    found = []
+    for r, teacher in zip(rollouts, teachers(engine, rollouts)):
+        assert r.hidden is not None
+        dense = teacher.hidden[teacher.start : teacher.start + len(r)].to(engine.device)
+        scale = temperature if temperature is not None else r.sampling.scored_temperature
+        sparse = r.hidden.to(engine.device)
+        found.append(chunked_acceptance(dense, head, sparse, head, temperature=scale, chunk=chunk).cpu())
+    return found
 
 
 @torch.inference_mode()

@@ -37,6 +37,8 @@ class Request:
     """The rollout's random key, where it is not made from (seed, prompt, sample)."""
     teacher: Teacher | None = None
     """Given, the acceptance of every forced token is measured as well."""
+    keep_hidden: bool = False
+    """Return the hidden states that the first rollout's tokens were drawn from (`Rollout.hidden`)."""
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     acceptance: list[float] = field(default_factory=list)
+    hidden: list[np.ndarray] = field(default_factory=list)
     finish: Finish | None = None
     first: Any = None
     """What prefill left on the device for this rollout's start."""
@@ -85,6 +88,10 @@ class Sequence:
     @property
     def prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def keeps_hidden(self) -> bool:
+        return self.request.keep_hidden and self.sample == 0
 
     @property
     def evicts(self) -> bool:
