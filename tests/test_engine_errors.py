@@ -60,7 +60,7 @@ def test_prompts(engine, expected, prompts, message):
             [[5] * 20, [5] * 100],
             Sampling(max_new_tokens=80),
             None,
-            "a prompt of 100 tokens with max_new_tokens=80 needs",
+            "of 100 tokens with max_new_tokens=80 needs",
         ),
         ([[5] * 10], Sampling(max_new_tokens=115), None, "max_length=120"),
         (
