@@ -1,0 +1,66 @@
+"""The command line. Only the command that is called is imported, so `alula --help` answers without torch."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+
+from alula.errors import SettingError
+
+COMMANDS = {
+    "generate": ("alula.cli.generate:generate", "Generate with a model, densely or under any sparsity."),
+    "train": ("alula.cli.train:train", "Train a model with sparse rollouts, as a recipe says."),
+    "eval": ("alula.cli.eval:evaluate", "Evaluate models on data sets, dense or under any sparsity."),
+    "report": ("alula.cli.report:report", "Compare runs in one self-contained HTML page."),
+    "demo": ("alula.cli.demo:demo", "Train a tiny model three ways on the CPU and compare them."),
+    "bench": ("alula.cli.bench:bench", "Measure the engine on this machine."),
+    "calibrate": ("alula.cli.calibrate:calibrate", "Measure how far a sparse policy is from the dense one."),
+    "plan": ("alula.cli.plan:plan", "Choose the cheapest budget schedule that keeps the mismatch small."),
+    "distill": ("alula.cli.distill:distill", "Pull the sparse policy towards the dense one (DistillSparse)."),
+}
+"""Name -> where its function is, and its line in the list of commands."""
+
+
+def app(arguments: Sequence[str] | None = None) -> None:
+    """The entry point. A setting that cannot be used is one sentence on standard error and exit code 2."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    called = next((word for word in given if not word.startswith("-")), None)
+    try:
+        build(called)(args=given, prog_name="alula")
+    except SettingError as error:
+        typer.echo(f"alula: {error}", err=True)
+        sys.exit(2)
+
+
+def build(called: str | None) -> typer.Typer:
+    """All commands that are there; the one that is called with its options, the others by name."""
+    commands = typer.Typer(
+        help="Reinforcement learning of reasoning LLMs with sparse rollouts.",
+        add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    )  # fmt: skip
+
+    @commands.callback()
+    def nothing_in_common() -> None:
+        pass
+
+    for name, (where, line) in COMMANDS.items():
+        module, _, function = where.partition(":")
+        if find_spec(module) is not None:
+            body = getattr(import_module(module), function) if name == called else only_named(line)
+            commands.command(name, help=line if name != called else None)(body)
+    return commands
+
+
+def only_named(line: str) -> Callable[[], Any]:
+    def command() -> None:
+        raise AssertionError("a command that was not imported was called")
+
+    command.__doc__ = line
+    return command
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,34 @@
+"""`alula train`: a recipe, settings on top of it, and a run folder at the end."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML file of settings; see docs/training.md.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top, such as learner.lr=1e-6.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only validate the recipe and print the plan.")] = False,
+) -> None:
+    """Train a model with sparse rollouts, as RECIPE says."""
+    from alula.config_file import load_config
+
+    config = load_config(recipe, settings or [])
+    if check:
+        from alula.rl.plan_check import print_plan
+
+        print_plan(config)
+        return
+    from alula.rl.checkpoint import CheckpointError
+    from alula.rl.trainer import Trainer, TrainingFailed
+
+    try:
+        finished = Trainer(config, resume=resume).run()
+    except (TrainingFailed, CheckpointError) as error:
+        typer.echo(f"alula: {error}", err=True)
+        raise typer.Exit(1) from error
+    raise typer.Exit(0 if finished else 130)

@@ -1,0 +1,416 @@
+"""A run as one tree of typed settings: a YAML file, and `key=value` overrides on top (see `config_file`).
+
+Free of torch, so that a recipe is checked before anything heavy is imported. Every setting's text below is its
+documentation; docs/training.md lists them all.
+"""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+
+from alula.data.load import load
+from alula.errors import SettingError, require
+from alula.rl import learner_config
+from alula.rl.learner_config import LearnerConfig
+from alula.rl.objective import Correction, Loss, LossKind, check
+from alula.sparsity.schedule import Schedule
+
+if TYPE_CHECKING:
+    from alula.data import Dataset
+    from alula.rewards import Rewards
+    from alula.sparsity.policy import Sparsity
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelSettings(Section):
+    source: str
+    """Hub id, Hugging Face folder, GGUF file, or `shape:<name>` for random weights."""
+    tokenizer: str | None = None
+    """Hub id or folder of another tokenizer than the model's own, or `task:<name>` for a generated task's. A bare
+    shape on `task:` data takes the task's by itself, and its vocabulary is cut to it."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of weights and compute; by default bfloat16 on CUDA (with float32 masters) and float32 on the CPU."""
+    device: Literal["cpu", "cuda"] | None = None
+    """By default CUDA where there is one."""
+
+
+class Source(Section):
+    """Where examples come from: see docs/rewards-and-data.md."""
+
+    source: str
+    """File, folder, benchmark, hub id, `task:<name>` or `reasoning-gym:<task>`."""
+    split: str | None = None
+    """Which part of a stored data set."""
+    data_dir: str | None = None
+    """Folder with local copies of the benchmarks."""
+    prompt: str | None = None
+    """Template of the prompt, with `{field}`s of the row."""
+    answer: str | None = None
+    """Template of the reference answer; an empty text for data without answers."""
+    answer_form: str | None = None
+    """How the answer is written: `plain`, `####`, `boxed` or `unit`."""
+    size: Count | None = None
+    """Examples to generate, or the first so many of a stored set."""
+    seed: int = 0
+    """Of generated examples."""
+    options: dict[str, Any] = {}
+    """Options of a generator."""
+
+    def load(self) -> "Dataset":
+        return load(
+            self.source, split=self.split, data_dir=self.data_dir, prompt=self.prompt, answer=self.answer,
+            answer_form=self.answer_form, size=self.size, seed=self.seed, options=self.options,
+        )  # fmt: skip
+
+
+class DataSettings(Source):
+    """The training data, and how every prompt is put to the model."""
+
+    max_prompt_tokens: Count | None = None
+    """Longer prompts are left out, and counted."""
+    chat: bool | None = None
+    """Whether to apply the tokenizer's chat template; by default where it has one."""
+    system: str | None = None
+    """System prompt, with a chat template."""
+    template_options: dict[str, Any] = {}
+    """Passed to the chat template, `enable_thinking: false` for instance."""
+
+
+class RewardTerm(Section):
+    name: str
+    """`math`, `format`, `length`, `task:<name>`, `reasoning-gym:<task>`, `model:<folder>` or
+    `package.module:function`."""
+    weight: float = 1.0
+    """What its value is multiplied with in the sum."""
+    options: dict[str, Any] = {}
+    """Options of that reward."""
+
+
+def _term(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class RewardSettings(Section):
+    use: Annotated[list[Annotated[RewardTerm, BeforeValidator(_term)]], Field(min_length=1)]
+    """The rewards that are added up; a bare name stands for that reward with weight 1."""
+    correct: str | None = None
+    """Which of them says whether an answer is right (accuracy); by default the first."""
+    threshold: float = 1.0
+    """Its value from which an answer is right."""
+    timeout: Positive = 10.0
+    """Seconds that grading one answer may take before it is given up."""
+    workers: Count | None = None
+    """Grading processes; by default four, or as many as there are cores."""
+
+    def build(self) -> "Rewards":
+        from alula.rewards import Rewards, RewardSpec
+
+        specs = [RewardSpec(term.name, term.weight, term.options) for term in self.use]
+        return Rewards(specs, timeout=self.timeout, workers=self.workers)
+
+
+def _budget(budget: int | str) -> int | Schedule:
+    return budget if isinstance(budget, int) else Schedule.load(budget)
+
+
+class EvictSettings(Section):
+    method: str
+    """`rkv`, `snapkv`, `streaming`, `h2o`, `tova`, `keydiff`, `knorm` or `random`."""
+    budget: int | str
+    """KV tokens kept per layer and head, or a schedule: a file or a preset's name."""
+    buffer: int = 128
+    """Tokens that may pile up before the next eviction."""
+    window: int = 8
+    """Most recent tokens, always kept."""
+    sinks: int = 4
+    """First tokens, always kept; 0 is the papers' setting."""
+    protect_prompt: bool = False
+    """Keep the prompt whole and outside the budget."""
+    options: dict[str, Any] = {}
+    """Settings of the method itself, such as `mix` of `rkv`."""
+
+
+class SelectSettings(Section):
+    method: str
+    """`block-topk` or `quest`."""
+    budget: int | str
+    """KV tokens read per layer and head, or a schedule: a file or a preset's name."""
+    block: int = 16
+    """Tokens per block; the engine's page takes this size."""
+    dense_layers: int = 2
+    """First layers, which read everything."""
+
+
+class SparsitySettings(Section):
+    evict: EvictSettings | None = None
+    """Drop KV for good during rollouts."""
+    select: SelectSettings | None = None
+    """Keep all KV and read a part of it during rollouts."""
+
+    def build(self) -> "Sparsity":
+        from alula.sparsity.policy import Evict, Select, Sparsity
+
+        evict = select = None
+        if e := self.evict:
+            evict = Evict(
+                e.method, _budget(e.budget), buffer=e.buffer, window=e.window, sinks=e.sinks,
+                protect_prompt=e.protect_prompt, **e.options,
+            )  # fmt: skip
+        if s := self.select:
+            select = Select(s.method, _budget(s.budget), s.block, s.dense_layers)
+        return Sparsity(evict, select)
+
+
+class SamplingSettings(Section):
+    prompts: Count = 32
+    """Prompts per step, over all ranks."""
+    n: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per prompt: the group that an advantage is taken against."""
+    max_new_tokens: Count = 1024
+    """Longest answer."""
+    temperature: Positive = 1.0
+    """Of the rollouts; the learner scores at the same one."""
+    dynamic: bool = False
+    """Draw further prompts while groups have equal rewards, until `prompts` groups have a signal (DAPO)."""
+    max_rounds: Count = 4
+    """With `dynamic`: at most so many times `prompts`; what is missing then is filled with groups without signal."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_filters(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name, off in (("top_p", 1.0), ("top_k", 0)):
+                if values.get(name, off) != off:
+                    raise SettingError(
+                        f"{name}={values[name]}: training needs the probability of every token under the whole "
+                        f"vocabulary, which {name} cuts; leave it out and use temperature alone."
+                    )
+            return {name: value for name, value in values.items() if name not in ("top_p", "top_k")}
+        return values
+
+
+class CorrectionSettings(Section):
+    """A preset of docs/corrections.md, and any setting of `alula.rl.objective.Correction` that should differ."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    preset: str = "sparse-rl"
+    """`none`, `sparse-rl`, `sparse-rl-code`, `tis`, `mis`, `icepop`, `geometric`, `reroll` or `prefix-only`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        """Every setting of the preset, so that a run's config.yaml says them all."""
+        options = {"preset": given} if isinstance(given, str) else dict(given)
+        preset = options.pop("preset", "sparse-rl")
+        changed = asdict(Correction.named(preset)) | options
+        if unknown_names := set(options) - set(asdict(Correction())):
+            Correction.named(preset, **{unknown_names.pop(): None})
+        return {"preset": preset} | asdict(TypeAdapter(Correction).validate_python(changed))
+
+    def build(self) -> Correction:
+        return Correction(**(self.model_extra or {}))
+
+
+class ObjectiveSettings(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Advantage of a rollout against its group: mean and std, mean only, or the mean of the others."""
+    loss: LossKind = "grpo"
+    """Policy loss: `grpo`, `dr_grpo`, `dapo`, `gspo` or `cispo`."""
+    clip_low: float | None = None
+    """The ratio is clipped below at 1 - clip_low; by default the loss's published value."""
+    clip_high: float | None = None
+    """And above at 1 + clip_high."""
+    dual_clip: float | None = None
+    """Bounds the loss of tokens with negative advantage."""
+    kl: float = 0.0
+    """Coefficient of the KL to the initial policy; above 0 that policy is kept in memory (not under LoRA)."""
+    kl_clamp: float | None = None
+    """Cut a token's KL here."""
+    correction: CorrectionSettings = CorrectionSettings()
+    """What is done about the difference between sparse and dense policy: a preset's name, or `preset` and the
+    settings that differ from it."""
+    one_update: bool = False
+    """Take old log-probs from the training forward itself and save the scoring pass; one update per batch."""
+    skip_no_signal: bool = True
+    """Leave rollouts that add exactly nothing (equal rewards, all tokens dropped) out of the update. The divisors
+    still count them. Without effect where `kl` is above 0."""
+    mask_truncated: bool = False
+    """Answers cut off by `max_new_tokens` teach nothing; they still count in their group's mean."""
+
+    def build_loss(self, max_new_tokens: int) -> Loss:
+        return Loss(
+            self.loss, self.clip_low, self.clip_high, self.dual_clip, self.kl, self.kl_clamp, max_new_tokens
+        )  # fmt: skip
+
+
+class LoRASettings(Section):
+    rank: int = 32
+    """Rank of the update of every linear layer."""
+    alpha: float = 64.0
+    """The update is scaled by alpha / rank."""
+    seed: int = 0
+    """Of the adapters' first values."""
+
+
+class LearnerSettings(Section):
+    updates: Count = 1
+    """Optimizer steps per batch of rollouts."""
+    minibatch: Literal["groups", "rollouts"] = "groups"
+    """Whether those steps share out whole groups or shuffled rollouts."""
+    lr: float = 1e-6
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this norm; null leaves them."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    decay: learner_config.Decay = "constant"
+    """`constant`, or `linear` or `cosine` down to `min_lr_ratio` at the end of the run."""
+    min_lr_ratio: float = 0.0
+    """Where the decay ends, as a share of `lr`."""
+    max_skipped: Count = 5
+    """The run stops after so many updates in a row whose loss or gradient was not finite."""
+    token_budget: int = 16384
+    """Tokens per micro-batch, prompts included."""
+    logprob_chunk: int = 2048
+    """Positions whose logits exist at one time."""
+    activation_checkpointing: bool = True
+    """Keep only each layer's input and compute the rest again in the backward pass."""
+    compile: bool = False
+    """Compile the decoder layers."""
+    lora: LoRASettings | None = None
+    """Train low-rank adapters instead of the weights."""
+
+    def build(self, steps: int, reference: bool) -> LearnerConfig:
+        own = {"updates", "minibatch", "max_skipped", "lora"}
+        lora = learner_config.LoRA(**self.lora.model_dump()) if self.lora else None
+        return LearnerConfig(
+            **self.model_dump(exclude=own), lora=lora, total_steps=steps * self.updates, reference=reference
+        )
+
+
+class EngineSettings(Section):
+    page: int = 16
+    """KV tokens per page; a selector's block takes its place."""
+    kv_memory: str | int | None = None
+    """Size of the KV pool, `60GiB` for instance; by default most of what is free on a GPU, 1 GiB on the CPU."""
+    max_rows: Count = 256
+    """Sequences that decode together."""
+    max_length: Count | None = None
+    """Most KV tokens of one sequence; by default what the model allows."""
+    lookahead: Count | None = None
+    """Decode steps launched at a time."""
+    buckets: list[int] | None = None
+    """Batch sizes that decode steps are padded to; one value makes results independent of the batch, bit for bit."""
+    graphs: bool | None = None
+    """Capture decode steps as CUDA graphs; by default on CUDA."""
+    compiled: bool | None = None
+    """Compile the layers; by default on CUDA."""
+
+
+class EvalSettings(Section):
+    every: Annotated[int, Field(ge=0)] = 10
+    """Evaluate the dense policy on held-out data every so many steps, before the first and after the last too;
+    0 switches it off."""
+    data: Source | None = None
+    """Held-out data; by default `size` examples are set aside from the training data."""
+    size: Count = 128
+    """Problems to evaluate on."""
+    k: Count = 1
+    """Answers per problem."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Of the evaluation; 0 is greedy."""
+    max_new_tokens: Count | None = None
+    """Longest answer; by default the training's."""
+    sparse: bool = False
+    """Evaluate the sparse policy as well."""
+
+
+class CheckpointSettings(Section):
+    every: Annotated[int, Field(ge=0)] = 10
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: Count = 2
+    """How many of the last ones stay."""
+    best: bool = True
+    """Also keep the one with the best held-out accuracy of the dense policy."""
+
+
+class LoggingSettings(Section):
+    sinks: list[str] = []
+    """Where metrics go besides the run's folder: `tensorboard`, `wandb`, `trackio`."""
+    completions: Annotated[int, Field(ge=0)] = 4
+    """Sampled completions written per step."""
+
+
+class RunConfig(Section):
+    out: str
+    """The run's folder; by default `runs/<name of the recipe>`."""
+    steps: Count = 100
+    """Batches of rollouts to train on."""
+    seed: int = 0
+    """Of data order, rollouts, mini-batches and random weights."""
+    model: ModelSettings
+    """What is trained."""
+    data: DataSettings
+    """What it is trained on."""
+    rewards: RewardSettings
+    """What an answer is worth."""
+    sparsity: SparsitySettings = SparsitySettings()
+    """What of the KV cache rollouts keep or read; nothing here is a dense run."""
+    sampling: SamplingSettings = SamplingSettings()
+    """How rollouts are drawn."""
+    objective: ObjectiveSettings = ObjectiveSettings()
+    """What is optimized."""
+    learner: LearnerSettings = LearnerSettings()
+    """How it is optimized."""
+    engine: EngineSettings = EngineSettings()
+    """Memory and speed of the rollouts."""
+    eval: EvalSettings = EvalSettings()
+    """Held-out evaluation."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """What survives."""
+    logging: LoggingSettings = LoggingSettings()
+    """What is written down."""
+
+    @property
+    def loss(self) -> Loss:
+        return self.objective.build_loss(self.sampling.max_new_tokens)
+
+    @property
+    def correction(self) -> Correction:
+        return self.objective.correction.build()
+
+    def learner_config(self) -> LearnerConfig:
+        return self.learner.build(self.steps, reference=self.objective.kl > 0)
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        """Refuse what means nothing together, before anything is loaded."""
+        one_update, updates = self.objective.one_update, self.learner.updates
+        check(self.loss, self.correction, one_update=one_update)
+        require(
+            not one_update or updates == 1,
+            f"objective.one_update=true with learner.updates={updates}: after the first update the old log-probs "
+            "are gone; set learner.updates=1 or objective.one_update=false.",
+        )
+        unit = self.sampling.prompts * (self.sampling.n if self.learner.minibatch == "rollouts" else 1)
+        require(
+            updates <= unit,
+            f"learner.updates={updates}: a step has only {unit} {self.learner.minibatch} to share out; lower it, or "
+            "raise sampling.prompts.",
+        )
+        self.learner_config()
+        return self

@@ -1,0 +1,129 @@
+"""From a YAML file and `key=value` overrides to a checked `RunConfig`; what is wrong is said in one sentence."""
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from alula.config import RunConfig
+from alula.errors import SettingError, unknown
+
+SHORTHANDS = {("objective", "correction"): "preset"}
+"""Sections that may be written as one word, and the setting that the word stands for."""
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-6 for a text; here it is the number that everybody means."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The recipe at `path` with `section.setting=value` overrides, whose values are read as YAML."""
+    path = Path(path)
+    if not path.is_file():
+        raise SettingError(f"recipe {str(path)!r}: no such file.")
+    tree = parse_yaml(path.read_text(), f"recipe {path}")
+    if not isinstance(tree, dict):
+        raise SettingError(f"recipe {path}: must be a mapping of settings.")
+    for text in overrides:
+        override(tree, text)
+    tree.setdefault("out", f"runs/{path.stem}")
+    return read_tree(tree)
+
+
+def read_tree(tree: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise describe(error) from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The settings in force, defaults filled in; `load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def override(tree: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise SettingError(f"override {text!r}: write section.setting=value.")
+    *sections, leaf = name.split(".")
+    place = tree
+    for depth, section in enumerate(sections):
+        inner = place.get(section)
+        path = tuple(sections[: depth + 1])
+        if isinstance(inner, str) and path in SHORTHANDS:
+            inner = {SHORTHANDS[path]: inner}
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, dict):
+            raise SettingError(f"override {text!r}: {'.'.join(path)} is {inner!r}, which has no settings inside.")
+        place[section] = dict(inner)
+        place = place[section]
+    place[leaf] = parse_yaml(value, f"override {text!r}")
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise SettingError(f"{what}: not YAML ({' '.join(str(error).split())}).") from error
+
+
+def describe(error: ValidationError) -> SettingError:
+    """The first thing wrong, as a sentence with the setting, the value and the way out."""
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a typo also leaves a gap
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return misspelt(first)
+    if first["type"] == "missing":
+        return SettingError(f"setting {place!r} is missing; give it in the recipe or as {place}=value.")
+    if first["type"] == "value_error":
+        return SettingError(f"{place}: {first['ctx']['error']}" if place else str(first["ctx"]["error"]))
+    wanted = first["msg"].removeprefix("Input ").rstrip(".")
+    return SettingError(f"setting {place}={first['input']!r}: {wanted}.")
+
+
+def misspelt(error: ErrorDetails) -> SettingError:
+    *sections, name = (str(part) for part in error["loc"])
+    here = ".".join(sections)
+    known = [f"{here}.{field}" if here else field for field in fields_at(sections)]
+    full = f"{here}.{name}" if here else name
+    elsewhere = [path for path in all_settings() if path.split(".")[-1] == name]
+    if elsewhere and not get_close_matches(full, known, n=1):
+        return SettingError(f"unknown setting {full!r}; did you mean {elsewhere[0]!r}?")
+    return unknown("setting", full, known)
+
+
+def all_settings(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every setting's dotted name, sections included."""
+    found = []
+    for name, field in model.model_fields.items():
+        found.append(prefix + name)
+        for section in sections_in(field.annotation):
+            found += all_settings(section, f"{prefix}{name}.")
+    return found
+
+
+def fields_at(sections: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for name in sections:
+        if name in model.model_fields:  # a position in a list is no field
+            model = next(iter(sections_in(model.model_fields[name].annotation)), model)
+    return list(model.model_fields)
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Section classes inside `Section`, `Section | None` or `list[Section]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_in(part)]

@@ -1,0 +1,145 @@
+"""From prompts to rewarded rollouts: the engine samples, reroll repairs, dynamic sampling draws again."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from alula.config import RunConfig
+from alula.data import Example, PromptStream
+from alula.engine.engine import Engine
+from alula.engine.rollout import Rollout, Sampling
+from alula.engine.sequence import Request
+from alula.evals.evaluate import text_of
+from alula.rewards import Rewards
+from alula.rl.advantages import has_signal
+from alula.rl.clock import Clock
+from alula.rl.correction import correct
+from alula.rl.distributed import World
+from alula.rl.experience import Experience
+from alula.rl.learner import Learner
+from alula.rl.reroll import continuations, spliced
+from alula.rl.stop import StopRequest
+from alula.sparsity.policy import Sparsity
+
+
+class Collector:
+    def __init__(
+        self, config: RunConfig, engine: Engine, learner: Learner, rewards: Rewards, world: World, stop: StopRequest
+    ) -> None:
+        self.config, self.engine, self.learner = config, engine, learner
+        self.rewards, self.world, self.stop = rewards, world, stop
+        self.sparsity = config.sparsity.build()
+        self.correction = config.correction
+        self.say: Callable[[str], Any] = lambda phase: None
+
+    def collect(self, step: int, stream: PromptStream, clock: Clock) -> Experience:
+        """This rank's share of a step: `sampling.prompts` groups, drawn again under dynamic sampling until so many
+        have a signal or the rounds are used up."""
+        s = self.config.sampling
+        rounds: list[Experience] = []
+        wanted = share(s.prompts, self.world)
+        found = 0
+        for round_ in range(s.max_rounds if s.dynamic else 1):
+            if self.world.largest(max(0, wanted - found)) == 0 and rounds:
+                break
+            examples = stream.next(s.prompts)[self.world.rank :: self.world.size]
+            rounds.append(self._round(examples, (step, round_), clock))
+            found += rounds[-1].drawn_groups - rounds[-1].silent_groups
+        whole = Experience.join(rounds)
+        signal = has_signal(torch.tensor(whole.rewards), whole.group)[:: s.n].tolist()
+        loud = [g for g, has in enumerate(signal) if has]
+        silent = [g for g, has in enumerate(signal) if not has]
+        return whole if len(rounds) == 1 else whole.choose(sorted((loud + silent)[:wanted]))
+
+    def _round(self, examples: list[Example], place: tuple[int, int], clock: Clock) -> Experience:
+        s = self.config.sampling
+        self.say("rollouts")
+        with clock.phase("rollout"):
+            sampling = Sampling(
+                n=s.n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed("rollouts", *place)
+            )
+            prompts = [list(example.prompt_ids or ()) for example in examples]
+            rollouts = self.generate(prompts, sampling, self.sparsity)
+        found = Experience(rollouts, [e for e in examples for _ in range(s.n)], [], {}, [], s.n)
+        if self.correction.reroll:
+            self._reroll(found, self.seed("reroll", *place), clock)
+        self.say("rewards")
+        with clock.phase("reward"):
+            self._reward(found)
+        self.stop.obey()
+        found.drawn_groups = len(examples)
+        signal = has_signal(torch.tensor(found.rewards), found.group)[:: s.n]
+        found.silent_groups = int((~signal).sum())
+        return found
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, sparsity: Sparsity | None) -> list[Rollout]:
+        """`Engine.generate`, which a request to stop can leave between two rollouts."""
+        rollouts: list[Any] = [None] * (len(prompts) * sampling.n)
+        if prompts:
+            for rollout in self._stream(self.engine.requests(prompts, sampling, sparsity)):
+                rollouts[rollout.prompt_index * sampling.n + rollout.sample_index] = rollout
+        return rollouts
+
+    def _stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        for rollout in self.engine.stream(requests):
+            yield rollout
+            self.stop.obey_alone()
+
+    def _reroll(self, found: Experience, seed: int, clock: Clock) -> None:
+        """Vetoed rollouts get a dense continuation; the mismatch that is reported is that of what was sampled."""
+        temperature, device = self.config.sampling.temperature, self.world.device
+        self.say("scoring")
+        with clock.phase("score"), self.engine_asleep():
+            found.dense = [scores.logprobs for scores in self.learner.score(found.rollouts, temperature)]
+        corrected = correct(
+            torch.cat(found.dense), torch.cat(found.sparse(device)), found.sequence(device), self.correction,
+            sequences=len(found.rollouts), reduce=self.world.sum,
+        )  # fmt: skip
+        found.sampled_mismatch = corrected.metrics
+        vetoed = {i: (found.rollouts[i], k) for i, k in enumerate(corrected.first_vetoed.tolist()) if k >= 0}
+        found.rerolled = [i in vetoed for i in range(len(found.rollouts))]
+        self.say("rerolls")
+        with clock.phase("rollout"):
+            if vetoed:
+                for suffix in self._stream(continuations(self.engine, vetoed, seed)):
+                    rollout, first = vetoed[suffix.prompt_index]
+                    found.rollouts[suffix.prompt_index] = spliced(rollout, first, suffix, self.engine.tokenizer)
+        self.say("scoring")
+        with clock.phase("score"), self.engine_asleep():
+            again = self.learner.score([found.rollouts[i] for i in vetoed], temperature)
+            for i, scores in zip(vetoed, again):
+                found.dense[i] = scores.logprobs
+
+    def _reward(self, found: Experience) -> None:
+        graded = self.rewards.score(
+            [text_of(rollout, None) for rollout in found.rollouts],
+            [example.record() for example in found.examples],
+            finishes=[rollout.finish for rollout in found.rollouts],
+            lengths=[len(rollout) for rollout in found.rollouts],
+        )
+        found.rewards, found.parts = graded.total, graded.parts
+        found.failures = [reason for _, reason in graded.failures]
+
+    @contextmanager
+    def engine_asleep(self) -> Iterator[None]:
+        """The KV pool's memory belongs to the learner for a while; on the CPU there is enough for both."""
+        if self.engine.device.type != "cuda":
+            yield
+            return
+        self.engine.sleep()
+        try:
+            yield
+        finally:
+            self.engine.wake()
+
+    def seed(self, *words: object) -> int:
+        """A seed of its own for every rank, step and purpose."""
+        return random.Random(f"{self.config.seed}/{self.world.rank}/{words}").getrandbits(62)
+
+
+def share(count: int, world: World) -> int:
+    """How many of `count` things dealt out in turn this rank gets."""
+    return len(range(world.rank, count, world.size))

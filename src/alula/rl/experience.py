@@ -1,0 +1,96 @@
+"""One rank's rollouts of a step with everything that is known about them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alula.data.dataset import Example, shuffled
+from alula.engine.rollout import Rollout
+
+
+@dataclass
+class Experience:
+    """Rollouts group by group: those of one prompt stand together."""
+
+    rollouts: list[Rollout]
+    examples: list[Example]
+    """Of each rollout."""
+    rewards: list[float]
+    parts: dict[str, list[float]]
+    """Each reward unweighted."""
+    failures: list[str]
+    """Why answers could not be graded."""
+    n: int
+    """Rollouts per group."""
+    dense: list[Tensor] = field(default_factory=list)
+    """Old log-probs [len] of each rollout under the dense policy; none in one-update mode."""
+    reference: list[Tensor] = field(default_factory=list)
+    """Log-probs under the initial policy, where there is a KL."""
+    rerolled: list[bool] = field(default_factory=list)
+    sampled_mismatch: dict[str, float] = field(default_factory=dict)
+    """Mismatch of the rollouts as they were sampled, where some were rerolled since."""
+    drawn_groups: int = 0
+    silent_groups: int = 0
+    """How many of them had equal rewards, before dynamic sampling chose."""
+
+    @property
+    def group(self) -> Tensor:
+        return torch.arange(len(self.rollouts)) // self.n
+
+    @property
+    def groups(self) -> int:
+        return len(self.rollouts) // self.n
+
+    def sparse(self, device: torch.device) -> list[Tensor]:
+        """Log-probs under the policy that sampled."""
+        return [r.logprobs.to(device) for r in self.rollouts if r.logprobs is not None]
+
+    def sequence(self, device: torch.device) -> Tensor:
+        """int64 [T]: the rollout of each token."""
+        lengths = torch.tensor([len(r) for r in self.rollouts], device=device)
+        return torch.repeat_interleave(torch.arange(len(self.rollouts), device=device), lengths)
+
+    def taught(self, mask_truncated: bool) -> Tensor:
+        """bool [N]: rollouts that may teach something: not broken off, and not cut off where that is masked."""
+        unfinished = ("error", "aborted", "length") if mask_truncated else ("error", "aborted")
+        return torch.tensor([r.finish not in unfinished for r in self.rollouts], dtype=torch.bool)
+
+    def choose(self, groups: list[int]) -> "Experience":
+        """Some of the groups, in the order given."""
+        keep = [g * self.n + i for g in groups for i in range(self.n)]
+
+        def pick(values: list[Any]) -> list[Any]:
+            return [values[i] for i in keep] if values else []
+
+        return Experience(
+            pick(self.rollouts), pick(self.examples), pick(self.rewards),
+            {name: pick(values) for name, values in self.parts.items()}, self.failures, self.n,
+            pick(self.dense), pick(self.reference), pick(self.rerolled), self.sampled_mismatch,
+            self.drawn_groups, self.silent_groups,
+        )  # fmt: skip
+
+    @classmethod
+    def join(cls, rounds: list["Experience"]) -> "Experience":
+        whole = rounds[0]
+        for other in rounds[1:]:
+            for name in ("rollouts", "examples", "rewards", "failures", "dense", "reference", "rerolled"):
+                getattr(whole, name).extend(getattr(other, name))
+            for name, values in other.parts.items():
+                whole.parts[name].extend(values)
+            whole.drawn_groups += other.drawn_groups
+            whole.silent_groups += other.silent_groups
+        return whole
+
+
+def minibatches(experience: Experience, updates: int, unit: str, seed: tuple[int, ...]) -> Tensor:
+    """int64 [N]: the optimizer step that each rollout goes into, by whole groups or by single rollouts.
+
+    A seeded shuffle shared out as evenly as it goes: the same on every machine, and none where there is one step.
+    """
+    count = experience.groups if unit == "groups" else len(experience.rollouts)
+    order = shuffled(count, *seed) if updates > 1 else list(range(count))
+    step = torch.empty(count, dtype=torch.int64)
+    step[torch.tensor(order, dtype=torch.int64)] = torch.arange(count) * updates // max(count, 1)
+    return step.repeat_interleave(experience.n) if unit == "groups" else step

@@ -1,0 +1,190 @@
+"""What a recipe would do, from its settings and the model's shape alone: memory, tokens per step, what is sparse."""
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from alula.config import RunConfig
+from alula.errors import SettingError
+from alula.model import SHAPE
+from alula.shapes import shape
+from alula.sparsity.policy import DENSE, Sparsity, describe_budget
+from alula.sparsity.schedule import Schedule
+from alula.support import refuse_unsupported
+
+PROMPT_GUESS = 256
+"""Tokens that a prompt is counted with where `data.max_prompt_tokens` is not given."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes in bytes per rank, counts per step."""
+
+    parameters: int
+    weights: int
+    engine_copy: int
+    """The engine's own weights; 0 where it reads the learner's."""
+    masters: int
+    moments: int
+    gradients: int
+    reference: int
+    logits: int
+    """Of one chunk of positions, and their gradient."""
+    kv_token: int
+    """Keys and values of one token over all layers and heads."""
+    kv_dense: int
+    """All rollouts that run together, at full length."""
+    kv_sparse: int
+    """The same under the run's sparsity."""
+    rollouts: int
+    running: int
+    most_tokens: int
+    """Generated per step, if every answer were of full length."""
+    update_tokens: int
+    """Through the model per optimizer step, at most."""
+
+
+def plan(config: RunConfig, ranks: int = 1) -> Plan:
+    """Raises what would be refused at the start of the run, too."""
+    sparsity = config.sparsity.build()
+    model_config = shape_config(config.model.source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    parameters = sum(p.numel() for p in model.parameters())
+    lora = config.learner.lora
+    trained = lora_parameters(model, lora.rank) if lora else parameters
+    text = model_config.get_text_config()
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    width = 4 if dtype_of(config) == "float32" else 2
+    kv_token = 2 * layers * getattr(text, "num_key_value_heads", heads) * head_dim * width
+
+    s = config.sampling
+    rollouts = s.prompts * s.n
+    running = min(config.engine.max_rows, -(-rollouts // ranks))
+    prompt = config.data.max_prompt_tokens or PROMPT_GUESS
+    longest = prompt + s.max_new_tokens
+    shared = ranks == 1 and lora is None
+    own_master = width == 4
+    return Plan(
+        parameters=parameters,
+        weights=parameters * width if ranks == 1 else parameters * 4 // ranks,
+        engine_copy=0 if shared else parameters * width,
+        masters=0 if own_master or ranks > 1 else trained * 4,
+        moments=8 * trained // ranks,
+        gradients=4 * trained // ranks,
+        reference=parameters * width // ranks if config.objective.kl > 0 and not lora else 0,
+        logits=2 * 4 * config.learner.logprob_chunk * text.vocab_size,
+        kv_token=kv_token,
+        kv_dense=running * longest * kv_token,
+        kv_sparse=running * held(sparsity, prompt, longest) * kv_token,
+        rollouts=rollouts,
+        running=running,
+        most_tokens=rollouts * s.max_new_tokens,
+        update_tokens=-(-rollouts // config.learner.updates) * longest,
+    )
+
+
+def shape_config(source: str) -> PreTrainedConfig:
+    """The model's configuration without its weights: from a shape's name, a folder or the hub."""
+    if source.startswith(SHAPE):
+        settings = copy.deepcopy(shape(source.removeprefix(SHAPE)))
+        found: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    else:
+        where: dict[str, Any] = {"pretrained_model_name_or_path": source}
+        if source.endswith(".gguf"):
+            folder, file = os.path.split(source)
+            where = {"pretrained_model_name_or_path": folder or ".", "gguf_file": file}
+        try:
+            found = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            reason = next(line.strip() for line in str(error).splitlines() if line.strip())
+            raise SettingError(f"model.source={source!r}: its configuration cannot be read: {reason}") from error
+    refuse_unsupported(found)
+    return found
+
+
+def lora_parameters(model: Any, rank: int) -> int:
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    return sum(rank * (m.in_features + m.out_features) for m in linears)
+
+
+def dtype_of(config: RunConfig) -> str:
+    device = config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return config.model.dtype or ("bfloat16" if device == "cuda" else "float32")
+
+
+def held(sparsity: Sparsity, prompt: int, longest: int) -> int:
+    """The most KV tokens of one rollout: an evictor's ceiling; a selector keeps all."""
+    evict = sparsity.evict
+    if evict is None:
+        return longest
+    budget = max(evict.budget.budgets) if isinstance(evict.budget, Schedule) else evict.budget
+    return min(longest, max(prompt, budget + evict.buffer + (prompt if evict.protect_prompt else 0)))
+
+
+def print_plan(config: RunConfig, console: Console | None = None) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    p, sparsity, console = plan(config, ranks), config.sparsity.build(), console or Console()
+    s, correction = config.sampling, config.objective.correction
+    work = table("work", "what", "per step")
+    work.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {p.rollouts:,}")
+    work.add_row("generated tokens", f"at most {p.most_tokens:,} ({s.max_new_tokens:,} each)")
+    scoring = "none (one-update mode)" if config.objective.one_update else "dense, of every rollout"
+    work.add_row("scoring", scoring + (" + reference (KL)" if config.objective.kl else ""))
+    work.add_row("optimizer steps", f"{config.learner.updates}, each at most {p.update_tokens:,} tokens")
+    work.add_row("micro-batches", f"{config.learner.token_budget:,} tokens")
+    work.add_row("whole run", f"{config.steps:,} steps, {config.steps * p.rollouts:,} rollouts")
+    console.print(work)
+
+    memory = table(f"memory per rank, {p.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}", "what", "size")
+    for what, size in (
+        ("weights", p.weights),
+        ("weights of the engine's own", p.engine_copy),
+        ("float32 masters", p.masters),
+        ("Adam moments", p.moments),
+        ("gradients", p.gradients),
+        ("reference policy", p.reference),
+        (f"logits of {config.learner.logprob_chunk:,} positions", p.logits),
+    ):
+        if size:
+            memory.add_row(what, bytes_text(size))
+    pool = config.engine.kv_memory or "what is left"
+    memory.add_row(f"KV pool (engine.kv_memory: {pool})", "")
+    memory.add_row(f"  {p.running} rollouts together, dense", bytes_text(p.kv_dense))
+    if not sparsity.dense:
+        memory.add_row(f"  {p.running} rollouts together, {sparsity.describe()}", bytes_text(p.kv_sparse))
+    console.print(memory)
+
+    sparse = table("what is sparse", "what", "how")
+    sparse.add_row("rollouts", sparsity.describe() if sparsity != DENSE else "nothing: a dense run")
+    if e := sparsity.evict:
+        protected = "the whole prompt, " if e.protect_prompt else ""
+        sparse.add_row("  evicted", f"down to {describe_budget(e.budget)} KV tokens at {e.buffer} more; always kept: "
+                       f"{protected}first {e.sinks}, last {e.window}")  # fmt: skip
+    if c := sparsity.select:
+        sparse.add_row("  read", f"{describe_budget(c.budget)} KV tokens in blocks of {c.block}; dense layers: "
+                       f"{c.dense_layers}")  # fmt: skip
+    sparse.add_row("correction", correction.preset)
+    every = config.eval.every
+    sparse.add_row("held-out evaluation", f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps"
+                   if every else "off")  # fmt: skip
+    console.print(sparse)
+
+
+def table(title: str, *columns: str) -> Table:
+    found = Table(title=title, title_justify="left", show_header=False)
+    for i, column in enumerate(columns):
+        found.add_column(column, justify="left" if i == 0 or column != "size" else "right")
+    return found
+
+
+def bytes_text(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

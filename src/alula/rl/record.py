@@ -1,0 +1,110 @@
+"""What a run writes and shows: files and live line on the first rank, nothing on the others."""
+
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from alula.config import RunConfig
+from alula.config_file import to_yaml
+from alula.rl.distributed import World
+from alula.rl.experience import Experience
+from alula.rl.held_out import HeldOut
+from alula.rl.live import LiveLine
+from alula.rl.metrics import MetricsWriter, State
+from alula.rl.update import Learned
+
+
+class Record:
+    def __init__(self, config: RunConfig, world: World, stream: TextIO | None) -> None:
+        self.config, self.first, self.stream = config, world.rank == 0, stream
+        self.out = Path(config.out)
+        self.resumed_from: int | None = None
+        self.state: State = "finished"
+        self.writer: MetricsWriter | None = None
+        self.live: LiveLine | None = None
+
+    def open(self, resume_from: int | None) -> None:
+        """`resume_from` as in `MetricsWriter`."""
+        self.resumed_from = resume_from
+        if not self.first:
+            return
+        settings = self.out / "config.yaml"
+        before = settings.read_text() if resume_from is not None and settings.exists() else None
+        self.writer = MetricsWriter(
+            self.out, self.config.logging.sinks, resume_from=resume_from,
+            settings=self.config.model_dump(mode="json"), total_steps=self.config.steps,
+        )  # fmt: skip
+        settings.write_text(to_yaml(self.config))
+        self.live = LiveLine(self.config.steps, first_step=max(resume_from or 0, 0), stream=self.stream)
+        if before is not None and (changed := changed_settings(before, self.config)):
+            self.say(f"settings changed since the run began: {', '.join(changed)}.")
+
+    def log_step(self, step: int, metrics: dict[str, float], batch: Experience, learned: Learned) -> None:
+        if self.writer and self.live:
+            self.writer.log(step, metrics)
+            self.writer.log_completions(step, completions(batch, learned, self.config.logging.completions))
+            self.live.update(step, metrics)
+
+    def log_eval(self, step: int, name: str, policy: Any, found: HeldOut) -> None:
+        if self.writer:
+            self.writer.log_eval(
+                step, name, policy, accuracy=found.accuracy, n=found.n, stderr=found.stderr,
+                length=found.length, kv_saved=found.kv_saved,
+            )  # fmt: skip
+        self.say(f"step {step}: {policy} accuracy on {name} {found.accuracy:.1%} ± {found.stderr:.1%}")
+
+    def event(self, step: int, kind: str, message: str, advice: str) -> None:
+        if self.writer:
+            self.writer.log_event(step, kind, message, advice)
+        self.say(f"{kind}: {message} {advice}")
+
+    def say(self, text: str) -> None:
+        if self.live:
+            self.live.message(text)
+        elif self.first:
+            print(text, file=self.stream, flush=True)
+
+    def phase(self, name: str) -> None:
+        if self.live:
+            self.live.phase(name)
+
+    def __enter__(self) -> "Record":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.live:
+            self.live.close()
+        if self.writer:
+            self.writer.close("failed" if kind else self.state)
+
+
+def completions(batch: Experience, learned: Learned, count: int) -> list[dict[str, Any]]:
+    """One rollout each of the first groups: prompts differ, and so do the answers."""
+    rows = []
+    for group in range(min(count, batch.groups)):
+        i = group * batch.n + group % batch.n
+        rollout, prompt = batch.rollouts[i], batch.examples[i].prompt
+        rows.append(
+            {
+                "prompt": prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt),
+                "completion": rollout.text,
+                "reward": batch.rewards[i],
+                "finish": rollout.finish,
+                "vetoed": learned.vetoed[i] or (bool(batch.rerolled) and batch.rerolled[i]),
+            }
+        )
+    return rows
+
+
+def changed_settings(before: str, now: RunConfig) -> list[str]:
+    """Dotted names of the settings that differ between a run's config.yaml and `now`."""
+    old, new = flat(yaml.safe_load(before)), flat(yaml.safe_load(to_yaml(now)))
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    inner = [flat(value, f"{prefix}.{name}" if prefix else str(name)) for name, value in tree.items()]
+    return {name: value for part in inner for name, value in part.items()}

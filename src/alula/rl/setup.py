@@ -1,0 +1,104 @@
+"""The parts of a run, made from its settings: model and tokenizer, data, engine and learner on the same weights."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from alula.config import RunConfig
+from alula.data import Dataset, prepare
+from alula.engine.engine import Engine
+from alula.errors import SettingError, require
+from alula.model import SHAPE, LoadedModel, load_model
+from alula.rl.distributed import World
+from alula.rl.learner import Learner
+
+TASK = "task:"
+
+
+def load_policy(config: RunConfig, world: World) -> LoadedModel:
+    """The model with a tokenizer."""
+    loaded = load_model(config.model.source, device=world.device, dtype=config.model.dtype, seed=config.seed)
+    name = config.model.tokenizer
+    if name is None and loaded.tokenizer is None and config.data.source.startswith(TASK):
+        name = config.data.source
+    if name is not None:
+        loaded = with_tokenizer(loaded, named_tokenizer(name, config), cut=config.model.source.startswith(SHAPE))
+    require(
+        loaded.tokenizer is not None,
+        f"model.source={config.model.source!r} has no tokenizer; name one in model.tokenizer.",
+    )
+    return loaded
+
+
+def named_tokenizer(name: str, config: RunConfig) -> Any:
+    if name.startswith(TASK):
+        from alula.data.tasks import build
+        from alula.data.tasks.tokenizer import task_tokenizer
+
+        options = config.data.options if config.data.source == name else {}
+        return task_tokenizer(build(name.removeprefix(TASK), **options))
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"model.tokenizer={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def with_tokenizer(loaded: LoadedModel, tokenizer: Any, cut: bool) -> LoadedModel:
+    """Talk to the model through `tokenizer`; `cut` shrinks a random model's vocabulary to it."""
+    model = loaded.model
+    require(
+        len(tokenizer) <= model.config.vocab_size,
+        f"the tokenizer has {len(tokenizer)} tokens and the model only {model.config.vocab_size}; use another one.",
+    )
+    if cut:
+        model.resize_token_embeddings(len(tokenizer))
+    for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for holder in (model.config, model.generation_config):
+            setattr(holder, role, getattr(tokenizer, role))
+    return replace(loaded, tokenizer=tokenizer, eos_ids=(tokenizer.eos_token_id,))
+
+
+def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
+    """(training, held-out) examples as tokens."""
+    training, held_out = config.data.load(), None
+    if config.eval.every and config.eval.data is not None:
+        held_out = config.eval.data.load()
+        held_out = held_out.take(config.eval.size, seed=0) if config.eval.size < len(held_out) else held_out
+    elif config.eval.every:
+        require(
+            config.eval.size < len(training),
+            f"eval.size={config.eval.size}: the training data has {len(training)} examples and some must be left to "
+            "train on; lower it, name other data in eval.data, or set eval.every=0.",
+        )
+        training, held_out = training.split(config.eval.size, config.data.seed)
+
+    def ready(dataset: Dataset) -> Dataset:
+        d = config.data
+        return prepare(
+            dataset, tokenizer, chat=d.chat, system=d.system, max_prompt_tokens=d.max_prompt_tokens,
+            template_options=d.template_options,
+        )  # fmt: skip
+
+    return ready(training), None if held_out is None else ready(held_out)
+
+
+def build_learner_and_engine(config: RunConfig, loaded: LoadedModel, world: World) -> tuple[Learner, Engine]:
+    """On one device without adapters the engine reads the learner's own parameters; otherwise it has a copy, which
+    `Engine.update_weights` refreshes."""
+    for_engine = loaded if shares_weights(config, world) else replace(loaded, model=copy.deepcopy(loaded.model))
+    learner = Learner(loaded.model, config.learner_config(), world)
+    learner.tensors()  # the moments take their memory now, before the engine takes what is left
+    e = config.engine
+    page = config.sparsity.select.block if config.sparsity.select else e.page
+    engine = Engine(
+        for_engine, page=page, kv_memory=e.kv_memory, max_rows=e.max_rows, max_length=e.max_length,
+        lookahead=e.lookahead, buckets=e.buckets, graphs=e.graphs, compiled=e.compiled,
+    )  # fmt: skip
+    engine.check(config.sparsity.build())
+    return learner, engine
+
+
+def shares_weights(config: RunConfig, world: World) -> bool:
+    return not world.many and config.learner.lora is None

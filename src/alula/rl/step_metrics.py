@@ -1,0 +1,116 @@
+"""The numbers of one training step over all ranks; docs/metrics.md says what each means."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from alula.config import RunConfig
+from alula.rl.clock import Clock
+from alula.rl.distributed import World
+from alula.rl.experience import Experience
+from alula.rl.learner import Update
+from alula.rl.update import Learned
+
+MISMATCH = {
+    "veto_rate": "veto_rate",
+    "veto_token_rate": "veto_rate_token",
+    "mismatch_kl_k1": "kl_k1",
+    "mismatch_kl_k3": "kl_k3",
+    "ess": "ess",
+    "xi_p1": "xi_p01",
+    "xi_p5": "xi_p05",
+    "xi_p50": "xi_p50",
+    "xi_p95": "xi_p95",
+    "xi_p99": "xi_p99",
+}
+DROPPED = {"rejected_rate": "rejected", "masked_token_rate": "masked_token", "capped_token_rate": "capped_token"}
+POLICY = {"entropy": "entropy", "clip_fraction": "clip_fraction", "update_kl": "update_kl", "kl": "kl_ref"}
+
+
+def step_metrics(
+    config: RunConfig,
+    batch: Experience,
+    learned: Learned,
+    clock: Clock,
+    world: World,
+    *,
+    peak_bytes: int,
+    epoch: float,
+    matrix_rate: float | None,
+) -> dict[str, float]:
+    """The same on every rank, clocks aside, which are this rank's."""
+    metrics = rollout_metrics(config, batch, world, peak_bytes) | update_metrics(learned.updates)
+    metrics["policy/taught"] = whole_sum(world, learned.taught) / whole_sum(world, len(batch.rollouts))
+    if learned.corrected is not None:
+        sampled = batch.sampled_mismatch or learned.corrected.metrics
+        metrics |= {f"mismatch/{ours}": sampled[theirs] for theirs, ours in MISMATCH.items()}
+        metrics |= {f"mismatch/{ours}": learned.corrected.metrics[theirs] for theirs, ours in DROPPED.items()}
+    metrics["data/epoch"] = epoch
+    metrics |= {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+    metrics["time/step"] = clock.total
+    tokens = whole_sum(world, sum(len(rollout) for rollout in batch.rollouts))
+    metrics["speed/tokens_per_s"] = tokens / max(clock.seconds["rollout"], 1e-9)
+    if matrix_rate:
+        metrics["speed/mfu"] = learned.flops / max(clock.seconds["update"], 1e-9) / matrix_rate
+    return metrics
+
+
+def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_bytes: int) -> dict[str, float]:
+    rollouts = batch.rollouts
+    judge = config.rewards.correct or next(iter(batch.parts))
+    right = [value >= config.rewards.threshold - 1e-9 for value in batch.parts[judge]]
+    sums = {
+        "reward/mean": sum(batch.rewards),
+        "reward/accuracy": sum(right),
+        "reward/failed": len(batch.failures),
+        "response/length_mean": sum(len(r) for r in rollouts),
+        "response/truncated": sum(r.finish == "length" for r in rollouts),
+        "kv/tokens_mean": sum(r.kv.mean_tokens for r in rollouts),
+    }
+    if len(batch.parts) > 1:
+        sums |= {f"reward/part/{name}": sum(values) for name, values in batch.parts.items()}
+    if batch.rerolled:
+        sums["mismatch/rerolled"] = sum(batch.rerolled)
+    extra = {
+        "count": len(rollouts),
+        "groups": batch.drawn_groups,
+        "silent": batch.silent_groups,
+        "held": sum(r.kv.mean_tokens * len(r) for r in rollouts),
+        "dense": sum(r.kv.dense_mean_tokens * len(r) for r in rollouts),
+        "peak": sum(r.kv.peak_tokens for r in rollouts),
+        "dense_peak": sum(max(r.kv.peak_tokens, len(r.prompt_ids) + len(r) - 1) for r in rollouts),
+        "bytes": peak_bytes,
+    }
+    total = added([*world.gather(sums | extra)])
+    metrics = {name: total[name] / total["count"] for name in sums}
+    metrics["groups/no_signal"] = total["silent"] / total["groups"]
+    if config.sampling.dynamic:
+        metrics["groups/drawn"] = total["groups"]
+    metrics["kv/saved"] = 1 - total["held"] / total["dense"] if total["dense"] else 0.0
+    metrics["kv/bytes_peak"] = total["bytes"]
+    metrics["kv/bytes_saved"] = total["bytes"] * (total["dense_peak"] / max(total["peak"], 1) - 1)
+    return metrics
+
+
+def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Means over the tokens of all optimizer steps; norms and losses are means over the steps that were taken."""
+    metrics: dict[str, float] = {}
+    measured = [update.metrics for update in updates if update.metrics]
+    tokens = sum(one["tokens"] for one in measured)
+    for theirs, ours in POLICY.items():
+        if measured and theirs in measured[0]:
+            metrics[f"policy/{ours}"] = sum(one[theirs] * one["tokens"] for one in measured) / tokens
+    taken = [update for update in updates if update.taken]
+    metrics["policy/loss"] = fmean(update.loss for update in taken) if taken else math.nan
+    metrics["policy/grad_norm"] = fmean(update.grad_norm for update in taken) if taken else math.nan
+    metrics["policy/lr"] = updates[-1].lr
+    metrics["policy/skipped"] = len(updates) - len(taken)
+    return metrics
+
+
+def added(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(one[name] for one in dictionaries) for name in dictionaries[0]}
+
+
+def whole_sum(world: World, value: float) -> float:
+    return sum(world.gather(value))

@@ -1,0 +1,272 @@
+"""The story of a run: rollouts under a sparse policy, a dense learner, and everything written down on the way.
+
+    step:  prompts ─► rollouts ─► rewards ─► dense scores ─► correction ─► advantages ─► optimizer steps ─► metrics
+
+Between two steps: held-out evaluation, checkpoint. A checkpoint holds everything that the next step depends on, so
+a run that is killed at any moment continues as if nothing had happened.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from alula.config import RunConfig
+from alula.data import PromptStream
+from alula.errors import require
+from alula.rl.checkpoint import CheckpointError, Checkpoints
+from alula.rl.clock import Clock
+from alula.rl.collect import Collector
+from alula.rl.distributed import World, start
+from alula.rl.experience import Experience
+from alula.rl.export import export
+from alula.rl.health import HealthMonitor, HealthWarning
+from alula.rl.held_out import HeldOut, evaluate_policy
+from alula.rl.learner import Update
+from alula.rl.record import Record
+from alula.rl.setup import build_learner_and_engine, load_data, load_policy, shares_weights
+from alula.rl.step_metrics import step_metrics, whole_sum
+from alula.rl.stop import Stopped, StopRequest
+from alula.rl.update import Learned, Updater
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on; the message says why and what to try."""
+
+
+def train(config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> bool:
+    """Train as `config` says, into its folder `out`. True where the run finished, False where it was stopped."""
+    return Trainer(config, resume=resume, stream=stream).run()
+
+
+class Trainer:
+    def __init__(self, config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> None:
+        self.config = config
+        self.world = world = start(config.model.device)
+        require(
+            config.sampling.prompts >= world.size,
+            f"sampling.prompts={config.sampling.prompts}: each of the {world.size} ranks needs at least one.",
+        )
+        self.out = Path(config.out)
+        self.record = Record(config, world, stream)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, self.record.say)
+        self.record.open(self._last_checkpoint(resume))
+
+        self.loaded = load_policy(config, world)
+        training, self.held_out = load_data(config, self.loaded.tokenizer)
+        self.stream = PromptStream(training, config.seed)
+        self.rewards = config.rewards.build()
+        self.learner, self.engine = build_learner_and_engine(config, self.loaded, world)
+        self.stop = StopRequest(world)
+        self.collector = Collector(config, self.engine, self.learner, self.rewards, world, self.stop)
+        self.collector.say = self.record.phase
+        self.updater = Updater(config, self.learner)
+        self.health = HealthMonitor()
+        self.matrix_rate = matrix_rate(world)
+
+        self.step = 0
+        """Steps done."""
+        self.evaluated = -1
+        """The step of the last held-out evaluation."""
+        self.saved = -1
+        self.best: float | None = None
+        self.accuracy: float | None = None
+        """Of the dense policy, if it was evaluated after this step."""
+        self.not_finite = 0
+        """Updates in a row that were skipped."""
+        self.idle = False
+        """Whether the last step had nothing to learn from."""
+        self.position = self.stream.state_dict()
+        if self.record.resumed_from is not None and self.record.resumed_from >= 0:
+            self._load(self.resumed)
+
+    # -- the run ------------------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        config = self.config
+        with ExitStack() as stack:
+            stack.callback(self.rewards.close)
+            stack.enter_context(self.record)
+            stack.enter_context(self.stop.listening())
+            self.rewards.start()
+            try:
+                while True:
+                    if self._evaluation_due():
+                        self.evaluate()
+                    if self._checkpoint_due():
+                        self.save()
+                    if self.step == config.steps:
+                        break
+                    self.train_step()
+            except Stopped:
+                self.save()
+                self.record.state = "stopped"
+                self.record.say(f"stopped after step {self.step}; continue with --resume.")
+                return False
+            if self.saved != self.step:
+                raise CheckpointError(f"the last checkpoint of {self.out} could not be written; free some space and "
+                                      "run again with --resume.")  # fmt: skip
+            self.record.phase("export")
+            export(self.out / "model", self.learner.model, self.learner.full_parameters(), self.loaded.tokenizer,
+                   self.world)  # fmt: skip
+        return True
+
+    def train_step(self) -> None:
+        """One batch of rollouts and the optimizer steps on it."""
+        step, clock, pool = self.step + 1, Clock(self.world.device), self.engine.pool
+        self.stop.obey()
+        pool.peak = 0
+        batch = self.collector.collect(step, self.stream, clock)
+        with self.collector.engine_asleep():
+            self.record.phase("scoring")
+            with clock.phase("score"):
+                self.updater.score(batch)
+            self.stop.obey()  # the last chance: from here on the step is finished
+            self.record.phase("learning")
+            with clock.phase("update"):
+                learned = self.updater.learn(batch, (self.config.seed, step, self.world.rank))
+        with clock.phase("weights"):
+            self._publish_weights()
+
+        shape = self.engine.shape
+        metrics = step_metrics(
+            self.config, batch, learned, clock, self.world,
+            peak_bytes=pool.peak * self.engine.page * shape.token_bytes,
+            epoch=self.stream.seen / len(self.stream.dataset), matrix_rate=self.matrix_rate,
+        )  # fmt: skip
+        self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
+        self.record.log_step(step, metrics, batch, learned)
+        self._warn(self.health.observe(metrics))
+        self._say_if_nothing_was_learned(batch, learned)
+        self._stop_if_not_finite(learned.updates)
+
+    def evaluate(self) -> None:
+        """The dense policy on held-out data; the sparse one first, where asked, so that the two can be compared."""
+        assert self.held_out is not None
+        for policy in ("sparse", "dense") if self._sparse_too() else ("dense",):
+            self.record.phase(f"evaluation ({policy})")
+            found = evaluate_policy(
+                self.config, self.collector, self.rewards, self.held_out, self.world, policy == "sparse"
+            )  # fmt: skip
+            self.stop.obey()
+            self._log_evaluation(policy, found)
+        self.evaluated = self.step
+
+    def save(self) -> None:
+        """A checkpoint of the state between two steps. Where the disk is full the run goes on and tries again."""
+        self.record.phase("checkpoint")
+        score = self.accuracy if self.config.checkpoint.best else None
+        try:
+            self.checkpoints.save(self.step, self.learner.tensors(), self._state(), score)
+            self.saved = self.step
+        except CheckpointError as error:
+            self.record.say(str(error))
+            if self.stop.asked:
+                raise
+
+    # -- between two steps --------------------------------------------------------------------------------
+
+    def _evaluation_due(self) -> bool:
+        every = self.config.eval.every
+        if not every or self.evaluated == self.step:
+            return False
+        return self.step % every == 0 or self.step == self.config.steps
+
+    def _checkpoint_due(self) -> bool:
+        """At its time, again after a failure, and when the dense policy was never better."""
+        every, since = self.config.checkpoint.every, self.step - max(self.saved, 0)
+        if self.step == 0 or self.saved == self.step:
+            return False
+        on_time = bool(every) and (self.step % every == 0 or since > every)
+        better = self.config.checkpoint.best and self.accuracy is not None and self.accuracy == self.best
+        return on_time or better or self.step == self.config.steps
+
+    def _sparse_too(self) -> bool:
+        return self.config.eval.sparse and not self.collector.sparsity.dense
+
+    def _publish_weights(self) -> None:
+        if shares_weights(self.config, self.world):
+            self.engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
+        else:
+            self.engine.update_weights(self.learner.full_parameters())
+
+    # -- what is said -------------------------------------------------------------------------------------
+
+    def _log_evaluation(self, policy: str, found: HeldOut) -> None:
+        assert self.held_out is not None
+        numbers = {"accuracy": found.accuracy, "stderr": found.stderr}
+        self.record.log_eval(self.step, self.held_out.name, policy, found)
+        self._warn(self.health.observe_eval(self.held_out.name, policy, **numbers))
+        if policy == "dense":
+            self.accuracy = found.accuracy
+            self.best = found.accuracy if self.best is None else max(self.best, found.accuracy)
+
+    def _warn(self, warnings: list[HealthWarning]) -> None:
+        for warning in warnings:
+            self.record.event(self.step, warning.kind, warning.message, warning.advice)
+
+    def _say_if_nothing_was_learned(self, batch: Experience, learned: Learned) -> None:
+        taught = whole_sum(self.world, learned.taught)
+        if not taught and not self.idle:
+            rejected = whole_sum(self.world, sum(learned.vetoed))
+            everyone = whole_sum(self.world, len(batch.rollouts))
+            if rejected == everyone:
+                why = "every rollout was rejected"
+                advice = "Raise the KV budget, keep sinks and a window, or use the reroll correction."
+            else:
+                why = "no group had rollouts of different reward that were kept"
+                advice = "Use easier or harder prompts, more rollouts per prompt, or sampling.dynamic=true."
+            self.record.event(self.step, "nothing-learned", f"Step {self.step} taught nothing: {why}.", advice)
+        self.idle = not taught
+
+    def _stop_if_not_finite(self, updates: list[Update]) -> None:
+        for update in updates:
+            self.not_finite = 0 if update.taken else self.not_finite + 1
+        limit = self.config.learner.max_skipped
+        if self.not_finite:
+            self.record.say(f"step {self.step}: an update was skipped, its loss or gradient is not finite.")
+        if self.not_finite >= limit:
+            raise TrainingFailed(
+                f"step {self.step}: the loss or its gradient was not finite in {self.not_finite} updates in a row "
+                f"(learner.max_skipped={limit}). Lower learner.lr, cap the weights (objective.correction=tis), or use "
+                "float32; the last checkpoint is from before."
+            )
+
+    # -- what survives ------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        names = ("step", "evaluated", "best", "accuracy", "not_finite", "idle", "position")
+        return {name: getattr(self, name) for name in names} | {
+            "learner": self.learner.state(),
+            "health": self.health.state_dict(),
+        }
+
+    def _last_checkpoint(self, resume: bool) -> int | None:
+        """The step to continue from: None for a new run, -1 where there is no checkpoint to continue from."""
+        self.resumed = self.checkpoints.latest() if resume else None
+        if not resume:
+            return None
+        if self.resumed is None:
+            self.record.say(f"{self.out} has no checkpoint; starting from the beginning.")
+            return -1
+        return int(self.resumed.name.rpartition("-")[2])
+
+    def _load(self, path: Path | None) -> None:
+        assert path is not None
+        state = self.checkpoints.load(path, self.learner.tensors())
+        self.learner.resume(state.pop("learner"))
+        self.health.load_state_dict(state.pop("health"))
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.stream.load_state_dict(self.position)
+        self.saved = self.step
+        self._publish_weights()
+        self.record.say(f"continuing after step {self.step}.")
+
+
+def matrix_rate(world: World) -> float | None:
+    """FLOP/s of the device in a large bfloat16 product, what the learner's utilisation is measured against."""
+    if world.device.type != "cuda":
+        return None
+    from alula.bench import measure_ceilings
+
+    return measure_ceilings(world.device).matrix
