@@ -5,13 +5,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
+from os import PathLike
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from alula.distill.adapter import Adapter, check, merge, own_linears
 from alula.engine.cache import Cache, Shape, pages_in, parse_bytes
 from alula.engine.features import Features
 from alula.engine.history import note_evictions, note_selections, seen_history, start_history
@@ -36,7 +40,8 @@ class Engine:
     of one sequence (default: what the model allows, at most what the pool holds). `lookahead` decode steps are
     planned and launched at a time; finished sequences are noticed after that many. `buckets` are the batch sizes
     that decode steps are padded to: one value pins them (and prompts then run one by one), which makes results
-    bit-equal whatever the company.
+    bit-equal whatever the company. `sparse_adapter` is a LoRA, or its folder, that takes part in every forward pass of
+    a sparse policy and in none of the dense one's.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Engine:
         graphs: bool | None = None,
         compiled: bool | None = None,
         prefill_tokens: int = 16384,
+        sparse_adapter: Adapter | str | PathLike[str] | None = None,
     ) -> None:
         require(page >= 1 and page & (page - 1) == 0, f"page={page}: use a power of two, such as 16.")
         require(max_rows >= 1, f"max_rows={max_rows}: at least one sequence must run.")
@@ -72,8 +78,15 @@ class Engine:
             max_rows, pages_for(longest, page), self.lookahead, self.device, self.shape.dtype,
             self.model.config.hidden_size,
         )  # fmt: skip
+        self.sparse_model: PreTrainedModel | None = None
+        """The sparse policy's own linear layers, the adapter merged into them; None where it uses the dense ones."""
+        if sparse_adapter is not None:
+            self.sparse_model = share_weights(self.model)
+            own_linears(self.sparse_model)
+            given = isinstance(sparse_adapter, Adapter)
+            self.update_sparse_adapter(sparse_adapter if given else Adapter.load(sparse_adapter))  # type: ignore[arg-type]
         self.runner = Runner(
-            self.model, self.cache, self.rows,
+            self.model, self.sparse_model, self.cache, self.rows,
             buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
             graphs=cuda if graphs is None else graphs,
             compiled=cuda if compiled is None else compiled,
@@ -101,12 +114,13 @@ class Engine:
         sampling: Sampling | None = None,
         sparsity: Sparsity | Many[Sparsity] | None = None,
         *,
-        record: bool = False,
+        record: bool | Many[bool] = False,
         progress: bool | None = None,
     ) -> list[Rollout]:
         """`sampling.n` rollouts per prompt, in order. `sparsity` may be one policy or one per prompt; None is dense.
 
-        `record` also returns each evictor's history (`Rollout.history`), or a selector's choices.
+        `record` (one answer, or one per prompt) also returns each evictor's history (`Rollout.history`), or a
+        selector's choices.
         """
         sampling = sampling or Sampling()
         requests = self.requests(prompts, sampling, sparsity, record=record)
@@ -123,7 +137,7 @@ class Engine:
         sampling: Sampling,
         sparsity: Sparsity | Many[Sparsity] | None = None,
         *,
-        record: bool = False,
+        record: bool | Many[bool] = False,
     ) -> list[Request]:
         """Checked requests for `stream`; nothing has started yet when one of them is refused."""
         if isinstance(prompts, str):
@@ -142,15 +156,20 @@ class Engine:
         )
         for policy in set(policies):
             self.check(policy)
+        records = [record] * len(prompts) if isinstance(record, bool) else list(record)
+        require(
+            len(records) == len(prompts),
+            f"record: {len(records)} answers for {len(prompts)} prompts; give one, or one per prompt.",
+        )
         self.check_ids("stop", sampling.stop)
         self.check_topk("topk_logprobs", sampling.topk_logprobs)
         stop = frozenset(sampling.stop) | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids))
         made = []
-        for index, (prompt, policy) in enumerate(zip(prompts, policies)):
+        for index, (prompt, policy, recorded) in enumerate(zip(prompts, policies, records)):
             ids = self.tokenize(prompt)
             require(len(ids) > 0, f"prompt {index} is empty; every prompt needs at least one token.")
             self.check_ids(f"prompt {index}", ids)
-            made.append(Request(next(self._ids), ids, sampling, policy, stop, index, record=record))
+            made.append(Request(next(self._ids), ids, sampling, policy, stop, index, record=recorded))
         return made
 
     def tokenize(self, prompt: Prompt) -> list[int]:
@@ -190,7 +209,7 @@ class Engine:
         requests = list(requests)
         require(self._scheduler is None, "the engine is already serving a stream; finish or close that one first.")
         require(self.cache._block.resident, "the engine sleeps; call wake() first.")
-        features = Features.of(requests)
+        features = replace(Features.of(requests), adapted=self._adapted(requests))
         scheduler = self._scheduler = Scheduler(
             self.pool, page=self.page, rows=self.rows.count, width=self.rows.table.shape[1],
             lookahead=self.lookahead, prefill_tokens=self.prefill_tokens,
@@ -211,6 +230,17 @@ class Engine:
                     scheduler.finish(sequence)
             self._live.clear()
             self._scheduler = None
+
+    def _adapted(self, requests: list[Request]) -> bool:
+        """Whether these requests are served with the sparse policy's own weights."""
+        if self.sparse_model is None:
+            return False
+        kinds = {request.sparsity.dense for request in requests}
+        require(
+            len(kinds) < 2,
+            "sparsity: with a sparse_adapter, dense and sparse prompts have different weights; use one call each.",
+        )
+        return kinds == {False}
 
     def abort(self, request_id: int) -> None:
         """End a request's unfinished rollouts; they are yielded with what they have and finish='aborted'."""
@@ -412,6 +442,19 @@ class Engine:
             )
             parameters[name].copy_(tensor, non_blocking=True)
         self.policy_version += 1
+        if self.sparse_model is not None:
+            self.update_sparse_adapter(self.sparse_adapter)
+
+    def update_sparse_adapter(self, adapter: Adapter) -> None:
+        """Merge `adapter` into the sparse policy's weights, in place: captured graphs stay valid.
+
+        To be called again whenever the dense weights were changed other than by `update_weights`.
+        """
+        if self.sparse_model is None:
+            raise SettingError("the engine has no sparse_adapter to update; load it with one, of zeros if need be.")
+        check(self.model, adapter)
+        self.sparse_adapter = adapter
+        merge(adapter, self.model, self.sparse_model)
 
     def sleep(self) -> None:
         """Lend the KV pool's memory to the learner. Weights stay; nothing may be running."""

@@ -24,6 +24,8 @@ class Features:
     """Whether forced tokens are compared with the dense policy's hidden states."""
     hidden: bool = False
     """Whether hidden states go to the host."""
+    adapted: bool = False
+    """Whether the sparse policy's own weights are used (`Engine(sparse_adapter=...)`)."""
     record_selected: bool = False
     schedule_bins: int = 1
     banned: int = 1
@@ -53,7 +55,7 @@ class Features:
             proposal=any(s.filtered or s.min_new_tokens for s in samplings),
             topk=max((s.topk_logprobs for s in samplings), default=0),
             teacher=any(r.teacher is not None for r in requests),
-            hidden=any(r.keep_hidden for r in requests),
+            hidden=any(r.keep_hidden > 0 for r in requests),
             record_selected=any(r.record and r.sparsity.select for r in requests),
             schedule_bins=max((len(s.budget.budgets) for s in selects if isinstance(s.budget, Schedule)), default=1),
             banned=max((len(r.stop) for r in requests if r.sampling.min_new_tokens), default=1),

@@ -89,6 +89,7 @@ class Runner:
     def __init__(
         self,
         model: PreTrainedModel,
+        sparse_model: PreTrainedModel | None,
         cache: Cache,
         rows: Rows,
         *,
@@ -98,13 +99,15 @@ class Runner:
     ) -> None:
         self.model, self.cache, self.rows, self.buckets = model, cache, rows, buckets
         self.device = cache.device
+        self.sparse_model = sparse_model
         self.head = model.get_output_embeddings()
-        attention.install(model)
-        if compiled:
-            options = {"post_grad_custom_pre_pass": keep_one_of_each}
-            for layer in model.base_model.layers:  # type: ignore[union-attr]
-                fuse_projections(layer)
-                layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
+        for each in filter(None, (model, sparse_model)):
+            attention.install(each)
+            if compiled:
+                options = {"post_grad_custom_pre_pass": keep_one_of_each}
+                for layer in each.base_model.layers:  # type: ignore[union-attr]
+                    fuse_projections(layer)
+                    layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
         self.use_graphs = graphs
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -158,10 +161,11 @@ class Runner:
                 start += length
         return packed_attention(query, key, value, p.cu_seqlens, p.max_seqlen, scaling)
 
-    def hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, adapted: bool = False) -> Tensor:
         """Last hidden states [T, width] of packed tokens; attention goes through `attend`."""
+        model = self.sparse_model if adapted and self.sparse_model is not None else self.model
         with attention.active(self):
-            out = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+            out = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -212,7 +216,7 @@ class Runner:
             p.attention = [torch.empty(shape.layers, shape.kv_heads, n, device=self.device) for n in lengths]
         self._prompts = p
         try:
-            hidden = self.hidden(*self._packed(prompts))
+            hidden = self.hidden(*self._packed(prompts), adapted=features.adapted)
         finally:
             self._prompts = None
         if features.selector:
@@ -372,7 +376,7 @@ class Runner:
             bins = bins.clamp(max=features.schedule_bins - 1)
             self._budget = rows.budget[:bucket].gather(1, bins[:, None].long())[:, 0]
         self._decode = (bucket, most, features)
-        hidden = self.hidden(rows.token[:bucket], rows.position[:bucket])
+        hidden = self.hidden(rows.token[:bucket], rows.position[:bucket], features.adapted)
         self._decode = None
         logits = self.logits(hidden)
         proposal = None
