@@ -72,7 +72,7 @@ def test_own_rollouts_forced_and_kept(name, engine, loaded):
     """Text of the sparse policy itself: forced decoding and the hidden states kept while sampling agree."""
     requests = engine.requests(PROMPTS, SAMPLING, POLICIES[name], record=True)
     for request in requests:
-        request.keep_hidden = True
+        request.keep_hidden = 1
     rollouts = sorted(engine.stream(requests), key=lambda r: (r.prompt_index, r.sample_index))
     assert [r.hidden is not None for r in rollouts] == [True, False] * 3
     firsts = rollouts[::2]
@@ -130,7 +130,7 @@ def test_under_pressure(loaded, dense_text):
 def test_bad_input(engine, dense_text):
     with pytest.raises(SettingError, match="2 policies for 6 rollouts"):
         engine.acceptance(dense_text, [DENSE, DENSE])
-    with pytest.raises(SettingError, match="select.block=16"):
+    with pytest.raises(SettingError, match=r"select\.block=16"):
         engine.acceptance(dense_text, Sparsity(select=Select("quest", 64)))
     with pytest.raises(SettingError, match="temperature=0"):
         engine.acceptance(dense_text, DENSE, temperature=0.0)

@@ -37,8 +37,8 @@ class Request:
     """The rollout's random key, where it is not made from (seed, prompt, sample)."""
     teacher: Teacher | None = None
     """Given, the acceptance of every forced token is measured as well."""
-    keep_hidden: bool = False
-    """Return the hidden states that the first rollout's tokens were drawn from (`Rollout.hidden`)."""
+    keep_hidden: int = 0
+    """Of how many of its rollouts to return the hidden states that tokens were drawn from (`Rollout.hidden`)."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def keeps_hidden(self) -> bool:
-        return self.request.keep_hidden and self.sample == 0
+        return self.sample < self.request.keep_hidden
 
     @property
     def evicts(self) -> bool:

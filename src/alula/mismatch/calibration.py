@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isnan
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from alula.errors import SettingError, require
-from alula.mismatch.tail import Tail
+from alula.mismatch.tail import Estimate, Tail
 from alula.sparsity.policy import Budget, Evict, Select, Sparsity
 
 VERSION = 1
@@ -60,6 +60,18 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Forward:
+    """A growing schedule of an evictor that holds `tau`: each bin was measured under the budgets before it."""
+
+    configuration: Configuration
+    """Its family, at the largest budget."""
+    tau: float
+    budgets: tuple[int, ...]
+    tails: tuple[Estimate | None, ...]
+    """None where a bin inherits its neighbour's budget."""
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Tails of a grid of configurations on one model, and the floor that dense sampling itself has."""
 
@@ -72,6 +84,7 @@ class Calibration:
     """False: α is bracketed from top-K lists, and the tails are those of its lower bound."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Prompts, seeds, versions: whatever says where the numbers come from."""
+    forward: tuple[Forward, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measured", tuple(self.measured))
@@ -130,6 +143,17 @@ class Calibration:
                 }
                 for m in self.measured
             ],
+            "forward": [
+                {
+                    "kind": f.configuration.kind,
+                    "method": f.configuration.method,
+                    "options": dict(f.configuration.options),
+                    "tau": f.tau,
+                    "budgets": list(f.budgets),
+                    "tails": [None if tail is None else asdict(tail) for tail in f.tails],
+                }
+                for f in self.forward
+            ],
         }
 
     @classmethod
@@ -155,9 +179,19 @@ class Calibration:
                 for m in data["measured"]
             ]
             floor = tail_from_dict(data["floor"])
-            return cls(data["model"], floor, tuple(measured), data["temperature"], data["exact"], data["notes"])
+            forward = tuple(forward_from_dict(f) for f in data["forward"])
+            return cls(
+                data["model"], floor, tuple(measured), data["temperature"], data["exact"], data["notes"], forward
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise SettingError(f"calibration file {source}: not a calibration ({error!r}).") from error
+
+
+def forward_from_dict(data: dict[str, Any]) -> Forward:
+    budgets = tuple(data["budgets"])
+    family = Configuration(data["kind"], data["method"], max(budgets), tuple(data["options"].items()))
+    tails = tuple(None if tail is None else Estimate(**tail) for tail in data["tails"])
+    return Forward(family, data["tau"], budgets, tails)
 
 
 _PER_BIN = ("value", "lower", "upper", "tokens", "prompts")

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alula.errors import SettingError, require
-from alula.mismatch.calibration import Calibration, Configuration, Measured
+from alula.mismatch.calibration import Calibration, Configuration, Forward, Measured
 from alula.mismatch.cost import Cost, Generation, generation, largest_batch
 from alula.mismatch.demand import demand
 from alula.mismatch.tail import MIN_PROMPTS, Estimate
@@ -90,7 +90,8 @@ def plan(
 
     A schedule varies the budget only, so each family of configurations (method, page size, ...) is planned by
     itself and the fastest one wins. A family of evictors gets one budget for all lengths, since that is what
-    was measured: what an earlier, smaller budget evicts is gone (`plan_forward` builds a growing one).
+    was measured: what an earlier, smaller budget evicts is gone. Growing schedules of evictors that `plan_forward`
+    built for this threshold or a higher one compete as they are.
     """
     threshold = default_tau(calibration) if tau is None else tau
     require(0 < threshold < 1, f"tau={threshold:.3f}: must lie between 0 and 1.")
@@ -101,6 +102,7 @@ def plan(
             plans.append(_plan_family(calibration, family, cost, workload, threshold, name))
         except Infeasible as error:
             refused.append((family[0].configuration.describe(), error))
+    plans += [_planned_forward(calibration, f, cost, workload, name) for f in calibration.forward if f.tau >= threshold]
     if not plans:
         raise max((error for _, error in refused), key=lambda error: error.reachable)
     best = max(plans, key=lambda p: p.speedup)
@@ -135,6 +137,12 @@ def _plan_family(
         for j, own in enumerate(owner.tolist())
     )
     return assemble(calibration, family[0].configuration, bins, cost, workload, tau, name)
+
+
+def _planned_forward(calibration: Calibration, forward: Forward, cost: Cost, workload: Workload, name: str) -> Plan:
+    steps = enumerate(zip(forward.budgets, forward.tails))
+    bins = tuple(PlannedBin(j * calibration.width, budget, tail) for j, (budget, tail) in steps)
+    return assemble(calibration, forward.configuration, bins, cost, workload, forward.tau, name)
 
 
 def assemble(

@@ -1,0 +1,238 @@
+"""`alula calibrate`: how far sparse policies are from the dense one, by length, as a file and a plot."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from alula.errors import SettingError, require
+
+if TYPE_CHECKING:
+    from alula.data import Dataset
+    from alula.engine.engine import Engine
+    from alula.mismatch.calibration import Calibration, Configuration
+    from alula.model import LoadedModel
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file or shape:<name>.")],
+    data: Annotated[str, typer.Option(help="Prompts: a file, folder, benchmark, hub id or task:<name>.")],
+    methods: Annotated[
+        str, typer.Option(help="Selectors and evictors, METHOD[:setting=value...], separated by commas.")
+    ] = "block-topk",
+    budgets: Annotated[
+        str | None, typer.Option(help="KV tokens, separated by commas; by default Sparrow's grid below the length.")
+    ] = None,
+    pages: Annotated[str, typer.Option(help="Block sizes of selectors, separated by commas.")] = "16",
+    length: Annotated[int, typer.Option(help="Longest sequence, prompt included.")] = 4096,
+    prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
+    samples: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
+    bin_width: Annotated[
+        int | None, typer.Option("--bin", help="Tokens per length bin; by default 2000, or an eighth of the length.")
+    ] = None,
+    tau: Annotated[
+        list[float] | None, typer.Option(help="Threshold to search for (repeatable); by default dense floor - 0.085.")
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Measure every budget instead of searching.")] = False,
+    forward: Annotated[bool, typer.Option(help="Build growing schedules for evictors, bin by bin.")] = True,
+    quantile: Annotated[float, typer.Option(help="Which quantile of acceptance is the tail.")] = 0.05,
+    confidence: Annotated[float, typer.Option(help="Of the bands, over all bins together.")] = 0.95,
+    temperature: Annotated[float, typer.Option(help="Of the text and of the policies.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the choice of prompts and of the text.")] = 0,
+    split: Annotated[str | None, typer.Option(help="Which part of a stored data set.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
+    options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
+    max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 512,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("calibration.json"),
+    verify: Annotated[
+        Path | None, typer.Option(help="Measure this schedule on rollouts of its own instead, on other prompts.")
+    ] = None,
+) -> None:
+    """Measure the tail of acceptance of sparse policies at every length; `alula plan` makes a schedule of it.
+
+    A calibration that was interrupted goes on where it was. With --verify SCHEDULE nothing is searched: the schedule
+    generates its own rollouts, and the exit code is 1 if some bin's tail is confidently below tau.
+    """
+    import sys
+
+    from alula.mismatch.measure import Bins
+
+    loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, length)
+    engines = Engines(loaded, length, kv_memory, max_rows)
+    progress = sys.stderr.isatty()
+    if verify is not None:
+        from alula.sparsity.schedule import Schedule
+
+        schedule = Schedule.load(verify)
+        bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
+        chosen = choose(dataset, prompts, seed, from_end=True)
+        holds = run_verify(engines, chosen, schedule, bins, tau, samples, length, temperature, seed, out, progress)
+        raise typer.Exit(0 if holds else 1)
+    from alula.mismatch.calibrate import Grid, Text
+    from alula.mismatch.calibrate import calibrate as measure_all
+
+    width = bin_width or min(2000, -(-length // 8))
+    text = Text(choose(dataset, prompts, seed), length, samples, temperature, seed)
+    grid = Grid(
+        tuple(parse_methods(methods, numbers("pages", pages))),
+        numbers("budgets", budgets) if budgets else default_budgets(length),
+        tuple(tau or ()), sweep, forward,
+    )  # fmt: skip
+    bins = Bins(width, -(-length // width), quantile, confidence)
+    found = measure_all(
+        engines.with_page, text, grid, bins, out.with_suffix(".work.json"), say=typer.echo, progress=progress
+    )
+    write(found, out)
+
+
+def load(
+    model: str, data: str, split: str | None, data_dir: Path | None, prompt: str | None, options: str,
+    device: str | None, dtype: str | None, seed: int, length: int,
+) -> "tuple[LoadedModel, Dataset]":  # fmt: skip
+    """The model with a tokenizer (a bare shape takes a task's), and the prompts that fit into `length` as tokens."""
+    import torch
+    import yaml
+
+    from alula.data import load as load_data
+    from alula.data import prepare
+    from alula.model import SHAPE, load_model
+    from alula.rl.setup import with_tokenizer
+
+    chosen = yaml.safe_load(options) or {}
+    require(isinstance(chosen, dict), f"options={options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_model(model, device=place, dtype=dtype, seed=seed)
+    if loaded.tokenizer is None and data.startswith("task:"):
+        from alula.data.tasks import build
+        from alula.data.tasks.tokenizer import task_tokenizer
+
+        tokenizer = task_tokenizer(build(data.removeprefix("task:"), **chosen))
+        loaded = with_tokenizer(loaded, tokenizer, cut=model.startswith(SHAPE))
+    require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer to read the prompts with.")
+    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="" if prompt else None,
+                      seed=seed, options=chosen)  # fmt: skip
+    return loaded, prepare(found, loaded.tokenizer, max_prompt_tokens=max(length // 2, 1))
+
+
+def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
+    """`count` prompts in an order made by `seed`: the first of it, or the last for a check on other prompts."""
+    require(len(dataset) >= count, f"prompts={count}: the data has only {len(dataset)} that fit; ask for fewer.")
+    if from_end and len(dataset) < 2 * count:
+        typer.echo(f"note: {2 * count - len(dataset)} of the {count} prompts may also have been calibrated on; "
+                   "use more data to check on fresh ones only.")  # fmt: skip
+    order = dataset.take(None, seed)
+    chosen = order[-count:] if from_end else order[:count]
+    return tuple(example.prompt_ids for example in chosen)
+
+
+class Engines:
+    """One engine at a time, made anew for another page size."""
+
+    def __init__(self, loaded: "LoadedModel", length: int, kv_memory: str | None, max_rows: int) -> None:
+        self.loaded, self.length, self.kv_memory, self.max_rows = loaded, length, kv_memory, max_rows
+        self.engine: Engine | None = None
+
+    def with_page(self, page: int) -> "Engine":
+        from alula.engine.engine import Engine
+
+        if self.engine is None or self.engine.page != page:
+            self.engine = None  # its memory first
+            self.engine = Engine(
+                self.loaded, page=page, kv_memory=self.kv_memory, max_rows=self.max_rows, max_length=self.length + page
+            )
+        return self.engine
+
+
+def parse_methods(text: str, pages: tuple[int, ...]) -> "list[Configuration]":
+    """`block-topk,rkv:buffer=64:sinks=4` as families; a selector once for every page size."""
+    from alula.errors import unknown
+    from alula.mismatch.calibration import Configuration
+    from alula.sparsity.evict import METHODS as EVICTORS
+    from alula.sparsity.parse import setting_value
+    from alula.sparsity.select import METHODS as SELECTORS
+
+    families = []
+    for part in text.split(","):
+        method, *pairs = part.strip().split(":")
+        settings: dict[str, Any] = {}
+        for pair in pairs:
+            name, equals, value = pair.partition("=")
+            require(bool(equals), f"methods: {part.strip()!r} should be METHOD:setting=value.")
+            settings[name] = setting_value(value)
+        if method in SELECTORS:
+            blocks = (settings.pop("block"),) if "block" in settings else pages
+            families += [
+                Configuration("select", method, 0, (("block", block), *settings.items())) for block in blocks
+            ]  # fmt: skip
+        elif method in EVICTORS:
+            families.append(Configuration("evict", method, 0, tuple(settings.items())))
+        else:
+            raise unknown("method", method, [*SELECTORS, *EVICTORS])
+    return families
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    from alula.sparsity.parse import tokens
+
+    try:
+        return tuple(tokens(word.strip()) for word in text.split(","))
+    except ValueError:
+        raise SettingError(f"{name}={text!r}: write numbers of tokens separated by commas, as in 512,1k.") from None
+
+
+def default_budgets(length: int) -> tuple[int, ...]:
+    from alula.mismatch.control import PAGES
+
+    found = tuple(16 * pages for pages in PAGES if 16 * pages < length)
+    require(len(found) >= 2, f"budgets: name them; Sparrow's grid starts at 512, too much for a length of {length}.")
+    return found
+
+
+def write(found: "Calibration", out: Path) -> None:
+    from alula.mismatch.plot import plot_tails
+
+    found.save(out)
+    plot = out.with_suffix(".svg")
+    plot.write_text(plot_tails(found))
+    lines = ["| configuration | budget | tail | worst bin | its lower bound |", "|---|---:|---:|---:|---:|"]
+    for one in (m for family in found.families().values() for m in family):
+        trusted = [bin_ for bin_ in one.tail if bin_.enough]
+        worst = min(trusted, key=lambda bin_: bin_.value)
+        setting = one.configuration
+        lines.append(f"| {setting.describe()} | {setting.budget} | {one.tail.overall:.4f} | {worst.value:.4f} "
+                     f"| {worst.lower:.4f} |")  # fmt: skip
+    for grown in found.forward:
+        lines.append(f"| {grown.configuration.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
+                     f"tau {grown.tau:.4f} | | |")  # fmt: skip
+    typer.echo("\n".join(lines))
+    typer.echo(f"{out} and {plot}: dense floor {found.floor.overall:.4f}; make a schedule with `alula plan {out}`.")
+
+
+def run_verify(
+    engines: Engines, prompts: tuple[tuple[int, ...], ...], schedule: Any, bins: Any, tau: list[float] | None,
+    samples: int, length: int, temperature: float, seed: int, out: Path, progress: bool,
+) -> bool:  # fmt: skip
+    """Measure a schedule on rollouts of its own, write and print what was found; False where it is violated."""
+    import json
+
+    from alula.mismatch.calibrate import Text
+    from alula.mismatch.measure import measure_own
+    from alula.mismatch.verify import Verification, policy_of
+
+    threshold = tau[0] if tau else schedule.notes.get("tau")
+    if threshold is None:
+        raise SettingError(f"schedule {schedule.name!r} does not say its tau; give one with --tau.")
+    policy, text = policy_of(schedule), Text(prompts, length, samples, temperature, seed + 1)
+    engine = engines.with_page(schedule.block or 16)
+    tail = measure_own(engine, text.prompts, text.sampling, policy, bins, progress=progress)
+    found = Verification(schedule, threshold, tail)
+    typer.echo(found.table())
+    where = [f"{j * bins.width}-{(j + 1) * bins.width}" for j in found.violated]
+    out = out if out != Path("calibration.json") else Path("verified.json")
+    out.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+    typer.echo(f"{out}: tau {threshold:.4f} " + (f"is violated at lengths {', '.join(where)}." if where else "holds."))
+    return not where
