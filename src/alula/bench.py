@@ -18,6 +18,8 @@ from alula.engine.pages import pages_for
 from alula.engine.rollout import Sampling
 from alula.engine.sequence import Request, Sequence
 from alula.errors import require
+from alula.mismatch.cost import Shape
+from alula.mismatch.timings import timing_record
 from alula.sparsity.policy import DENSE, Sparsity, budget_at
 
 
@@ -145,6 +147,7 @@ def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ce
         "kind": "decode step", "model": engine.name, "batch": batch, "context": context,
         "sparsity": sparsity.describe(), "ms": seconds * 1e3, "floor_ms": floor * 1e3, "of_floor": floor / seconds,
         "tokens_per_s": batch / seconds, "kv_bytes": batch * context * engine.shape.token_bytes,
+        "timing": timing_record(Shape.of(engine.model), bench.bucket, context, sparsity, seconds * 1e3),
     }  # fmt: skip
 
 

@@ -38,10 +38,9 @@ class Verification:
         ]
         for j, (budget, bin_) in enumerate(zip(self.schedule.budgets, self.tail)):
             start = j * self.schedule.width
-            lines.append(
-                f"| {start}-{start + self.schedule.width} | {budget} | {bin_.value:.4f} "
-                f"| {bin_.lower:.4f}-{bin_.upper:.4f} | {bin_.prompts} | {bin_.tokens} | {self.verdict(bin_)} |"
-            )
+            where = f"{start}-{start + self.schedule.width}"
+            numbers = f"{bin_.value:.4f} | {bin_.lower:.4f}-{bin_.upper:.4f}" if bin_.tokens else "|"
+            lines.append(f"| {where} | {budget} | {numbers} | {bin_.prompts} | {bin_.tokens} | {self.verdict(bin_)} |")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

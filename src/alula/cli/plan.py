@@ -1,0 +1,126 @@
+"""`alula plan`: the cheapest schedule whose tail stays above a threshold, and what other thresholds would cost."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from alula.errors import SettingError
+
+if TYPE_CHECKING:
+    from alula.mismatch.calibration import Calibration
+    from alula.mismatch.cost import Cost
+    from alula.mismatch.plan import Plan, Workload
+    from alula.mismatch.tradeoff import Tradeoff
+
+
+def plan(
+    calibration: Annotated[Path, typer.Argument(help="A file written by `alula calibrate`.")],
+    tau: Annotated[
+        float | None, typer.Option(help="The tail to hold at every length; by default the dense floor - 0.085.")
+    ] = None,
+    timings: Annotated[
+        Path | None,
+        typer.Option(help="Decode steps timed on this machine by `alula bench`, to fit the cost to."),
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="Without timings: h200, h100 or a100, or TFLOPS,TB/s of another device.")
+    ] = "h200",
+    new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens generated per rollout; by default up to the calibrated length.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Prompt tokens.")] = 0,
+    batch: Annotated[int | None, typer.Option(help="Rows that decode together.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Instead of a batch: as many rows as this much KV memory holds, such as 60GiB.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the schedule; by default that of its file.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The schedule file to write.")] = Path("schedule.json"),
+) -> None:
+    """Choose the cheapest schedule whose tail of acceptance is confidently above tau at every length.
+
+    Writes the schedule, a plot of the calibrated tails with the choice (.tails.svg) and the Pareto front of threshold
+    against speed (.pareto.svg); prints what every threshold would cost. Exit code 2 if tau is out of reach.
+    """
+    from alula.mismatch.calibration import Calibration
+    from alula.mismatch.plan import Workload
+    from alula.mismatch.plan import plan as make_plan
+    from alula.mismatch.plot import plot_pareto, plot_tails
+    from alula.mismatch.tradeoff import table
+
+    found = Calibration.load(calibration)
+    cost = cost_of(found, timings, hardware)
+    if batch is None and kv_memory is None:
+        batch = 32
+    length = found.bins * found.width
+    work = Workload(new_tokens or length - prompt, prompt, batch, None if kv_memory is None else as_bytes(kv_memory))
+    rows = thresholds(found, cost, work, tau)
+    typer.echo(table(rows) + "\n")
+    out.with_suffix(".pareto.svg").write_text(plot_pareto(rows))
+    made = make_plan(found, cost, work, tau=tau, name=name or out.stem)
+    out.with_suffix(".tails.svg").write_text(plot_tails(found, made))
+    made.schedule.save(out)
+    typer.echo(describe(made, found))
+    typer.echo(f"{out}, {out.with_suffix('.tails.svg')} and {out.with_suffix('.pareto.svg')} written; "
+               f"check it on rollouts of its own with `alula calibrate MODEL --data ... --verify {out}`.")  # fmt: skip
+
+
+def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> "Cost":
+    """Fitted to timings of this machine where there are any, else Sparrow's analytic form."""
+    from alula.mismatch.cost import AnalyticCost, Hardware, Shape
+    from alula.mismatch.timings import load_cost
+
+    if "shape" not in calibration.notes:
+        raise SettingError("calibration: its notes have no model shape, which costs depend on; calibrate again.")
+    shape = Shape(**calibration.notes["shape"])
+    if timings is not None:
+        fitted = load_cost(timings, shape)
+        error = fitted.notes.get("median_error")
+        typer.echo(f"cost fitted to {fitted.notes.get('timings')} steps of {timings}, median error {error:.1%}\n")
+        return fitted
+    if "," in hardware:
+        try:
+            tflops, bandwidth = map(float, hardware.split(","))
+        except ValueError:
+            raise SettingError(f"hardware={hardware!r}: write TFLOPS,TB/s, such as 989,4.8.") from None
+        device = Hardware(tflops, bandwidth)
+    else:
+        device = Hardware.named(hardware)
+    typer.echo(f"analytic cost for {hardware}; give --timings for one fitted to this machine\n")
+    return AnalyticCost(shape, device)
+
+
+def as_bytes(text: str) -> float:
+    from alula.engine.cache import parse_bytes
+
+    return parse_bytes(text)
+
+
+def thresholds(calibration: "Calibration", cost: "Cost", work: "Workload", tau: float | None) -> "list[Tradeoff]":
+    """What the usual thresholds cost, the one asked for, and the strictest that can be reached."""
+    from alula.mismatch.tradeoff import GAPS, tradeoffs
+
+    taus = {calibration.floor.overall - gap for gap in GAPS} | ({tau} if tau is not None else set())
+    taus |= {row.reachable for row in tradeoffs(calibration, cost, work, sorted(taus)) if row.plan is None}
+    return tradeoffs(calibration, cost, work, sorted(taus))
+
+
+def describe(made: "Plan", calibration: "Calibration") -> str:
+    """The plan in words and as a table of its bins."""
+    lines = [
+        f"{made.schedule.name}: {made.configuration.describe()}, tau {made.tau:.4f} (dense floor {made.floor:.4f})",
+        f"predicted {made.speedup:.2f}x dense: {made.sparse.tokens_per_second:,.0f} against "
+        f"{made.dense.tokens_per_second:,.0f} tokens/s, {made.sparse.read_share:.0%} of the KV read, "
+        f"{made.sparse.peak_kv_bytes / 2**30:.2f} against {made.dense.peak_kv_bytes / 2**30:.2f} GiB of KV, "
+        f"{made.sparse.batch} rows",
+        "",
+        "| length | budget | tail | lower bound |",
+        "|---:|---:|---:|---:|",
+    ]
+    for bin_ in made.bins:
+        where = f"{bin_.start}-{bin_.start + calibration.width}"
+        shown = f"{bin_.tail.value:.4f} | {bin_.tail.lower:.4f}" if bin_.tail else "the neighbour's budget |"
+        lines.append(f"| {where} | {bin_.budget} | {shown} |")
+    lines += [f"note: {warning}" for warning in made.warnings]
+    lines += [f"not taken: {family} ({why})" for family, why in made.rivals]
+    return "\n".join(lines)
