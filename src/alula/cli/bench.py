@@ -1,0 +1,80 @@
+"""`alula bench`: how fast the engine is here, against what the memory allows."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from alula.errors import SettingError
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file, or shape:NAME for random weights.")],
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; repeat for several. Default 64.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="KV tokens per row; repeat for several. Default 1024.")] = None,
+    sparsity: Annotated[list[str] | None, typer.Option(help="dense, rkv:512+128, block-topk:1024; repeat.")] = None,
+    rollouts: Annotated[
+        int, typer.Option(help="Also whole rollouts of this many new tokens, from prompts of --context tokens.")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool; by default most of what is free.")] = None,
+    page: Annotated[int, typer.Option(help="KV tokens per page.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of the table.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the records here, as JSON.")] = None,
+) -> None:
+    """Time decode steps (and whole rollouts): milliseconds, the floor, percent of it, tokens/s, KV bytes.
+
+    The floor is the bytes that must move (weights, KV that the policy reads) over the copy bandwidth measured now.
+    """
+    from alula.sparsity.parse import parse_sparsity
+
+    policies = [parse_sparsity(text) for text in sparsity or ["dense"]]
+    from alula.bench import decode_step, measure_ceilings
+    from alula.bench import rollouts as whole_rollouts
+    from alula.cli.generate import pick_device
+    from alula.engine.engine import Engine
+
+    batches, contexts = batch or [64], context or [1024]
+    for name, values in (("batch", batches), ("context", contexts)):
+        if min(values) < 1:
+            raise SettingError(f"--{name} {min(values)}: must be at least 1.")
+    engine = Engine.load(
+        model, device=pick_device(device), dtype=dtype, page=page, kv_memory=kv_memory, max_rows=max(batches)
+    )
+    ceilings = measure_ceilings(engine.device)
+    records: list[dict[str, Any]] = []
+    for policy in policies:
+        for rows in batches:
+            for tokens in contexts:
+                # An evictor's step is a dense step over the KV that it keeps.
+                records.append(decode_step(engine, rows, tokens, policy, ceilings))
+                if rollouts:
+                    records.append(whole_rollouts(engine, rows, tokens, rollouts, policy))
+    if out is not None:
+        found = {"bandwidth": ceilings.bandwidth, "matrix": ceilings.matrix, "records": records}
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    if as_json:
+        for record in records:
+            typer.echo(json.dumps(record))
+        return
+    show(records, engine.name, ceilings.bandwidth)
+
+
+def show(records: list[dict[str, Any]], name: str, bandwidth: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{name}, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    for column in ("what", "sparsity", "batch", "context", "ms", "floor ms", "of floor", "tokens/s", "KV GiB"):
+        table.add_column(column, justify="left" if column in ("what", "sparsity") else "right")
+    for r in records:
+        if r["kind"] == "decode step":
+            table.add_row("step", r["sparsity"], f"{r['batch']}", f"{r['context']}", f"{r['ms']:.2f}", f"{r['floor_ms']:.2f}",
+                          f"{r['of_floor']:.0%}", f"{r['tokens_per_s']:,.0f}", f"{r['kv_bytes'] / 2**30:.2f}")  # fmt: skip
+        else:
+            table.add_row(f"rollouts + {r['new_tokens']}", r["sparsity"], f"{r['batch']}", f"{r['prompt']}",
+                          f"{r['seconds'] * 1e3:,.0f}", "", "", f"{r['tokens_per_s']:,.0f}",
+                          f"{r['kv_peak_bytes'] / 2**30:.2f}")  # fmt: skip
+    Console().print(table)

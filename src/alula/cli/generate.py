@@ -1,0 +1,98 @@
+"""`alula generate`: rollouts as JSON lines."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from alula.errors import SettingError
+
+if TYPE_CHECKING:
+    from alula.engine.rollout import Rollout
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file, or shape:NAME.")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; none reads --file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help='JSONL with a "prompt" (text, chat messages or token ids) per line; - is stdin.')
+    ] = None,
+    sparsity: Annotated[str, typer.Option(help="dense, rkv:512+128, block-topk:1024, ...")] = "dense",
+    n: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per rollout.")] = 256,
+    min_new_tokens: Annotated[int, typer.Option(help="No stop token before this many.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="For evaluation: no log-probs are returned below 1.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="For evaluation: no log-probs are returned above 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Everything random depends on it.")] = 0,
+    topk_logprobs: Annotated[int, typer.Option(help="Also write this many most likely tokens per position.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
+    chat: Annotated[bool, typer.Option(help="Wrap text prompts as a user's message, where the model has a template.")] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,
+    max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; by default standard output.")] = None,
+) -> None:
+    """Generate with a model, densely or under any sparsity; one JSON object per rollout."""
+    asked: list[Any] = list(prompts or []) + (read_prompts(file) if file else [])
+    if not asked:
+        raise SettingError("no prompts: give them as arguments or with --file.")
+    from alula.engine.engine import Engine
+    from alula.engine.rollout import Sampling
+    from alula.sparsity.parse import parse_sparsity
+
+    policy = parse_sparsity(sparsity)
+    sampling = Sampling(
+        n=n, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, temperature=temperature, top_p=top_p,
+        top_k=top_k, seed=seed, ignore_eos=ignore_eos, topk_logprobs=topk_logprobs,
+    )  # fmt: skip
+    page = policy.select.block if policy.select else 16
+    engine = Engine.load(
+        model, device=pick_device(device), dtype=dtype, page=page, kv_memory=kv_memory, max_rows=max_rows
+    )
+    if chat and getattr(engine.tokenizer, "chat_template", None):
+        asked = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in asked]
+    rollouts = engine.generate(asked, sampling, policy)
+    lines = (json.dumps(as_record(r), ensure_ascii=False) for r in rollouts)
+    if out is not None:
+        out.write_text("".join(line + "\n" for line in lines))
+    else:
+        for line in lines:
+            typer.echo(line)
+
+
+def pick_device(device: str) -> str:
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def read_prompts(file: Path) -> list[Any]:
+    if str(file) != "-" and not file.exists():
+        raise SettingError(f"--file {file}: there is no such file.")
+    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(json.loads(line)["prompt"])
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise SettingError(f'--file {file}, line {number}: not a JSON object with a "prompt".') from None
+    return found
+
+
+def as_record(r: "Rollout") -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "prompt_index": r.prompt_index, "sample_index": r.sample_index, "text": r.text, "finish": r.finish,
+        "prompt_ids": r.prompt_ids, "token_ids": r.token_ids,
+        "logprobs": None if r.logprobs is None else [round(x, 6) for x in r.logprobs.tolist()],
+        "kv": vars(r.kv) | {"saved": r.kv.saved}, "sparsity": r.sparsity.describe(),
+    }  # fmt: skip
+    if r.topk_ids is not None and r.topk_logprobs is not None:
+        record |= {"topk_ids": r.topk_ids.tolist(), "topk_logprobs": r.topk_logprobs.tolist()}
+    return record
