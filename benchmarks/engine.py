@@ -95,11 +95,12 @@ def pool(ceilings: Ceilings) -> list[dict]:
         DENSE,
         *(Sparsity(evict=Evict(m, budget=b)) for m, b in (("rkv", 2048), ("rkv", 512), ("snapkv", 512))),
     ):
-        one = engine(SMALL, "16GiB", max_rows=320, max_length=longest + 64)
-        rows = 2 * one.pool.usable * one.page // longest  # what fits at the mean age
+        tokens, page = (16 << 30) // 114688, 16  # a token of this model's KV is 114,688 bytes
+        rows = 2 * tokens // longest  # dense: what fits at the mean age, 8k
         if sparsity.evict:
-            each = pages_for(sparsity.evict.budget + sparsity.evict.buffer, one.page) + 1  # type: ignore[operator]
-            rows = (one.pool.usable - 2 * each) // each
+            each = pages_for(sparsity.evict.budget + sparsity.evict.buffer, page) + 1  # type: ignore[operator]
+            rows = tokens // page // each - 2
+        one = engine(SMALL, "16GiB", max_rows=rows, max_length=longest + 64)
         found.append(churn(one, sparsity, longest=longest, rows=rows, steps=1024))
         print(json.dumps(found[-1]), flush=True)
         del one

@@ -488,8 +488,8 @@ class Runner:
             attention=attention_sums,
             scaling=shape.scaling,
             layers=shape.layers,
-            row_keys=rows.key[row].repeat_interleave(shape.layers),
-            position=rows.position[row].long().repeat_interleave(shape.layers),
+            row_keys=rows.key[row].repeat_interleave(shape.layers) if evictor.seeded else None,
+            position=rows.position[row].long().repeat_interleave(shape.layers) if evictor.seeded else None,
         )
         protected = event.sequences[0].prompt if settings.protect_prompt else 0
         kept = keep(

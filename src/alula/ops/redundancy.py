@@ -68,9 +68,9 @@ def alignment_triton(keys: Tensor) -> tuple[Tensor, Tensor]:
     aligned = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
     inverse = torch.empty_like(aligned)
     anchor = torch.empty(heads, dim, dtype=torch.float32, device=keys.device)
-    shape = {"DIM": dim, "DIM_POW2": triton.next_power_of_2(dim), "BLOCK": 64, "num_warps": 4}
-    _sum_units[(heads,)](keys, inverse, anchor, n, EPS=EPSILON, **shape)
-    _align[(heads * triton.cdiv(n, 64),)](keys, inverse, anchor, aligned, n, **shape)
+    shape = {"DIM": dim, "DIM_POW2": triton.next_power_of_2(dim)}
+    _sum_units[(heads,)](keys, inverse, anchor, n, EPS=EPSILON, BLOCK=128, num_warps=8, **shape)
+    _align[(heads * triton.cdiv(n, 64),)](keys, inverse, anchor, aligned, n, BLOCK=64, num_warps=4, **shape)
     return aligned, inverse
 
 

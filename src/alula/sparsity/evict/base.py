@@ -24,10 +24,10 @@ class Cached:
     scaling: float
     """what attention multiplies its logits with"""
     layers: int
-    row_keys: Tensor
-    """int64 [R] a random key per rollout, the same in all of its layers"""
-    position: Tensor
-    """int64 [R] the sequence's length, evicted tokens included"""
+    row_keys: Tensor | None
+    """int64 [R] a random key per rollout, the same in all of its layers; None unless `Evictor.seeded`"""
+    position: Tensor | None
+    """int64 [R] the sequence's length, evicted tokens included; None unless `Evictor.seeded`"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Evictor:
 
     accumulates = False
     """Whether it needs the attention that every key has received so far."""
+
+    seeded = False
+    """Whether it draws random numbers, and so needs the rollout's key and length."""
 
     @property
     def queries(self) -> int:

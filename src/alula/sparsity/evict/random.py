@@ -16,7 +16,10 @@ class Random(Evictor):
     own generators are neither read nor moved.
     """
 
+    seeded = True
+
     def score(self, kv: Cached) -> Tensor:
+        assert kv.row_keys is not None and kv.position is not None
         rows, heads, n, _ = kv.keys.shape
         device = kv.keys.device
         counter = mix(kv.row_keys) ^ kv.position
