@@ -18,6 +18,7 @@ from alula.sparsity.schedule import Schedule
 
 if TYPE_CHECKING:
     from alula.data import Dataset
+    from alula.mismatch.control import Control
     from alula.rewards import Rewards
     from alula.sparsity.policy import Sparsity
 
@@ -339,6 +340,54 @@ class EvalSettings(Section):
     """Evaluate the sparse policy as well."""
 
 
+class MonitorSettings(Section):
+    """The tail of acceptance during the run; see docs/sparrow.md."""
+
+    rollouts: Annotated[int, Field(ge=0)] = 8
+    """Rollouts per step whose acceptance is measured, of as many prompts, over all ranks; 0 switches it off."""
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Which quantile of acceptance is the tail."""
+    bin: Count | None = None
+    """Tokens per length bin where the budget is no schedule; by default 2000, or an eighth of the longest."""
+
+
+class ControlSettings(Section):
+    """The controller that holds the tail; see docs/sparrow.md."""
+
+    enabled: bool = False
+    """Whether anything is done about a tail that falls below tau."""
+    tau: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The tail to hold; by default the one that the schedule was planned for."""
+    on_violation: Literal["warn", "adapt", "dense", "stop"] = "warn"
+    """What confident evidence of a tail below tau does: report it, move budgets, read and keep everything from that
+    length on, or stop the run."""
+    margin: Positive = 0.03
+    """Under `adapt` a budget falls only where the tail is confidently above tau + margin."""
+    false_alarm_steps: Annotated[float, Field(ge=1)] = 200.0
+    """Expected steps to the first false alarm, at least."""
+    patience: Count = 10
+    """Observed steps without a change before a budget may fall."""
+    ladder: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Budgets that may be used; by default Sparrow's grid and the longest sequence."""
+
+    def build(self, sparsity: "Sparsity", quantile: float, max_length: int) -> "Control | None":
+        from alula.mismatch.control import PAGES, Control
+
+        if not self.enabled:
+            return None
+        parts = [part.budget for part in (sparsity.select, sparsity.evict) if part is not None]
+        planned = [b.notes["tau"] for b in parts if isinstance(b, Schedule) and "tau" in b.notes]
+        tau = self.tau if self.tau is not None else next(iter(planned), None)
+        require(len(parts) > 0, "control.enabled=true, but the rollouts are dense; set a sparsity.")
+        if tau is None:
+            raise SettingError("control.enabled=true needs control.tau; this budget was not planned for one.")
+        grid = [16 * pages for pages in PAGES if 16 * pages < max_length]
+        return Control(
+            tau, max_length, True, self.on_violation, quantile, self.margin, self.false_alarm_steps, self.patience,
+            ladder=tuple(self.ladder or [*grid, -(-max_length // 16) * 16]),
+        )  # fmt: skip
+
+
 class CheckpointSettings(Section):
     every: Annotated[int, Field(ge=0)] = 10
     """Steps between checkpoints; 0 writes one at the end only."""
@@ -380,6 +429,10 @@ class RunConfig(Section):
     """Memory and speed of the rollouts."""
     eval: EvalSettings = EvalSettings()
     """Held-out evaluation."""
+    monitor: MonitorSettings = MonitorSettings()
+    """How the mismatch is watched."""
+    control: ControlSettings = ControlSettings()
+    """What is done when it grows."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """What survives."""
     logging: LoggingSettings = LoggingSettings()

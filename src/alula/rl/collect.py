@@ -13,6 +13,7 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.sequence import Request
 from alula.evals.evaluate import text_of
+from alula.mismatch.monitor import Monitor, Observed
 from alula.rewards import Rewards
 from alula.rl.advantages import has_signal
 from alula.rl.clock import Clock
@@ -27,13 +28,18 @@ from alula.sparsity.policy import Sparsity
 
 class Collector:
     def __init__(
-        self, config: RunConfig, engine: Engine, learner: Learner, rewards: Rewards, world: World, stop: StopRequest
-    ) -> None:
+        self, config: RunConfig, engine: Engine, learner: Learner, rewards: Rewards, monitor: Monitor, world: World,
+        stop: StopRequest,
+    ) -> None:  # fmt: skip
         self.config, self.engine, self.learner = config, engine, learner
-        self.rewards, self.world, self.stop = rewards, world, stop
-        self.sparsity = config.sparsity.build()
+        self.rewards, self.monitor, self.world, self.stop = rewards, monitor, world, stop
+        self.observed = Observed()
         self.correction = config.correction
         self.say: Callable[[str], Any] = lambda phase: None
+
+    @property
+    def sparsity(self) -> Sparsity:
+        return self.monitor.sparsity
 
     def collect(self, step: int, stream: PromptStream, clock: Clock) -> Experience:
         """This rank's share of a step: `sampling.prompts` groups, drawn again under dynamic sampling until so many
@@ -62,7 +68,10 @@ class Collector:
                 n=s.n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed("rollouts", *place)
             )
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            rollouts = self.generate(prompts, sampling, self.sparsity)
+            rollouts = self.generate(prompts, sampling, self.sparsity, watched=place[1] == 0)
+        if place[1] == 0:
+            with clock.phase("mismatch"):
+                self.observed = self.monitor.step(rollouts)
         found = Experience(rollouts, [e for e in examples for _ in range(s.n)], [], {}, [], s.n)
         if self.correction.reroll:
             self._reroll(found, self.seed("reroll", *place), clock)
@@ -75,11 +84,16 @@ class Collector:
         found.silent_groups = int((~signal).sum())
         return found
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, sparsity: Sparsity | None) -> list[Rollout]:
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, sparsity: Sparsity | None, watched: bool = False
+    ) -> list[Rollout]:
         """`Engine.generate`, which a request to stop can leave between two rollouts."""
         rollouts: list[Any] = [None] * (len(prompts) * sampling.n)
         if prompts:
-            for rollout in self._stream(self.engine.requests(prompts, sampling, sparsity)):
+            requests = self.engine.requests(prompts, sampling, sparsity)
+            if watched:
+                self.monitor.watch(requests)
+            for rollout in self._stream(requests):
                 rollouts[rollout.prompt_index * sampling.n + rollout.sample_index] = rollout
         return rollouts
 

@@ -10,6 +10,7 @@ from alula.config import RunConfig
 from alula.data import Dataset, prepare
 from alula.engine.engine import Engine
 from alula.errors import SettingError, require
+from alula.mismatch.monitor import Monitor, Watch
 from alula.model import SHAPE, LoadedModel, load_model
 from alula.rl.distributed import World
 from alula.rl.learner import Learner
@@ -98,6 +99,17 @@ def build_learner_and_engine(config: RunConfig, loaded: LoadedModel, world: Worl
     )  # fmt: skip
     engine.check(config.sparsity.build())
     return learner, engine
+
+
+def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:
+    """Watches the sparse policy of the run; the longest sequence is what the longest prompt can grow to."""
+    longest = max(len(example.prompt_ids or ()) for example in training) + config.sampling.max_new_tokens
+    sparsity, m = config.sparsity.build(), config.monitor
+    return Monitor(
+        Watch(m.rollouts, m.quantile, m.bin), sparsity, engine, longest,
+        config.control.build(sparsity, m.quantile, longest), gather=world.gather,
+        share=lambda count: len(range(world.rank, count, world.size)),
+    )  # fmt: skip
 
 
 def shares_weights(config: RunConfig, world: World) -> bool:

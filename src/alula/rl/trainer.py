@@ -23,7 +23,7 @@ from alula.rl.health import HealthMonitor, HealthWarning
 from alula.rl.held_out import HeldOut, evaluate_policy
 from alula.rl.learner import Update
 from alula.rl.record import Record
-from alula.rl.setup import build_learner_and_engine, load_data, load_policy, shares_weights
+from alula.rl.setup import build_learner_and_engine, build_monitor, load_data, load_policy, shares_weights
 from alula.rl.step_metrics import step_metrics, whole_sum
 from alula.rl.stop import Stopped, StopRequest
 from alula.rl.update import Learned, Updater
@@ -57,7 +57,8 @@ class Trainer:
         self.rewards = config.rewards.build()
         self.learner, self.engine = build_learner_and_engine(config, self.loaded, world)
         self.stop = StopRequest(world)
-        self.collector = Collector(config, self.engine, self.learner, self.rewards, world, self.stop)
+        self.monitor = build_monitor(config, self.engine, training, world)
+        self.collector = Collector(config, self.engine, self.learner, self.rewards, self.monitor, world, self.stop)
         self.collector.say = self.record.phase
         self.updater = Updater(config, self.learner)
         self.health = HealthMonitor()
@@ -113,6 +114,7 @@ class Trainer:
     def train_step(self) -> None:
         """One batch of rollouts and the optimizer steps on it."""
         step, clock, pool = self.step + 1, Clock(self.world.device), self.engine.pool
+        self.stop.asked |= self.monitor.stopped
         self.stop.obey()
         pool.peak = 0
         batch = self.collector.collect(step, self.stream, clock)
@@ -133,9 +135,12 @@ class Trainer:
             peak_bytes=pool.peak * self.engine.page * shape.token_bytes,
             epoch=self.stream.seen / len(self.stream.dataset), matrix_rate=self.matrix_rate,
         )  # fmt: skip
+        metrics |= self.collector.observed.metrics
         self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
         self.record.log_step(step, metrics, batch, learned)
         self._warn(self.health.observe(metrics))
+        for event in self.collector.observed.events:
+            self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
         self._say_if_nothing_was_learned(batch, learned)
         self._stop_if_not_finite(learned.updates)
 
@@ -238,6 +243,7 @@ class Trainer:
         return {name: getattr(self, name) for name in names} | {
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
+            "monitor": self.monitor.state_dict(),
         }
 
     def _last_checkpoint(self, resume: bool) -> int | None:
@@ -255,6 +261,7 @@ class Trainer:
         state = self.checkpoints.load(path, self.learner.tensors())
         self.learner.resume(state.pop("learner"))
         self.health.load_state_dict(state.pop("health"))
+        self.monitor.load_state_dict(state.pop("monitor"))
         for name, value in state.items():
             setattr(self, name, value)
         self.stream.load_state_dict(self.position)
