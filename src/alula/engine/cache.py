@@ -1,5 +1,6 @@
 """The tensors that hold KV, and what some methods keep beside it."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,30 +38,36 @@ class Cache:
     def __init__(self, shape: Shape, pages: int, page: int, rows: int, device: torch.device) -> None:
         self.shape, self.page, self.rows, self.device = shape, page, rows, device
         layout = (shape.layers, pages, shape.kv_heads, page, shape.head_dim)
-        size = pages * page * shape.token_bytes
-        self._block = Block(size, device)
-        both = self._block.tensor.view(shape.dtype).view(2, *layout)
+        self._blocks: dict[str, Block] = {}
+        self.generation = 0
+        """Counts allocations: graphs captured before the last one hold dead addresses."""
+        both = self._allocate("kv", (2, *layout), shape.dtype)
         self.keys, self.values = both[0], both[1]
         self.summaries: Tensor | None = None
         self.ring: Tensor | None = None
         self.accumulated: Tensor | None = None
-        self.generation = 0
-        """Counts reallocations: graphs captured before the last one hold dead addresses."""
 
     def prepare(self, *, summary_kinds: int, ring: int, accumulated_tokens: int) -> None:
         """Make room for what the requests of a call need beside KV."""
-        s, like = self.shape, {"dtype": self.shape.dtype, "device": self.device}
+        s, page_count = self.shape, self.keys.shape[1]
         if summary_kinds and (self.summaries is None or self.summaries.shape[3] != summary_kinds):
-            self.summaries = torch.zeros(
-                s.layers, self.keys.shape[1], s.kv_heads, summary_kinds, s.head_dim, **like
-            )  # fmt: skip
-            self.generation += 1
+            layout = (s.layers, page_count, s.kv_heads, summary_kinds, s.head_dim)
+            self.summaries = self._allocate("summaries", layout, s.dtype)
         if ring and (self.ring is None or self.ring.shape[3] < ring):
-            self.ring = torch.zeros(s.layers, self.rows, s.q_heads, ring, s.head_dim, **like)
-            self.generation += 1
+            self.ring = self._allocate("ring", (s.layers, self.rows, s.q_heads, ring, s.head_dim), s.dtype)
         if accumulated_tokens and (self.accumulated is None or self.accumulated.shape[3] < accumulated_tokens):
-            self.accumulated = torch.zeros(s.layers, self.rows, s.kv_heads, accumulated_tokens, device=self.device)
-            self.generation += 1
+            layout = (s.layers, self.rows, s.kv_heads, accumulated_tokens)
+            self.accumulated = self._allocate("accumulated", layout, torch.float32)
+
+    def _allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._blocks.pop(name, None)
+        block = self._blocks[name] = Block(math.prod(layout) * dtype.itemsize, self.device)
+        self.generation += 1
+        return block.tensor.view(dtype).view(layout)
+
+    @property
+    def resident(self) -> bool:
+        return all(block.resident for block in self._blocks.values())
 
     def summarise(self, pages: Tensor) -> None:
         """Write the summaries of pages that were filled other than token by token."""
@@ -74,12 +81,12 @@ class Cache:
         self.values[:, target] = self.values[:, source]
 
     def sleep(self) -> None:
-        self._block.release()
-        self.summaries = self.ring = self.accumulated = None
-        self.generation += 1
+        for block in self._blocks.values():
+            block.release()
 
     def wake(self) -> None:
-        self._block.restore()
+        for block in self._blocks.values():
+            block.restore()
 
 
 def pages_in(memory: int, shape: Shape, page: int) -> int:

@@ -208,7 +208,7 @@ class Engine:
         """Serve requests together and yield each rollout as it ends; `abort(request.id)` ends one early."""
         requests = list(requests)
         require(self._scheduler is None, "the engine is already serving a stream; finish or close that one first.")
-        require(self.cache._block.resident, "the engine sleeps; call wake() first.")
+        require(self.cache.resident, "the engine sleeps; call wake() first.")
         features = replace(Features.of(requests), adapted=self._adapted(requests))
         scheduler = self._scheduler = Scheduler(
             self.pool, page=self.page, rows=self.rows.count, width=self.rows.table.shape[1],
