@@ -135,7 +135,7 @@ def test_sleep_lends_the_memory_and_wake_takes_it_back(engine):
     for policy in (None, EVICT, SELECT):
         before = engine.generate(PROMPTS, Sampling(max_new_tokens=16, ignore_eos=True), policy)
         engine.sleep()
-        assert engine.cache._block.tensor.untyped_storage().nbytes() == 0
+        assert engine.cache.keys.untyped_storage().nbytes() == 0
         assert engine.cache.summaries is engine.cache.ring is engine.cache.accumulated is None
         with pytest.raises(SettingError, match="wake"):
             engine.generate(PROMPTS)
