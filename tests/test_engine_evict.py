@@ -291,3 +291,13 @@ def test_every_evictor_has_a_formula_here():
     covered = {"streaming", "snapkv", "rkv", "knorm", "keydiff", "tova", "h2o", "random"}
     assert covered == set(METHODS)
     assert all(build(Evict(m, 64)) for m in METHODS)
+
+
+def test_h2o_beside_prompts_longer_than_what_it_sums(models):
+    """The running sums are as long as the longest evicting sequence, not as its neighbours."""
+    engine = engine_of(models[1])
+    prompts, policies = [[5, 6] * 30, [7, 8]], [Sparsity(), Sparsity(Evict("h2o", 6, buffer=2, window=2, sinks=1))]
+    sampling = Sampling(max_new_tokens=10, temperature=0.8, ignore_eos=True)
+    dense, sparse = engine.generate(prompts, sampling, policies, record=True)
+    torch.testing.assert_close(dense.logprobs, engine.score([dense])[0].logprobs, rtol=0, atol=1e-5)
+    assert_oracle_agrees(models[1], [sparse], 4)

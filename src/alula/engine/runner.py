@@ -14,7 +14,7 @@ from alula.engine.features import Features
 from alula.engine.fuse import fuse_projections, keep_one_of_each
 from alula.engine.rows import Rows, put, rollout_key
 from alula.engine.scheduler import Chunk, Event, Prefill, Start, SwapOut
-from alula.engine.sequence import Sequence
+from alula.engine.sequence import Request, Sequence
 from alula.mismatch.acceptance import acceptance
 from alula.model import lm_logits
 from alula.ops.append import append
@@ -46,7 +46,7 @@ class Prompts:
     rings: Any = None
     """[L, G, Hq, W, D]"""
     attention: Any = None
-    """per prompt fp32 [L, Hkv, P] attention received inside the prompt (H2O)"""
+    """per prompt fp32 [L, Hkv, P] attention received inside the prompt, or None where nobody needs it (H2O does)"""
     token: Any = None
     logprob: Any = None
 
@@ -157,7 +157,8 @@ class Runner:
             start = 0
             for sums, length in zip(p.attention, p.lengths):
                 span = slice(start, start + length)
-                sums[layer] = attention_received(query[span], key[span], scaling)
+                if sums is not None:
+                    sums[layer] = attention_received(query[span], key[span], scaling)
                 start += length
         return packed_attention(query, key, value, p.cu_seqlens, p.max_seqlen, scaling)
 
@@ -213,7 +214,10 @@ class Runner:
             p.rings = torch.empty(shape.layers, len(groups), shape.q_heads, features.ring, shape.head_dim,
                                   dtype=shape.dtype, device=self.device)  # fmt: skip
         if features.accumulates:
-            p.attention = [torch.empty(shape.layers, shape.kv_heads, n, device=self.device) for n in lengths]
+            p.attention = [
+                torch.empty(shape.layers, shape.kv_heads, n, device=self.device) if accumulates(g.request) else None
+                for g, n in zip(groups, lengths)
+            ]
         self._prompts = p
         try:
             hidden = self.hidden(*self._packed(prompts), adapted=features.adapted)
@@ -288,8 +292,9 @@ class Runner:
             if p.attention is not None:
                 for s in sequences:
                     sums = p.attention[s.first[2]]
-                    self.cache.accumulated[:, s.row] = 0  # type: ignore[index]
-                    self.cache.accumulated[:, s.row, :, : sums.shape[2]] = sums  # type: ignore[index]
+                    if sums is not None:
+                        self.cache.accumulated[:, s.row] = 0  # type: ignore[index]
+                        self.cache.accumulated[:, s.row, :, : sums.shape[2]] = sums  # type: ignore[index]
             for s in sequences:
                 s.first = None
 
@@ -513,6 +518,11 @@ def table_of(pages: list[list[int]]) -> np.ndarray:
     for line, found in zip(table, pages):
         line[: len(found)] = found
     return table
+
+
+def accumulates(request: Request) -> bool:
+    evict = request.sparsity.evict
+    return evict is not None and build(evict).accumulates
 
 
 def ring_places(groups: list[Prefill], starts: np.ndarray, size: int) -> np.ndarray:
