@@ -1,0 +1,141 @@
+"""`alula distill`: train the sparse policy's adapter on a fixed model, from prompts."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from alula.errors import require
+
+if TYPE_CHECKING:
+    from alula.distill.measure import Acceptance
+    from alula.sparsity.policy import Sparsity
+
+
+def distill(
+    model: Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file or shape:<name>.")],
+    data: Annotated[str, typer.Option(help="Prompts: a file, folder, benchmark, hub id or task:<name>.")],
+    sparsity: Annotated[str, typer.Option(help="The sparse policy: rkv:512+128, block-topk:1024, ...")],
+    steps: Annotated[int, typer.Option(help="Batches of rollouts.")] = 50,
+    prompts: Annotated[int, typer.Option(help="Prompts per step.")] = 64,
+    samples: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="Of the rollouts.")] = 1.0,
+    held_out: Annotated[int, typer.Option(help="Prompts set aside to measure acceptance on.")] = 64,
+    rank: Annotated[int, typer.Option(help="Rank of the adapter.")] = 16,
+    alpha: Annotated[float | None, typer.Option(help="Scale times rank; by default twice the rank.")] = None,
+    targets: Annotated[str, typer.Option(help="Layers with an adapter, separated by commas, or all.")] = "all",
+    divergence: Annotated[str, typer.Option(help="kl, topk-kl, sampled-kl or overlap.")] = "kl",
+    top_k: Annotated[int, typer.Option(help="Tokens of topk-kl.")] = 64,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
+    minibatches: Annotated[int, typer.Option(help="Optimizer steps per batch of rollouts.")] = 4,
+    token_budget: Annotated[int, typer.Option(help="Tokens per micro-batch.")] = 16384,
+    adapter: Annotated[Path | None, typer.Option(help="Continue from this adapter.")] = None,
+    width: Annotated[int, typer.Option("--bin", help="Tokens per length bin of the tail.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Of data, rollouts and the adapter.")] = 0,
+    split: Annotated[str | None, typer.Option(help="Which part of a stored data set.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    page: Annotated[int, typer.Option(help="KV tokens per page; a selector's block takes its place.")] = 16,
+    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
+    max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")] = Path("distilled"),
+) -> None:
+    """Train a LoRA that only the sparse rollout uses, so that it agrees better with the dense policy.
+
+    Writes the adapter (peft), metrics.jsonl and summary.json: acceptance on held-out prompts before and after.
+    """
+    from alula.distill.config import DistillConfig
+    from alula.sparsity.parse import parse_sparsity
+
+    policy = parse_sparsity(sparsity)
+    require(not policy.dense, "sparsity=dense: the dense policy is the teacher; name a sparse one.")
+    config = DistillConfig(
+        rank=rank, alpha=2.0 * rank if alpha is None else alpha, targets=tuple(targets.split(",")), seed=seed,
+        loss="divergence", divergence=divergence, top_k=top_k, lr=lr, minibatches=minibatches,  # type: ignore[arg-type]
+        token_budget=token_budget,
+    )  # fmt: skip
+    run(
+        policy, config, model, adapter, steps, held_out, width, out,
+        {"device": device, "dtype": dtype, "seed": seed},
+        {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
+        {"source": data, "split": split, "data_dir": data_dir, "prompt": prompt, "answer": ""},
+        {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
+         "seed": seed},
+    )  # fmt: skip
+
+
+def run(
+    policy: "Sparsity",
+    config: Any,
+    model: str,
+    adapter: Path | None,
+    steps: int,
+    held_out: int,
+    width: int,
+    out: Path,
+    model_options: dict[str, Any],
+    engine_options: dict[str, Any],
+    data_options: dict[str, Any],
+    rollout_options: dict[str, Any],
+) -> None:
+    import torch
+
+    from alula.data import load, prepare
+    from alula.distill.adapter import Adapter
+    from alula.distill.alone import Rollouts, distill_alone, measure
+    from alula.distill.distiller import Distiller
+    from alula.engine.engine import Engine
+    from alula.model import load_model
+    from alula.rl.metrics import MetricsWriter
+
+    model_options["device"] = model_options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_model(model, **model_options)
+    require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need.")
+    dataset = prepare(load(**data_options), loaded.tokenizer)
+    training, aside = dataset.split(held_out, config.seed)
+    test = [list(example.prompt_ids or ()) for example in aside]
+    distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))
+    distiller.policy.base_model = model
+    engine = Engine(loaded, **engine_options, sparse_adapter=distiller.adapter())
+    engine.check(policy)
+    rollouts = Rollouts(**rollout_options)
+    writer = MetricsWriter(out, total_steps=steps)
+
+    def log(step: int, row: dict[str, float]) -> None:
+        writer.log(step, row)
+        kl, seconds = row["distill/divergence"], row["time/rollout"] + row["time/distill"]
+        typer.echo(f"step {step}/{steps}  {config.divergence} {kl:.5f}  {seconds:.1f} s", err=True)
+
+    before = measure(engine, distiller, policy, test, rollouts, seed=-1)
+    distill_alone(engine, distiller, policy, training, steps, rollouts, log)
+    distiller.adapter().save(out / "adapter")
+    after = measure(engine, distiller, policy, test, rollouts, seed=-1)
+    writer.close("finished")
+    summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
+    summary |= {"before": described(before, width), "after": described(after, width)}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    show(summary)
+    typer.echo(f"{out / 'adapter'}: use it with Engine.load(..., sparse_adapter=...)")
+
+
+def described(found: "Acceptance", width: int) -> dict[str, Any]:
+    from alula.mismatch.calibration import tail_to_dict
+
+    return found.metrics() | {"tokens": len(found.alpha), "by_length": tail_to_dict(found.tails(width))}
+
+
+def show(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{summary['sparsity']}, {summary['held_out']} held-out prompts")
+    for name in ("", "before", "after"):
+        table.add_column(name, justify="left" if not name else "right")
+    for label, name in (("acceptance, 5th percentile", "acceptance_tail"), ("acceptance, mean", "acceptance_mean"),
+                        ("KL(sparse ‖ dense)", "kl")):  # fmt: skip
+        table.add_row(label, *(f"{summary[when][name]:.4f}" for when in ("before", "after")))
+    Console().print(table)

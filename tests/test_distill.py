@@ -1,0 +1,421 @@
+"""Training φ: the divergences by their formulas, what a step changes and what it must not, and that it helps."""
+
+import copy
+import json
+import threading
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.data.tasks import build
+from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
+from alula.distill.adapter import Adapter
+from alula.distill.compare import against_hidden, against_scores, bucketed_kl, compare
+from alula.distill.config import DistillConfig
+from alula.distill.distiller import Distiller
+from alula.distill.measure import Acceptance
+from alula.distill.move import Move, meets
+from alula.engine.rollout import Scores
+from alula.errors import SettingError
+from alula.mismatch.tail import tail
+from alula.model import load_model
+from alula.rl.checkpoint import Checkpoints
+from alula.rl.distributed import World
+from alula.rl.learner import Learner
+from alula.rl.learner_config import LearnerConfig
+from alula.rl.objective import Loss
+from alula.rl.setup import with_tokenizer
+
+PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]
+SAMPLING = Sampling(n=2, max_new_tokens=20, temperature=0.8, ignore_eos=True)
+RKV = Sparsity(Evict("rkv", 10, buffer=4, window=3, sinks=2))
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A tiny model and rollouts of it."""
+    loaded = oracle.custom_model(3)
+    engine = Engine(loaded, page=4, kv_memory="2MiB", max_rows=16)
+    return loaded, engine.generate(PROMPTS, SAMPLING, RKV, record=True)
+
+
+def distiller_of(model, **settings) -> Distiller:
+    settings = {"rank": 4, "lr": 3e-3, "activation_checkpointing": False, "token_budget": 120, "chunk": 13} | settings
+    world, loss = settings.pop("world", None), settings.pop("policy", None)
+    return Distiller(model, DistillConfig(**settings), loss=loss, world=world)
+
+
+def bits(parameters) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in parameters]
+
+
+# --- divergences ------------------------------------------------------------------------------------------------
+
+
+def two_policies(n=5, vocabulary=9, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lq, lp = (torch.randn(n, vocabulary, generator=generator).mul(1.5).log_softmax(-1) for _ in range(2))
+    return lq, lp
+
+
+def test_divergences_by_hand():
+    lq, lp = two_policies()
+    targets = torch.tensor([0, 3, 8, 1, 1])
+    logprobs, kl, alpha, also_kl = compare(lq, lp, targets, overlap=False)
+    _, overlap, _, _ = compare(lq, lp, targets, overlap=True)
+    for i in range(5):
+        q, p = lq[i].exp().tolist(), lp[i].exp().tolist()
+        assert kl[i].item() == pytest.approx(sum(a * np.log(a / b) for a, b in zip(q, p)), abs=1e-6)
+        assert alpha[i].item() == pytest.approx(sum(map(min, q, p)), abs=1e-6)
+        assert overlap[i].item() == pytest.approx(1 - sum(map(min, q, p)), abs=1e-6)
+        assert logprobs[i] == lq[i, targets[i]]
+        best = sorted(range(9), key=lambda v: -p[v])[:4]
+        rest = [v for v in range(9) if v not in best]
+        q_rest, p_rest = sum(q[v] for v in rest), sum(p[v] for v in rest)
+        expected = sum(q[v] * np.log(q[v] / p[v]) for v in best) + q_rest * np.log(q_rest / p_rest)
+        found = bucketed_kl(lq[i : i + 1, best], lp[i : i + 1, best])
+        assert found.item() == pytest.approx(expected, abs=1e-6)
+        assert found.item() <= kl[i].item() + 1e-6
+    assert torch.equal(kl, also_kl)
+
+
+def test_k2_has_the_gradient_of_this_kl_and_k3_has_not():
+    logits, lp = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    logits.requires_grad_()
+
+    def gradient(function):
+        return torch.autograd.grad(function(logits.log_softmax(-1)), logits)[0]
+
+    exact = gradient(lambda lq: (lq.exp() * (lq - lp)).sum())
+    drawn = logits.detach().softmax(-1)
+    k2 = gradient(lambda lq: (drawn * 0.5 * (lq - lp).square()).sum())
+    k3 = gradient(lambda lq: (drawn * ((lp - lq).exp() - 1 - (lp - lq))).sum())
+    torch.testing.assert_close(k2, exact)
+    assert (k3 - exact).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["kl", "overlap", "topk", "sampled"])
+def test_chunked_and_recomputed_equals_plain_autograd(kind):
+    torch.manual_seed(0)
+    hidden, teacher, weight, bias = torch.randn(17, 6), torch.randn(17, 6), torch.randn(23, 6), torch.randn(23)
+    targets, temperature = torch.randint(0, 23, (17,)), 0.7
+    lp = ((teacher @ weight.T + bias) / temperature).log_softmax(-1)
+    top = lp.topk(5)
+    first, second = (hidden.clone().requires_grad_() for _ in range(2))
+
+    lq = ((first @ weight.T + bias) / temperature).log_softmax(-1)
+    sampled = lq.gather(-1, targets[:, None])[:, 0]
+    if kind in ("kl", "overlap"):
+        wanted = compare(lq, lp, targets, kind == "overlap")[1]
+        found = against_hidden(second, teacher, (weight, bias), targets, temperature, kind == "overlap", chunk=4)
+    else:
+        scores = Scores(lp.gather(-1, targets[:, None])[:, 0])
+        wanted = 0.5 * (sampled - scores.logprobs).square()
+        if kind == "topk":
+            scores.topk_ids, scores.topk_logprobs = top.indices, top.values
+            wanted = bucketed_kl(lq.gather(-1, top.indices), top.values)
+        found = against_scores(second, scores, (weight, bias), targets, temperature, chunk=4)
+    torch.testing.assert_close(found.divergence, wanted)
+    torch.testing.assert_close(found.logprobs, sampled)
+    mix = torch.randn(2, 17)
+    (mix[0] * sampled + mix[1] * wanted).sum().backward()
+    (mix[0] * found.logprobs + mix[1] * found.divergence).sum().backward()
+    torch.testing.assert_close(second.grad, first.grad, rtol=1e-4, atol=1e-5)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divergence", ["kl", "topk-kl", "sampled-kl", "overlap"])
+def test_a_step_trains_the_adapter_and_nothing_else(divergence, made):
+    loaded, rollouts = made
+    theta, flags = bits(loaded.model.parameters()), [p.requires_grad for p in loaded.model.parameters()]
+    distiller = distiller_of(loaded.model, divergence=divergence, top_k=20, minibatches=2, loss="divergence")
+    before = distiller.measure(rollouts)
+    metrics = [distiller.step(rollouts) for _ in range(6)]
+    assert all(torch.equal(a, b) for a, b in zip(theta, bits(loaded.model.parameters())))
+    assert [p.requires_grad for p in loaded.model.parameters()] == flags
+    assert all(p.grad is None for p in loaded.model.parameters())
+    assert distiller.steps == 12
+    assert metrics[-1]["divergence"] < 0.9 * metrics[0]["divergence"]
+    if divergence in ("kl", "overlap"):
+        assert metrics[0]["acceptance_mean"] == pytest.approx(before.mean, abs=0.02)
+        assert distiller.measure(rollouts).mean > before.mean
+
+
+def test_the_first_policy_gradient_is_that_of_advantage_times_logprob(made):
+    """ρ = 1 where φ is what sampled: d/dφ of −Σ A log q / (|o| · rollouts), and nothing is clipped."""
+    loaded, rollouts = made
+    advantages = torch.linspace(-1, 2, len(rollouts))
+    distiller = distiller_of(loaded.model, loss="policy", max_grad_norm=None)
+    taken = {}
+    distiller.optimizer.step = lambda *_: (  # type: ignore[method-assign]
+        taken.update({n: m.grad.clone() for n, m in distiller.optimizer.masters.items()}),
+        (0.0, True),
+    )[1]
+    metrics = distiller.step(rollouts, advantages)
+    assert metrics["drift"] < 1e-4
+    assert metrics["clip_fraction"] == 0
+    reference = distiller_of(loaded.model, loss="policy")
+    with reference.policy.dense_frozen():
+        for batch in reference._batches(rollouts, range(len(rollouts))):
+            logits = reference.policy(batch, rollouts) @ reference.policy.head[0].T / SAMPLING.temperature
+            logprobs = logits.log_softmax(-1).gather(-1, batch.target_ids[:, None])[:, 0]
+            for i, own in zip(batch.index, batch.split(logprobs)):
+                (-advantages[i] * own.mean() / len(rollouts)).backward(retain_graph=True)
+    for name, parameter in reference.policy.adapter_parameters():
+        torch.testing.assert_close(taken[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_policy_loss_raises_what_was_rewarded(made):
+    loaded, rollouts = made
+    advantages = torch.tensor([1.0, -1.0] * (len(rollouts) // 2))
+    distiller = distiller_of(loaded.model, loss="policy", policy=Loss(clip_low=0.9, clip_high=9.0))
+    before = distiller.score(rollouts)
+    for _ in range(5):
+        distiller.step(rollouts, advantages)
+    change = [float((b - a).mean()) for a, b in zip(before, distiller.score(rollouts))]
+    assert min(change[::2]) > max(change[1::2])
+
+
+def test_the_teacher_may_be_the_policy_before_the_update(made):
+    loaded, rollouts = made
+    dense = Learner(copy.deepcopy(loaded.model)).score(rollouts, SAMPLING.temperature, topk=20)
+    changed = copy.deepcopy(loaded.model)  # θ's update
+    for parameter in changed.parameters():
+        parameter.data *= 1.05
+    for divergence in ("sampled-kl", "topk-kl"):
+        now, then = (
+            distiller_of(changed, divergence=divergence, top_k=20, loss="divergence", teacher=teacher)
+            for teacher in ("after", "before")
+        )
+        unchanged = distiller_of(loaded.model, divergence=divergence, top_k=20, loss="divergence")
+        before, after = then.step(rollouts, teacher=dense), now.step(rollouts)
+        assert before["divergence"] != pytest.approx(after["divergence"], rel=0.01)
+        same = distiller_of(loaded.model, divergence=divergence, top_k=20, loss="divergence", teacher="before")
+        assert same.step(rollouts, teacher=dense)["divergence"] == pytest.approx(
+            unchanged.step(rollouts)["divergence"], rel=1e-4
+        )
+
+
+def test_a_resumed_run_continues_bit_for_bit(made, tmp_path):
+    loaded, rollouts = made
+    advantages = torch.linspace(-1, 1, len(rollouts))
+    whole, first, second = (distiller_of(loaded.model, minibatches=2) for _ in range(3))
+    whole.step(rollouts, advantages)
+    first.step(rollouts, advantages)
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(1, first.tensors(), {"distill": first.state()})
+    second.resume(checkpoints.load(path, second.tensors())["distill"])
+    for one in (whole, second):
+        one.step(rollouts, advantages)
+    for (_, a), (_, b) in zip(whole.policy.adapter_parameters(), second.policy.adapter_parameters()):
+        assert torch.equal(a, b)
+    assert second.state() == whole.state()
+
+
+def test_a_saved_adapter_is_continued_and_served(made, tmp_path):
+    loaded, rollouts = made
+    trained = distiller_of(loaded.model, loss="divergence")
+    trained.step(rollouts)
+    trained.adapter().save(tmp_path)
+    again = Distiller(loaded.model, trained.config, adapter=Adapter.load(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(trained.score(rollouts), again.score(rollouts)))
+    engine = Engine(loaded, page=4, kv_memory="2MiB", max_rows=16, sparse_adapter=tmp_path)
+    served = engine.generate(PROMPTS, SAMPLING, RKV, record=True)
+    for mine, rollout in zip(again.score(served), served):
+        torch.testing.assert_close(mine, rollout.logprobs, rtol=0, atol=1e-4)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_adapter(made):
+    loaded, rollouts = made
+    distiller = distiller_of(loaded.model)
+    before = bits(p for _, p in distiller.policy.adapter_parameters())
+    metrics = distiller.step(rollouts, torch.full((len(rollouts),), torch.nan))
+    assert metrics["skipped"] == 1
+    assert distiller.skipped == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, bits(p for _, p in distiller.policy.adapter_parameters())))
+
+
+@dataclass(frozen=True)
+class Threads(World):
+    """Ranks that are threads of one process."""
+
+    board: list | None = None
+    barrier: threading.Barrier | None = None
+
+    def gather(self, value):
+        self.board[self.rank] = value
+        self.barrier.wait()
+        values = list(self.board)
+        self.barrier.wait()
+        return values
+
+    def sum(self, tensor):
+        return tensor.copy_(torch.stack([t.to(tensor) for t in self.gather(tensor.clone())]).sum(0))
+
+
+def test_two_ranks_train_as_one(made):
+    loaded, rollouts = made
+    advantages = torch.linspace(-1, 1, len(rollouts))
+    alone = distiller_of(loaded.model)
+    expected = alone.step(rollouts, advantages)
+    shares, board, barrier = [[0, 1, 2, 3, 4], [5, 6, 7]], [None, None], threading.Barrier(2)
+    ranks = [
+        distiller_of(copy.deepcopy(loaded.model), world=Threads(rank, 2, board=board, barrier=barrier))
+        for rank in range(2)
+    ]
+    found = [None, None]
+
+    def run(rank):
+        mine = shares[rank]
+        found[rank] = ranks[rank].step([rollouts[i] for i in mine], advantages[mine])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    for rank in range(2):
+        for name in ("loss", "kl", "policy_loss", "grad_norm", "tokens"):
+            assert found[rank][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+        for (_, a), (_, b) in zip(alone.policy.adapter_parameters(), ranks[rank].policy.adapter_parameters()):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+# --- does it help -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def warmed_up():
+    """A tiny model that has learned to continue the alphabet, and prompts to train and to test on."""
+    task = build("successor", symbols=8, prefix=20, length=10)
+    tokenizer = task_tokenizer(task)
+    loaded = with_tokenizer(load_model("shape:tiny-qwen3"), tokenizer, cut=True)
+    pairs = [supervised_ids(tokenizer, example) for example in task.dataset(512, seed=0)]
+    learner = Learner(loaded.model, LearnerConfig(lr=4e-3, activation_checkpointing=False))
+    sequences = [SimpleNamespace(prompt_ids=prompt, token_ids=answer) for prompt, answer in pairs]
+    for step in range(40):
+        rows = sequences[(16 * step) % 512 :][:16]
+        learner.update(rows, lambda logprobs, _, batch: (-logprobs.mean(), {}))
+    held_out = [supervised_ids(tokenizer, example)[0] for example in task.dataset(24, seed=1)]
+    return loaded, [prompt for prompt, _ in pairs[:128]], held_out
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Sparsity(Evict("snapkv", 10, buffer=4, window=4, sinks=2)),
+        Sparsity(select=Select("block-topk", 8, block=2, dense_layers=0)),
+    ],
+    ids=["snapkv", "block-topk"],
+)
+def test_distillation_raises_acceptance_on_held_out_prompts(policy, warmed_up):
+    loaded, train, held_out = warmed_up
+    distiller = distiller_of(
+        loaded.model, rank=8, lr=4e-3, loss="divergence", minibatches=2, token_budget=4096, chunk=1024
+    )
+    engine = Engine(loaded, page=2, kv_memory="4MiB", max_rows=32, sparse_adapter=distiller.adapter())
+
+    def on_held_out():
+        rollouts = engine.generate(held_out, Sampling(max_new_tokens=10, seed=99), policy)
+        return Acceptance.of(rollouts, engine.acceptance(rollouts, policy), [torch.zeros(1)])
+
+    before = on_held_out()
+    for step in range(8):
+        rollouts = engine.generate(
+            train[16 * step :][:16], Sampling(max_new_tokens=10, seed=step), policy, record=policy.evict is not None
+        )
+        metrics = distiller.step(rollouts)
+        assert metrics["tokens"] == sum(map(len, rollouts))
+        engine.update_sparse_adapter(distiller.adapter())
+    after = on_held_out()
+    assert before.mean < 0.99
+    assert 1 - after.mean < 0.7 * (1 - before.mean)
+    assert after.tail > before.tail
+
+
+# --- settings, choices, moving on -------------------------------------------------------------------------------
+
+
+def test_a_fraction_of_the_prompts_is_chosen_and_always_the_same(made):
+    distiller = distiller_of(made[0].model, fraction=0.25)
+    picked = distiller.chosen(32, 7)
+    assert sum(picked) == 8
+    assert picked == distiller_of(made[0].model, fraction=0.25).chosen(32, 7)
+    assert picked != distiller.chosen(32, 8)
+    assert distiller.chosen(1, 0) == [True]
+
+
+def test_settings_are_refused_in_words(made):
+    for settings, words in (
+        ({"loss": "polcy"}, "policy"),
+        ({"divergence": "topk"}, "topk-kl"),
+        ({"rank": 0}, "distill.rank=0"),
+        ({"fraction": 0.0}, "distill.fraction"),
+        ({"teacher": "before"}, "whole distribution"),
+        ({"targets": ()}, "distill.targets"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            DistillConfig(**settings)
+    loaded, rollouts = made
+    with pytest.raises(SettingError, match="needs advantages"):
+        distiller_of(loaded.model).step(rollouts)
+    with pytest.raises(SettingError, match="taken before the update"):
+        distiller_of(loaded.model, teacher="before", divergence="sampled-kl", loss="divergence").step(rollouts)
+    with pytest.raises(SettingError, match="temperature"):
+        distiller_of(loaded.model).score([])
+    mixed = [rollouts[0], replace(rollouts[1], sampling=replace(SAMPLING, temperature=0.5))]
+    with pytest.raises(SettingError, match="temperatures"):
+        distiller_of(loaded.model).score(mixed)
+
+
+def test_when_a_run_moves_to_the_sparser_policy():
+    positions, prompts = np.tile(np.arange(100), 30), np.repeat(np.arange(30), 100)
+    good = tail(np.full(3000, 0.9), positions, prompts, width=50)
+    late = tail(np.where(positions < 50, 0.9, 0.7), positions, prompts, width=50)
+    few = tail(np.full(500, 0.9), positions[:500], prompts[:500], width=50)
+    assert meets(good, 0.86)
+    assert not meets(good, 0.91)
+    assert not meets(late, 0.86), "every bin must meet tau"
+    assert not meets(few, 0.5), "five prompts prove nothing"
+    waits, planned = Move("rkv:64", tau=0.86, every=5), Move("rkv:64", tau=0.86, at=12)
+    assert [step for step in range(1, 16) if waits.due(step)] == [5, 10, 15]
+    assert (waits.allowed(5, good), waits.allowed(5, late)) == (True, False)
+    assert [step for step in range(1, 16) if planned.due(step)] == [12]
+    assert planned.allowed(12, late)
+    with pytest.raises(SettingError, match="tau"):
+        Move("rkv:64", tau=1.5)
+
+
+def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):
+    from alula.cli.main import app
+
+    loaded, train, _ = warmed_up
+    folder, out = tmp_path / "model", tmp_path / "distilled"
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    words = loaded.tokenizer.batch_decode([prompt[1:] for prompt in train[:60]])
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in words))
+    arguments = [
+        str(folder), "--data", str(data), "--sparsity", "snapkv:10+4,window=4,sinks=2", "--steps", "3", "--prompts",
+        "12", "--samples", "1", "--held-out", "20", "--max-new-tokens", "10", "--rank", "4", "--lr", "4e-3",
+        "--page", "4", "--kv-memory", "4MiB", "--out", str(out),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as finished:
+        app(["distill", *arguments])
+    assert finished.value.code == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["distill/kl"] > 0 and 0 < row["distill/acceptance_tail"] <= 1 for row in rows)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["after"]["acceptance_mean"] > summary["before"]["acceptance_mean"]
+    shown = capsys.readouterr().out
+    assert f"{summary['after']['acceptance_tail']:.4f}" in shown
+    adapter = Adapter.load(out / "adapter")
+    assert adapter.rank == 4
+    assert any(b.abs().max() > 0 for _, b in adapter.weights.values())
