@@ -1,0 +1,382 @@
+"""Calibration with a real engine on tiny models: what is measured, what is skipped, what survives a kill."""
+
+import copy
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracle
+from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
+from alula.cli.calibrate import default_budgets, numbers, parse_methods
+from alula.distill.adapter import attach, fresh
+from alula.errors import SettingError
+from alula.mismatch import calibrate as calibrating
+from alula.mismatch.calibrate import ForwardMeasure, Grid, Text, calibrate
+from alula.mismatch.calibration import Calibration, Configuration, tail_to_dict
+from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape
+from alula.mismatch.measure import Bins, cut, generate_text, measure, measure_own, side_by_side
+from alula.mismatch.plan import Workload, plan
+from alula.mismatch.search import next_budgets, spread
+from alula.mismatch.tail import MIN_PROMPTS, Tail
+from alula.mismatch.timings import load_cost, timing_record
+from alula.mismatch.verify import Verification, policy_of
+from alula.mismatch.work import Work
+from alula.sparsity.policy import DENSE
+
+PAGE = 4
+PROMPTS = tuple(tuple(int(t) for t in row) for row in np.random.default_rng(0).integers(2, 96, (32, 6)))
+TEXT = Text(PROMPTS, length=36, seed=3)
+BINS = Bins(width=12, count=3, resamples=100)
+SELECT = Configuration("select", "block-topk", 0, (("block", PAGE), ("dense_layers", 0)))
+EVICT = Configuration("evict", "streaming", 0, (("buffer", 2), ("sinks", 1), ("window", 2)))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return oracle.custom_model(3, layers=2)
+
+
+@pytest.fixture(scope="module")
+def engine(loaded):
+    return Engine(loaded, page=PAGE, kv_memory="8MiB", max_rows=96, lookahead=4)
+
+
+@pytest.fixture(scope="module")
+def text(engine):
+    return generate_text(engine, PROMPTS, TEXT.sampling)
+
+
+def literal_tails(rollouts, alphas, width: int, bins: int) -> list[float]:
+    """The 5th percentile by a sort per bin: the smallest value with 5 % of the tokens at or below it."""
+    found: list[list[float]] = [[] for _ in range(bins)]
+    for rollout, alpha in zip(rollouts, alphas):
+        for i, value in enumerate(alpha.tolist()):
+            found[min((len(rollout.prompt_ids) + i) // width, bins - 1)].append(value)
+    return [sorted(v)[max(0, int(np.ceil(0.05 * len(v))) - 1)] if v else float("nan") for v in found]
+
+
+def test_tails_of_policies_side_by_side(engine, text):
+    policies = [SELECT.sparsity(12), SELECT.sparsity(20), EVICT.sparsity(8), DENSE]
+    told = {}
+    tails = measure(engine, text, policies, BINS, done=told.__setitem__)
+    for policy, tail in zip(policies, tails):
+        alphas = engine.acceptance(text, policy)
+        np.testing.assert_allclose(tail.value, literal_tails(text, alphas, 12, 3), atol=2e-5)
+        assert tail.tokens.sum() == sum(map(len, text))
+        assert tail.prompts.max() == len(PROMPTS)
+    assert list(told) == sorted(told), "policies are done in their order, so that little is lost by a kill"
+    assert [told[i] for i in range(4)] == tails
+    assert tails[3].value.min() > 1 - 1e-5
+    assert tails[0].overall < tails[1].overall < 0.99
+
+
+def test_a_policy_on_its_own_rollouts(engine):
+    policy, sampling = EVICT.sparsity(8), Sampling(n=2, max_new_tokens=30, seed=5)
+    own = measure_own(engine, PROMPTS, sampling, policy, BINS)
+    rollouts = engine.generate([list(p) for p in PROMPTS], sampling, policy)
+    expected = BINS.tail(rollouts, engine.acceptance(rollouts, policy))
+    assert own.tokens.tolist() == expected.tokens.tolist()
+    assert own.prompts.tolist() == expected.prompts.tolist()
+    for name in ("value", "lower", "upper"):
+        np.testing.assert_allclose(getattr(own, name), getattr(expected, name), atol=1e-4)
+
+
+def test_how_many_fit_side_by_side(engine, text):
+    assert side_by_side(engine, text, evicts=True) == 96 // 32
+    small = Engine(oracle.custom_model(3), page=PAGE, kv_memory="1MiB", max_rows=96)
+    held = sum(len(r.prompt_ids) + len(r) for r in text)
+    assert side_by_side(small, text, evicts=False) == max(1, small.pool.usable * PAGE // held)
+    assert side_by_side(engine, [*text] * 50, evicts=True) == 1
+
+
+def test_cut_text_keeps_what_lies_before_the_end(text):
+    for rollout, whole in zip(cut(text, 12, 24), [r for r in text if len(r.prompt_ids) + len(r) > 12]):
+        assert rollout.token_ids == whole.token_ids[: 24 - len(whole.prompt_ids)]
+        assert len(rollout.prompt_ids) + len(rollout) <= 24
+    assert cut(text, 36, 48) == []
+
+
+# -- search -------------------------------------------------------------------------------------------------
+
+
+def made_tail(lower) -> Tail:
+    low = np.asarray(lower, float)
+    counts = np.full(len(low), MIN_PROMPTS)
+    return Tail(low, low, low, counts, counts, float(low.mean()), 12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
+def test_search_finds_every_smallest_passing_budget(seed, rungs, bins, together, targets):
+    rng = np.random.default_rng(seed)
+    ladder = sorted(rng.choice(1000, rungs, replace=False).tolist())
+    truth = {b: made_tail(row) for b, row in zip(ladder, np.sort(rng.random((rungs, bins)), 0))}
+    taus, known = rng.random(targets).tolist(), {}
+    while budgets := next_budgets(ladder, known, taus, together):
+        assert len(budgets) <= together
+        assert not set(budgets) & set(known)
+        known |= {b: truth[b] for b in budgets}
+    for j in range(bins):
+        for tau in taus:
+            smallest = min((b for b in ladder if truth[b].lower[j] >= tau), default=None)
+            assert smallest is None or smallest in known
+            assert min((b for b in known if known[b].lower[j] >= tau), default=None) == smallest
+
+
+def test_search_skips_what_cannot_matter_and_sweep_does_not():
+    ladder = list(range(100, 132))
+    truth = {b: made_tail([(b - 100) / 32]) for b in ladder}
+    for sweep, most in ((False, 6), (True, 32)):
+        known: dict[int, Tail] = {}
+        while budgets := next_budgets(ladder, known, [0.4], 1, sweep=sweep):
+            known |= {b: truth[b] for b in budgets}
+        assert len(known) <= most
+        assert len(known) == 32 or not sweep
+
+
+def test_bins_without_enough_prompts_ask_for_nothing():
+    few = replace(made_tail([0.1, 0.9]), prompts=np.array([3, MIN_PROMPTS]))
+    assert next_budgets([1, 2, 3], {2: few}, [0.5], 9) == [1]
+
+
+def test_spread():
+    assert spread([1, 2, 3], 5) == [1, 2, 3]
+    assert spread(list(range(9)), 1) == [4]
+    assert spread(list(range(10)), 3) == [2, 5, 7]
+
+
+# -- a whole calibration ------------------------------------------------------------------------------------
+
+
+def run(engine, path, grid, text=TEXT, bins=BINS, **options):
+    return calibrate(lambda page: engine, text, grid, bins, path, **options)
+
+
+def test_calibration_against_direct_measurement(engine, text, tmp_path):
+    grid = Grid((SELECT,), (12, 16, 24, 36), sweep=True)
+    found = run(engine, tmp_path / "work.json", grid)
+    assert [m.configuration.budget for family in found.families().values() for m in family] == [12, 16, 24, 36]
+    expected = measure(engine, text, [SELECT.sparsity(b) for b in grid.budgets], BINS)
+    for one, tail in zip(sorted(found.measured, key=lambda m: m.configuration.budget), expected):
+        np.testing.assert_allclose(one.tail.value, tail.value, atol=1e-5)
+    assert found.model == engine.name
+    assert found.floor.overall > 1 - 1e-5
+    assert found.notes["tokens"] == sum(map(len, text))
+    assert Shape(**found.notes["shape"]) == Shape.of(engine.model)
+
+
+class Killed(Exception):
+    pass
+
+
+BOTH = Grid((SELECT, EVICT), (12, 20, 36), taus=(0.8,))
+
+
+@pytest.fixture(scope="module")
+def whole(engine, tmp_path_factory):
+    return run(engine, tmp_path_factory.mktemp("whole") / "work.json", BOTH)
+
+
+@pytest.mark.parametrize("after", [0, 2, 3, 6])
+def test_a_killed_calibration_goes_on_where_it_was(after, whole, engine, tmp_path, monkeypatch):
+    """Killed at any write of the work file: the end is the same, and nothing is measured twice."""
+    write, writes = Work._write, 0
+
+    def dying(self):
+        nonlocal writes
+        if writes == after:
+            raise Killed
+        writes += 1
+        write(self)
+
+    monkeypatch.setattr(Work, "_write", dying)
+    with pytest.raises(Killed):
+        run(engine, tmp_path / "work.json", BOTH)
+    monkeypatch.setattr(Work, "_write", write)
+    measured_before = set(Work.open(tmp_path / "work.json", engine, TEXT, BINS).measured)
+    again, real = [], calibrating.measure
+
+    def counted(engine, text, policies, bins, **options):
+        again.extend(policies)
+        return real(engine, text, policies, bins, **options)
+
+    monkeypatch.setattr(calibrating, "measure", counted)
+    resumed = run(engine, tmp_path / "work.json", BOTH)
+    assert not {c.sparsity() for c in measured_before} & set(again)
+    assert same_numbers(resumed, whole)
+
+
+def same_numbers(a: Calibration, b: Calibration) -> bool:
+    """Equal up to the rounding that another company in the batch brings."""
+
+    def numbers_of(data):
+        if isinstance(data, dict):
+            return [x for name in sorted(data) for x in numbers_of(data[name])]
+        if isinstance(data, list):
+            return [x for item in data for x in numbers_of(item)]
+        return [data]
+
+    one, other = (numbers_of(x.to_dict()) for x in (a, b))
+    return len(one) == len(other) and all(
+        abs(x - y) < 1e-3 if isinstance(x, float) and isinstance(y, float) else x == y for x, y in zip(one, other)
+    )
+
+
+def test_further_budgets_are_added_to_what_is_there(engine, tmp_path, monkeypatch):
+    path = tmp_path / "work.json"
+    run(engine, path, Grid((SELECT,), (12, 24), sweep=True))
+    asked, real = [], calibrating.measure
+    monkeypatch.setattr(calibrating, "measure", lambda e, t, p, b, **o: asked.extend(p) or real(e, t, p, b, **o))
+    found = run(engine, path, Grid((SELECT,), (12, 16, 24), sweep=True))
+    assert asked == [SELECT.sparsity(16)]
+    assert len(found.measured) == 3
+
+
+def test_work_of_another_calibration_is_refused(engine, tmp_path):
+    path = tmp_path / "work.json"
+    Work.open(path, engine, TEXT, BINS).keep_text([])
+    with pytest.raises(SettingError, match="made with seed=3, not seed=4"):
+        Work.open(path, engine, replace(TEXT, seed=4), BINS)
+    with pytest.raises(SettingError, match="bin=12"):
+        Work.open(path, engine, TEXT, replace(BINS, width=10))
+    path.write_text("{")
+    with pytest.raises(SettingError, match="not one of a calibration"):
+        Work.open(path, engine, TEXT, BINS)
+
+
+def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
+    """Each bin is measured under the budgets before it, its lower bound holds tau, and the planner can use it."""
+    grid = Grid((EVICT,), (4, 8, 12, 20, 36), taus=(0.6,))
+    found = run(engine, tmp_path / "work.json", grid)
+    [grown] = found.forward
+    assert len(set(grown.budgets)) > 1, "the schedule really grows"
+    assert list(grown.budgets) == sorted(grown.budgets)
+    for j, (budget, tail) in enumerate(zip(grown.budgets, grown.tails)):
+        assert tail.lower >= 0.6
+        last = 12 * (j + 1) if j < 2 else 99
+        part, schedule = cut(text, 12 * j, last), Schedule(grown.budgets[: j + 1], 12)
+        alphas = engine.acceptance(part, EVICT.sparsity(schedule))
+        assert tail.value == pytest.approx(literal_tails(part, alphas, 12, 3)[j], abs=1e-5)
+        smaller = [b for b in grid.budgets if (grown.budgets[j - 1] if j else 0) <= b < budget]
+        if smaller:
+            work = Work.open(tmp_path / "other.json", engine, TEXT, BINS)
+            work.rollouts = text
+            measured = ForwardMeasure(engine, EVICT, grid.budgets, work, BINS, False)
+            assert measured(grown.budgets[:j], j, smaller[-1]).lower < 0.6, "one rung less would not do"
+    made = plan(found, AnalyticCost(Shape(10**9, 2, 6, 2, 12), Hardware.named("h200")), Workload(30, batch=8), tau=0.6)
+    assert made.schedule.budgets == grown.budgets
+    assert made.configuration.kind == "evict"
+    found.save(tmp_path / "calibration.json")
+    assert Calibration.load(tmp_path / "calibration.json").to_dict() == found.to_dict()
+
+
+def test_bad_settings():
+    with pytest.raises(SettingError, match="trusted from 20 prompts"):
+        Text(PROMPTS[:5], 36)
+    with pytest.raises(SettingError, match="longest prompt alone has 6"):
+        Text(PROMPTS, 6)
+    with pytest.raises(SettingError, match="budget=8 is smaller than the three blocks"):
+        Grid((SELECT,), (8, 16))
+    with pytest.raises(SettingError, match="name at least one"):
+        Grid((), (8,))
+
+
+def test_text_too_short_for_any_bin(engine, tmp_path):
+    wide = Bins(width=12, count=40, resamples=20)
+    work = Work.open(tmp_path / "work.json", engine, TEXT, wide)
+    work.keep_text(generate_text(engine, PROMPTS[:3], TEXT.sampling))
+    with pytest.raises(SettingError, match="no bin of 12 tokens is reached by 20 prompts"):
+        run(engine, tmp_path / "work.json", Grid((SELECT,), (12,)), bins=wide)
+
+
+# -- command line pieces, files -----------------------------------------------------------------------------
+
+
+def test_methods_on_the_command_line():
+    found = parse_methods("block-topk:dense_layers=1, rkv:buffer=64:mix=0.2,quest:block=8", (16, 32))
+    assert [(c.kind, c.method, dict(c.options)) for c in found] == [
+        ("select", "block-topk", {"block": 16, "dense_layers": 1}),
+        ("select", "block-topk", {"block": 32, "dense_layers": 1}),
+        ("evict", "rkv", {"buffer": 64, "mix": 0.2}),
+        ("select", "quest", {"block": 8}),
+    ]
+    with pytest.raises(SettingError, match="did you mean 'block-topk'"):
+        parse_methods("block-tok", (16,))
+    with pytest.raises(SettingError, match="METHOD:setting=value"):
+        parse_methods("rkv:64", (16,))
+    assert numbers("budgets", "512, 1k") == (512, 1024)
+    with pytest.raises(SettingError, match="budgets='a'"):
+        numbers("budgets", "a")
+    assert default_budgets(1200) == (512, 768, 1024)
+    with pytest.raises(SettingError, match="too much for a length of 300"):
+        default_budgets(300)
+
+
+def test_verification_of_a_schedule():
+    notes = {"options": {"dense_layers": 1}, "tau": 0.8}
+    schedule = Schedule((16, 32, 32), 12, "mine", None, "quest", 4, notes)
+    assert policy_of(schedule) == Sparsity(select=Select("quest", schedule, 4, 1))
+    evicting = Schedule((16, 32), 12, "mine", None, "rkv", None, {"options": {"buffer": 8}})
+    assert policy_of(evicting) == Sparsity(Evict("rkv", evicting, buffer=8))
+    with pytest.raises(SettingError, match="names no method"):
+        policy_of(Schedule((16,)))
+    counts = np.array([30, 30, 5])
+    tail = Tail(
+        np.array([0.9, 0.7, 0.1]), np.array([0.81, 0.6, 0.0]), np.array([0.95, 0.79, 0.2]), counts, counts, 0.8, 12
+    )
+    found = Verification(schedule, 0.8, tail)
+    assert found.violated == [1], "too few prompts are no evidence"
+    assert [found.verdict(t) for t in tail] == ["above tau", "below tau", "fewer than 20 prompts"]
+    assert "| 12-24 | 32 | 0.7000 | 0.6000-0.7900 | 30 | 30 | below tau |" in found.table()
+    assert found.to_dict()["tail"] == tail_to_dict(tail)
+
+
+def test_timings_become_a_cost_model(tmp_path):
+    shape, other = Shape(10**9, 8, 8, 4, 64), Shape(10**8, 2, 2, 2, 8)
+    truth = AnalyticCost(shape, Hardware(100, 1))
+    steps = []
+    for batch in (1, 8, 32):
+        for context in (512, 2048, 8192):
+            for policy in (DENSE, Sparsity(select=Select("block-topk", 256))):
+                record = timing_record(shape, batch, context, policy, 1.0)
+                ms = float(truth.step_ms(batch, record["kv_read"], record["pages_scored"]))
+                steps.append({"kind": "decode step", "timing": record | {"ms": ms}})
+    dense, sparse = (s["timing"] for s in steps[:2])
+    assert (dense["kv_read"], dense["pages_scored"]) == (512, 0)
+    assert (sparse["kv_read"], sparse["pages_scored"]) == (0.25 * 512 + 0.75 * 256, 0.75 * 32)
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"machine": {}, "steps": steps, "more": [timing_record(other, 1, 9, DENSE, 3.0)]}))
+    fitted = load_cost(path, shape)
+    assert fitted.notes["timings"] == len(steps)
+    assert fitted.notes["median_error"] < 0.02
+    fitted.save(tmp_path / "cost.json")
+    assert load_cost(tmp_path / "cost.json", shape) == FittedCost(shape, fitted.constants)
+    with pytest.raises(SettingError, match="no decode step of a model of shape"):
+        load_cost(path, replace(shape, layers=9))
+    with pytest.raises(SettingError, match="there is none"):
+        load_cost(tmp_path / "none.json", shape)
+    assert asdict(shape) == dense["shape"]
+
+
+def test_the_dense_side_is_the_plain_model_where_the_sparse_policy_has_an_adapter(loaded, text):
+    """A budget that covers everything leaves the adapter as the only difference between the two policies."""
+    adapter = fresh(loaded.model, rank=2, alpha=4.0, targets=["all"], seed=0)
+    for _, b in adapter.weights.values():
+        b.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    engine = Engine(loaded, page=PAGE, kv_memory="8MiB", max_rows=32, sparse_adapter=adapter)
+    changed = copy.deepcopy(loaded.model)
+    attach(changed, adapter)
+    found = engine.acceptance(text[:4], Sparsity(Evict("streaming", 64)))
+    for rollout, alpha in zip(text[:4], found):
+        ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+        with torch.no_grad():
+            p, q = (
+                model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].softmax(-1) for model in (loaded.model, changed)
+            )
+        torch.testing.assert_close(alpha, torch.minimum(p, q).sum(-1), rtol=0, atol=2e-5)
+        assert alpha.min() < 0.95
