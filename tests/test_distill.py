@@ -1,6 +1,7 @@
 """Training φ: the divergences by their formulas, what a step changes and what it must not, and that it helps."""
 
 import copy
+import io
 import json
 import threading
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.config_file import read_tree
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.distill.adapter import Adapter
@@ -28,8 +30,10 @@ from alula.rl.checkpoint import Checkpoints
 from alula.rl.distributed import World
 from alula.rl.learner import Learner
 from alula.rl.learner_config import LearnerConfig
+from alula.rl.metrics import without_clocks
 from alula.rl.objective import Loss
 from alula.rl.setup import with_tokenizer
+from alula.rl.trainer import Trainer
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]
 SAMPLING = Sampling(n=2, max_new_tokens=20, temperature=0.8, ignore_eos=True)
@@ -389,6 +393,85 @@ def test_when_a_run_moves_to_the_sparser_policy():
     assert planned.allowed(12, late)
     with pytest.raises(SettingError, match="tau"):
         Move("rkv:64", tau=1.5)
+
+
+RECIPE = {
+    "steps": 4,
+    "model": {"source": "shape:tiny-llama"},
+    "data": {"source": "task:copy-last", "size": 96, "options": {"symbols": 8, "prefix": 12}},
+    "rewards": {"use": ["task:copy-last"], "workers": 1},
+    "sparsity": {"evict": {"method": "rkv", "budget": 10, "buffer": 2, "window": 2, "sinks": 1}},
+    "sampling": {"prompts": 6, "n": 4, "max_new_tokens": 8},
+    "learner": {"lr": 3e-3, "token_budget": 4096, "activation_checkpointing": False},
+    "distill": {"rank": 4, "lr": 3e-3, "fraction": 0.5, "every": 2, "activation_checkpointing": False,
+                "move": {"sparsity": "rkv:8+2,window=2,sinks=1", "tau": 0.01, "every": 2, "prompts": 24}},
+    "engine": {"kv_memory": "4MiB"},
+    "eval": {"every": 4, "size": 24, "sparse": True},
+    "checkpoint": {"every": 3, "best": False},
+}  # fmt: skip
+
+
+def trained(out, stop_after=None, resume=False, **changes):
+    config = read_tree(RECIPE | {"out": str(out)} | changes)
+    trainer = Trainer(config, resume=resume, stream=io.StringIO())
+    if stop_after is not None:
+        step = trainer.train_step
+
+        def train_step():
+            if trainer.step == stop_after:
+                raise KeyboardInterrupt
+            step()
+
+        trainer.train_step = train_step
+    if stop_after is None:
+        trainer.run()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+    return [without_clocks(json.loads(line)) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_distils_moves_on_and_survives_a_kill(tmp_path):
+    whole = trained(tmp_path / "whole")
+    assert [("distill/kl" in row, "distill/candidate_tail" in row) for row in whole] == [
+        (False, False), (True, False), (False, True), (True, True),
+    ]  # fmt: skip
+    assert [row["schedule/budget/0"] for row in whole] == [10, 10, 8, 8], "sparser after the second step"
+    assert whole[1]["distill/tokens"] <= 3 * 4 * 8
+    adapter = Adapter.load(tmp_path / "whole" / "sparse_adapter")
+    assert any(b.abs().max() > 0 for _, b in adapter.weights.values())
+    events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
+    assert any(event["kind"] == "sparser" and "moves to it" in event["message"] for event in events)
+
+    trained(tmp_path / "killed", stop_after=3)
+    assert trained(tmp_path / "killed", resume=True) == whole
+    again = Adapter.load(tmp_path / "killed" / "sparse_adapter")
+    assert all(torch.equal(b, again.weights[name][1]) for name, (_, b) in adapter.weights.items())
+
+
+def test_a_run_with_a_selector_a_cheap_teacher_and_lora(tmp_path):
+    """The learner's LoRA is θ's own: φ reads the engine's copy of the merged weights."""
+    select = {"method": "block-topk", "budget": 6, "block": 2, "dense_layers": 1}
+    distill = RECIPE["distill"] | {"move": None, "every": 1, "divergence": "sampled-kl", "teacher": "before"}
+    rows = trained(
+        tmp_path / "run", steps=2, sparsity={"select": select}, distill=distill,
+        learner=RECIPE["learner"] | {"lora": {"rank": 4, "alpha": 8.0}}, eval={"every": 0},
+    )  # fmt: skip
+    assert all(row["distill/divergence"] >= 0 and row["distill/drift"] < 0.5 for row in rows)
+    assert rows[0]["distill/tokens"] <= 3 * 4 * 8
+
+
+def test_recipes_that_cannot_work_are_refused():
+    for changes, words in (
+        ({"sparsity": {}}, "the rollouts are dense"),
+        ({"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}}, "cannot be replayed"),
+        ({"distill": {"teacher": "before", "divergence": "topk-kl"}}, "use sampled-kl"),
+        ({"distill": {"move": {"sparsity": "rkv:8", "tau": 2.0}}}, "tau"),
+        ({"control": {"enabled": True, "tau": 0.8}}, "both choose the budgets"),
+        ({"distill": {"rnk": 4}}, "distill.rank"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            read_tree(RECIPE | {"out": "nowhere"} | changes)
 
 
 def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
 
 from alula.data.load import load
+from alula.distill.config import DistillConfig
+from alula.distill.move import Move
 from alula.errors import SettingError, require
 from alula.rl import learner_config
 from alula.rl.learner_config import LearnerConfig
@@ -303,6 +305,72 @@ class LearnerSettings(Section):
         )
 
 
+class MoveSettings(Section):
+    """The sparser policy that a run goes over to once φ has brought it close enough to the dense one."""
+
+    sparsity: str
+    """The candidate as one short text: `block-topk:512`, `rkv:256+64`, `block-topk:qwen3-4b-0.80`."""
+    tau: float = 0.86
+    """The least tail of acceptance, measured at the candidate: its lower bound, in every length bin."""
+    at: int | None = None
+    """Move after this step whatever the tail, which is measured all the same; by default when the tail allows."""
+    every: int = 20
+    """Measure the candidate every so many steps."""
+    prompts: int = 64
+    """Prompts of a measurement, held-out ones where there are any."""
+    width: int = 2000
+    """Tokens per length bin."""
+
+
+class DistillSettings(Section):
+    """DistillSparse: a LoRA φ that only the sparse rollout uses, trained to agree with the dense policy; see
+    docs/distill.md."""
+
+    rank: int = 16
+    """Rank of the update of every targeted layer."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: list[str] = ["all"]
+    """Linear layers with an adapter, by the last part of their name (`q_proj`), or `all` of them but the head."""
+    seed: int = 0
+    """Of the adapter's first values and of which prompts are distilled."""
+    loss: Literal["both", "policy", "divergence"] = "both"
+    """The clipped objective of the sparse policy, its divergence from the dense one, or both."""
+    divergence: Literal["kl", "topk-kl", "sampled-kl", "overlap"] = "kl"
+    """KL(sparse ‖ dense) over the whole vocabulary, over the teacher's `top_k` tokens, of the sampled tokens (k2), or
+    1 - acceptance."""
+    top_k: int = 64
+    """Tokens of `topk-kl`."""
+    weight: float = 1.0
+    """λ, of the divergence."""
+    teacher: Literal["after", "before"] = "after"
+    """The dense policy after θ's update, or before it from the scores already taken (`sampled-kl` only)."""
+    lr: float = 1e-4
+    """Learning rate of φ."""
+    max_grad_norm: float | None = 1.0
+    """Gradients of φ are scaled down to this norm; null leaves them."""
+    minibatches: int = 1
+    """Optimizer steps per training step that distils."""
+    every: int = 1
+    """Distil at every so many training steps."""
+    fraction: float = 0.25
+    """Share of a step's prompts whose rollouts are distilled."""
+    token_budget: int = 16384
+    """Tokens per micro-batch, prompts included."""
+    chunk: int = 1024
+    """Positions whose logits, of both policies, exist at one time."""
+    activation_checkpointing: bool = True
+    """Keep only each layer's input and compute the rest again in the backward pass."""
+    move: MoveSettings | None = None
+    """A sparser policy to go over to."""
+
+    def build(self) -> DistillConfig:
+        return DistillConfig(**self.model_dump(exclude={"move"}))
+
+    def build_move(self) -> Move | None:
+        return Move(**self.move.model_dump()) if self.move else None
+
+
 class EngineSettings(Section):
     page: int = 16
     """KV tokens per page; a selector's block takes its place."""
@@ -425,6 +493,8 @@ class RunConfig(Section):
     """What is optimized."""
     learner: LearnerSettings = LearnerSettings()
     """How it is optimized."""
+    distill: DistillSettings | None = None
+    """Pull the sparse policy towards the dense one while training (DistillSparse)."""
     engine: EngineSettings = EngineSettings()
     """Memory and speed of the rollouts."""
     eval: EvalSettings = EvalSettings()
@@ -466,4 +536,25 @@ class RunConfig(Section):
             "raise sampling.prompts.",
         )
         self.learner_config()
+        if self.distill is not None:
+            self._check_distill(self.distill)
         return self
+
+    def _check_distill(self, distill: DistillSettings) -> None:
+        evict, select = self.sparsity.evict, self.sparsity.select
+        require(evict is not None or select is not None, "distill: the rollouts are dense; set a sparsity.")
+        require(
+            evict is None or select is None,
+            "distill: an evictor and a selector together cannot be replayed by the learner; use one of them.",
+        )
+        distill.build(), distill.build_move()
+        before = distill.teacher == "before" and distill.loss != "policy"
+        require(
+            not before or (distill.divergence == "sampled-kl" and not self.objective.one_update),
+            f"distill.teacher=before with divergence={distill.divergence}: a run keeps the dense scores of the sampled "
+            "tokens only, and none in one-update mode; use sampled-kl with two passes, or teacher=after.",
+        )
+        require(
+            distill.move is None or not self.control.enabled,
+            "distill.move and control.enabled both choose the budgets; use one of them.",
+        )

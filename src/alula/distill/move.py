@@ -1,9 +1,12 @@
 """When a run may move to a sparser policy: the tail is measured at that policy, not guessed from the present one."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from alula.errors import require
-from alula.mismatch.tail import Tail
+
+if TYPE_CHECKING:
+    from alula.mismatch.tail import Tail
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,12 @@ class Move:
         """Whether the candidate is measured after training step `step`."""
         return step == self.at or (self.at is None and step % self.every == 0)
 
-    def allowed(self, step: int, measured: Tail) -> bool:
+    def allowed(self, step: int, measured: "Tail") -> bool:
         """Whether to move after training step `step`."""
         return step == self.at or (self.at is None and meets(measured, self.tau))
 
 
-def meets(measured: Tail, tau: float) -> bool:
+def meets(measured: "Tail", tau: float) -> bool:
     """Whether the tail is confidently at least tau: its lower bound is, in every bin with enough prompts."""
     trusted = measured.enough
     return bool(trusted.any()) and bool((measured.lower[trusted] >= tau).all())

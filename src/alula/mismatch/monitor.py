@@ -70,6 +70,7 @@ class Monitor:
         self.watched, self.engine, self.gather = watch, engine, gather
         self.keep = 0 if sparsity.dense else share(watch.rollouts)
         self.base, self.kind = sparsity, controlled(sparsity)
+        self.max_length = max_length
         self.schedule = schedule_of(budget_of(sparsity, self.kind), watch.width, max_length)
         self.tau = control.tau if control else self.schedule.notes.get("tau")
         self.controller: Controller | None = None
@@ -91,6 +92,12 @@ class Monitor:
     def stopped(self) -> bool:
         """Whether the run should stop: the tail is below tau, and on_violation=stop."""
         return self.controller is not None and self.controller.stopped
+
+    def move(self, sparsity: Sparsity) -> None:
+        """From now on the run's policy is this one, which no controller changes."""
+        self.base, self.kind = sparsity, controlled(sparsity)
+        self.schedule = schedule_of(budget_of(sparsity, self.kind), self.watched.width, self.max_length)
+        self._versions = {sparsity: 0}
 
     def watch(self, requests: Sequence[Request]) -> None:
         """Have the first rollout of the first requests keep its hidden states; prompts come in random order."""

@@ -36,6 +36,8 @@ class Collector:
         self.observed = Observed()
         self.correction = config.correction
         self.say: Callable[[str], Any] = lambda phase: None
+        self.record: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
+        """Which prompts of a (step, round) have their evictions recorded."""
 
     @property
     def sparsity(self) -> Sparsity:
@@ -68,7 +70,8 @@ class Collector:
                 n=s.n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed("rollouts", *place)
             )
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            rollouts = self.generate(prompts, sampling, self.sparsity, watched=place[1] == 0)
+            record = self.record(place, len(prompts))
+            rollouts = self.generate(prompts, sampling, self.sparsity, watched=place[1] == 0, record=record)
         if place[1] == 0:
             with clock.phase("mismatch"):
                 self.observed = self.monitor.step(rollouts)
@@ -85,12 +88,18 @@ class Collector:
         return found
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, sparsity: Sparsity | None, watched: bool = False
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        sparsity: Sparsity | None,
+        *,
+        watched: bool = False,
+        record: bool | list[bool] = False,
     ) -> list[Rollout]:
         """`Engine.generate`, which a request to stop can leave between two rollouts."""
         rollouts: list[Any] = [None] * (len(prompts) * sampling.n)
         if prompts:
-            requests = self.engine.requests(prompts, sampling, sparsity)
+            requests = self.engine.requests(prompts, sampling, sparsity, record=record)
             if watched:
                 self.monitor.watch(requests)
             for rollout in self._stream(requests):

@@ -8,10 +8,13 @@ from transformers import AutoTokenizer
 
 from alula.config import RunConfig
 from alula.data import Dataset, prepare
+from alula.distill.distiller import Distiller
+from alula.distill.stage import Stage
 from alula.engine.engine import Engine
 from alula.errors import SettingError, require
 from alula.mismatch.monitor import Monitor, Watch
 from alula.model import SHAPE, LoadedModel, load_model
+from alula.rl.collect import Collector
 from alula.rl.distributed import World
 from alula.rl.learner import Learner
 
@@ -85,20 +88,37 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | Non
     return ready(training), None if held_out is None else ready(held_out)
 
 
-def build_learner_and_engine(config: RunConfig, loaded: LoadedModel, world: World) -> tuple[Learner, Engine]:
+def build_learner_and_engine(
+    config: RunConfig, loaded: LoadedModel, world: World
+) -> tuple[Learner, Engine, Distiller | None]:
     """On one device without adapters the engine reads the learner's own parameters; otherwise it has a copy, which
-    `Engine.update_weights` refreshes."""
+    `Engine.update_weights` refreshes. A distiller reads what the engine reads."""
     for_engine = loaded if shares_weights(config, world) else replace(loaded, model=copy.deepcopy(loaded.model))
     learner = Learner(loaded.model, config.learner_config(), world)
     learner.tensors()  # the moments take their memory now, before the engine takes what is left
+    distiller = None
+    if config.distill is not None:
+        distiller = Distiller(for_engine.model, config.distill.build(), loss=config.loss, world=world)
+        distiller.tensors()
     e = config.engine
     page = config.sparsity.select.block if config.sparsity.select else e.page
     engine = Engine(
         for_engine, page=page, kv_memory=e.kv_memory, max_rows=e.max_rows, max_length=e.max_length,
         lookahead=e.lookahead, buckets=e.buckets, graphs=e.graphs, compiled=e.compiled,
+        sparse_adapter=None if distiller is None else distiller.adapter(),
     )  # fmt: skip
     engine.check(config.sparsity.build())
-    return learner, engine
+    return learner, engine, distiller
+
+
+def build_stage(config: RunConfig, distiller: Distiller | None, collector: Collector, prompts: Dataset) -> Stage | None:
+    """DistillSparse in this run; a sparser policy is measured on `prompts`."""
+    if config.distill is None or distiller is None:
+        return None
+    move = config.distill.build_move()
+    wanted = prompts.take(min(len(prompts), move.prompts)) if move else ()
+    ids = [list(example.prompt_ids or ()) for example in wanted]
+    return Stage(distiller, collector.engine, collector, move, ids)
 
 
 def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:

@@ -10,8 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch import Tensor
+
 from alula.config import RunConfig
 from alula.data import PromptStream
+from alula.distill.stage import Stage
+from alula.engine.rollout import Sampling
 from alula.errors import require
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
@@ -23,7 +27,14 @@ from alula.rl.health import HealthMonitor, HealthWarning
 from alula.rl.held_out import HeldOut, evaluate_policy
 from alula.rl.learner import Update
 from alula.rl.record import Record
-from alula.rl.setup import build_learner_and_engine, build_monitor, load_data, load_policy, shares_weights
+from alula.rl.setup import (
+    build_learner_and_engine,
+    build_monitor,
+    build_stage,
+    load_data,
+    load_policy,
+    shares_weights,
+)
 from alula.rl.step_metrics import step_metrics, whole_sum
 from alula.rl.stop import Stopped, StopRequest
 from alula.rl.update import Learned, Updater
@@ -55,12 +66,15 @@ class Trainer:
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
         self.rewards = config.rewards.build()
-        self.learner, self.engine = build_learner_and_engine(config, self.loaded, world)
+        self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world)
         self.stop = StopRequest(world)
         self.monitor = build_monitor(config, self.engine, training, world)
         self.collector = Collector(config, self.engine, self.learner, self.rewards, self.monitor, world, self.stop)
         self.collector.say = self.record.phase
         self.updater = Updater(config, self.learner)
+        self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
+        if self.distill:
+            self.collector.record = self.distill.record
         self.health = HealthMonitor()
         self.matrix_rate = matrix_rate(world)
 
@@ -93,6 +107,8 @@ class Trainer:
                 while True:
                     if self._evaluation_due():
                         self.evaluate()
+                    if self.distill and self.distill.move_due(self.step):
+                        self.try_sparser(self.distill)
                     if self._checkpoint_due():
                         self.save()
                     if self.step == config.steps:
@@ -109,6 +125,8 @@ class Trainer:
             self.record.phase("export")
             export(self.out / "model", self.learner.model, self.learner.full_parameters(), self.loaded.tokenizer,
                    self.world)  # fmt: skip
+            if self.distill and self.world.rank == 0:
+                self.distill.distiller.adapter().save(self.out / "sparse_adapter")
         return True
 
     def train_step(self) -> None:
@@ -126,8 +144,14 @@ class Trainer:
             self.record.phase("learning")
             with clock.phase("update"):
                 learned = self.updater.learn(batch, (self.config.seed, step, self.world.rank))
-        with clock.phase("weights"):
-            self._publish_weights()
+            with clock.phase("weights"):
+                self._publish_weights()
+            distilled: dict[str, float] = {}
+            if self.distill:
+                self.record.phase("distilling")
+                with clock.phase("distill"):
+                    distilled = self.distill.step(step, batch, learned.advantages)
+                    self.distill.publish()
 
         shape = self.engine.shape
         metrics = step_metrics(
@@ -135,7 +159,7 @@ class Trainer:
             peak_bytes=pool.peak * self.engine.page * shape.token_bytes,
             epoch=self.stream.seen / len(self.stream.dataset), matrix_rate=self.matrix_rate,
         )  # fmt: skip
-        metrics |= self.collector.observed.metrics
+        metrics |= self.collector.observed.metrics | distilled
         self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
         self.record.log_step(step, metrics, batch, learned)
         self._warn(self.health.observe(metrics))
@@ -156,12 +180,21 @@ class Trainer:
             self._log_evaluation(policy, found)
         self.evaluated = self.step
 
+    def try_sparser(self, distill: Stage) -> None:
+        """Measure the sparser policy that the run may move to, and move where it can."""
+        self.record.phase("measuring a sparser policy")
+        s = self.config.sampling
+        sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
+                            seed=self.collector.seed("move", self.step))  # fmt: skip
+        found = distill.try_move(self.step, sampling)
+        self.record.event(self.step, "sparser", found, "See distill/candidate_tail in the metrics.")
+
     def save(self) -> None:
         """A checkpoint of the state between two steps. Where the disk is full the run goes on and tries again."""
         self.record.phase("checkpoint")
         score = self.accuracy if self.config.checkpoint.best else None
         try:
-            self.checkpoints.save(self.step, self.learner.tensors(), self._state(), score)
+            self.checkpoints.save(self.step, self._tensors(), self._state(), score)
             self.saved = self.step
         except CheckpointError as error:
             self.record.say(str(error))
@@ -244,7 +277,11 @@ class Trainer:
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
             "monitor": self.monitor.state_dict(),
+            "distill": self.distill.state() if self.distill else None,
         }
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.learner.tensors() | (self.distill.tensors() if self.distill else {})
 
     def _last_checkpoint(self, resume: bool) -> int | None:
         """The step to continue from: None for a new run, -1 where there is no checkpoint to continue from."""
@@ -258,15 +295,20 @@ class Trainer:
 
     def _load(self, path: Path | None) -> None:
         assert path is not None
-        state = self.checkpoints.load(path, self.learner.tensors())
+        state = self.checkpoints.load(path, self._tensors())
         self.learner.resume(state.pop("learner"))
         self.health.load_state_dict(state.pop("health"))
         self.monitor.load_state_dict(state.pop("monitor"))
+        distilled = state.pop("distill")
+        if self.distill and distilled:
+            self.distill.resume(distilled)
         for name, value in state.items():
             setattr(self, name, value)
         self.stream.load_state_dict(self.position)
         self.saved = self.step
         self._publish_weights()
+        if self.distill:
+            self.distill.publish()
         self.record.say(f"continuing after step {self.step}.")
 
 

@@ -27,6 +27,8 @@ class Learned:
     """Rollouts of this rank that went into the updates."""
     vetoed: list[bool]
     """Rollouts of this rank that were dropped by a veto."""
+    advantages: Tensor
+    """[N]: of every rollout of this rank, dropped ones too."""
 
 
 class Updater:
@@ -69,7 +71,7 @@ class Updater:
         kept = None if corrected is None else list(corrected.token_keep.split(lengths))
         chosen = self._chosen(advantages, corrected, sequence)
         vetoed = [False] * count if corrected is None else (corrected.first_vetoed >= 0).tolist()
-        learned = Learned([], corrected, 0.0, int(chosen.sum()), vetoed)
+        learned = Learned([], corrected, 0.0, int(chosen.sum()), vetoed, advantages)
         own_logprobs: list[tuple[int, Tensor]] = []
         for number in range(self.config.learner.updates):
             members = (chosen & (step == number)).nonzero().squeeze(-1)

@@ -1,0 +1,128 @@
+"""DistillSparse inside a training run: which rollouts are recorded and distilled, and when the run goes sparser."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from alula.distill.distiller import Distiller
+from alula.distill.measure import Acceptance
+from alula.distill.move import Move
+from alula.engine.engine import Engine
+from alula.engine.rollout import Rollout, Sampling, Scores
+from alula.sparsity.parse import parse_sparsity
+
+if TYPE_CHECKING:
+    from alula.rl.collect import Collector
+    from alula.rl.experience import Experience
+
+
+class Stage:
+    """Each step: train φ on a share of the step's rollouts, after θ's update; merge it into the engine.
+
+    `move` names a sparser policy, which is measured on `prompts` with φ as it is.
+    """
+
+    def __init__(
+        self, distiller: Distiller, engine: Engine, collector: "Collector", move: Move | None, prompts: list[list[int]]
+    ) -> None:
+        self.distiller, self.engine, self.collector = distiller, engine, collector
+        self.move, self.candidate = move, None
+        if move is not None:
+            self.candidate = parse_sparsity(move.sparsity)
+            engine.check(self.candidate)
+            size, rank = distiller.world.size, distiller.world.rank
+            self.prompts = prompts[: move.prompts][rank::size]
+        self.moved = False
+        self.checked = 0
+        """The step after which the candidate was last measured."""
+        self.measured: dict[str, float] = {}
+        """What was found then."""
+
+    def record(self, place: tuple[int, int], prompts: int) -> bool | list[bool]:
+        """Which prompts' evictions are recorded: only those that this step distils."""
+        evicts = self.collector.sparsity.evict is not None
+        return self.distiller.chosen(prompts, *place) if evicts and self.distiller.config.due(place[0]) else False
+
+    def step(self, step: int, batch: "Experience", advantages: Tensor) -> dict[str, float]:
+        """Distil the chosen rollouts, vetoed ones included. One that was continued densely is no sparse rollout."""
+        if not self.distiller.config.due(step):
+            return dict(self.measured)
+        rerolled = batch.rerolled or [False] * len(batch.rollouts)
+        chosen = self._chosen(step, batch)
+        rows = [i for i in range(len(batch.rollouts)) if chosen[i] and not rerolled[i] and len(batch.rollouts[i])]
+        rollouts = [batch.rollouts[i] for i in rows]
+        teacher = [Scores(batch.dense[i]) for i in rows] if batch.dense else None
+        metrics = self.distiller.step(rollouts, advantages[rows], teacher)
+        for rollout in batch.rollouts:
+            rollout.history = None
+        del metrics["time"]
+        return {f"distill/{name}": value for name, value in metrics.items()} | self.measured
+
+    def _chosen(self, step: int, batch: "Experience") -> list[bool]:
+        if self.collector.sparsity.evict is not None:
+            return [rollout.history is not None for rollout in batch.rollouts]
+        groups = self.distiller.chosen(batch.groups, step)
+        return [chosen for chosen in groups for _ in range(batch.n)]
+
+    def publish(self) -> None:
+        """Merge φ into the engine's weights: after every change of φ or θ."""
+        self.engine.update_sparse_adapter(self.distiller.adapter())
+
+    # -- going sparser ------------------------------------------------------------------------------------
+
+    def move_due(self, step: int) -> bool:
+        return self.move is not None and not self.moved and step > self.checked and self.move.due(step)
+
+    def try_move(self, step: int, sampling: Sampling) -> str:
+        """Measure the candidate and move to it where the tail allows or the plan says so; what happened, in words."""
+        move = self.move
+        assert move is not None
+        assert self.candidate is not None
+        rollouts = self.collector.generate(
+            self.prompts, sampling, self.candidate, record=self.candidate.evict is not None
+        )
+        with self.collector.engine_asleep():
+            found = self._joined(rollouts)
+        tails = found.tails(move.width)
+        self.checked, self.moved = step, move.allowed(step, tails)
+        lowest = float(np.nanmin(tails.lower))
+        self.measured = {"distill/candidate_tail": found.tail, "distill/candidate_mean": found.mean}
+        if self.moved:
+            self._adopt()
+        return f"{self.candidate.describe()}: tail {found.tail:.3f}, at least {lowest:.3f} in every bin; " + (
+            "the run moves to it." if self.moved else f"the run stays (tau={move.tau})."
+        )
+
+    def _joined(self, rollouts: list[Rollout]) -> Acceptance:
+        """The measurements of all ranks."""
+        world = self.distiller.world
+        mine = self.distiller.measure(rollouts) if rollouts else None
+        found = [(rank, one) for rank, one in enumerate(world.gather(mine)) if one is not None]
+        tokens = np.array([len(one.alpha) for _, one in found])
+        return Acceptance(
+            np.concatenate([one.alpha for _, one in found]),
+            np.concatenate([one.positions for _, one in found]),
+            np.concatenate([one.prompts * world.size + rank for rank, one in found]),
+            float(np.average([one.kl for _, one in found], weights=tokens)),
+        )
+
+    def _adopt(self) -> None:
+        assert self.candidate is not None
+        self.collector.monitor.move(self.candidate)
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.distiller.tensors()
+
+    def state(self) -> dict[str, Any]:
+        own = {"moved": self.moved, "checked": self.checked, "measured": self.measured}
+        return own | {"distiller": self.distiller.state()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self.distiller.resume(state["distiller"])
+        self.moved, self.checked, self.measured = state["moved"], state["checked"], dict(state["measured"])
+        if self.moved:
+            self._adopt()
