@@ -302,8 +302,8 @@ def test_methods_on_the_command_line():
     assert [(c.kind, c.method, dict(c.options)) for c in found] == [
         ("select", "block-topk", {"block": 16, "dense_layers": 1}),
         ("select", "block-topk", {"block": 32, "dense_layers": 1}),
-        ("evict", "rkv", {"buffer": 64, "mix": 0.2}),
-        ("select", "quest", {"block": 8}),
+        ("evict", "rkv", {"buffer": 64, "window": 8, "sinks": 4, "protect_prompt": False, "mix": 0.2}),
+        ("select", "quest", {"block": 8, "dense_layers": 2}),
     ]
     with pytest.raises(SettingError, match="did you mean 'block-topk'"):
         parse_methods("block-tok", (16,))

@@ -148,11 +148,12 @@ class Engines:
 
 
 def parse_methods(text: str, pages: tuple[int, ...]) -> "list[Configuration]":
-    """`block-topk,rkv:buffer=64:sinks=4` as families; a selector once for every page size."""
+    """`block-topk,rkv:buffer=64:sinks=4` as families with all their settings; a selector once for every page size."""
     from alula.errors import unknown
     from alula.mismatch.calibration import Configuration
     from alula.sparsity.evict import METHODS as EVICTORS
     from alula.sparsity.parse import setting_value
+    from alula.sparsity.policy import Evict, Select
     from alula.sparsity.select import METHODS as SELECTORS
 
     families = []
@@ -164,12 +165,13 @@ def parse_methods(text: str, pages: tuple[int, ...]) -> "list[Configuration]":
             require(bool(equals), f"methods: {part.strip()!r} should be METHOD:setting=value.")
             settings[name] = setting_value(value)
         if method in SELECTORS:
-            blocks = (settings.pop("block"),) if "block" in settings else pages
-            families += [
-                Configuration("select", method, 0, (("block", block), *settings.items())) for block in blocks
-            ]  # fmt: skip
+            for block in (settings.pop("block"),) if "block" in settings else pages:
+                all_of_them = {"dense_layers": Select.dense_layers, "block": block} | settings
+                families.append(Configuration("select", method, 0, tuple(all_of_them.items())))
         elif method in EVICTORS:
-            families.append(Configuration("evict", method, 0, tuple(settings.items())))
+            one = Evict(method, 1 << 30, **settings)
+            named = {name: getattr(one, name) for name in ("buffer", "window", "sinks", "protect_prompt")}
+            families.append(Configuration("evict", method, 0, (*named.items(), *one.options)))
         else:
             raise unknown("method", method, [*SELECTORS, *EVICTORS])
     return families

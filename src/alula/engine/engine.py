@@ -202,7 +202,8 @@ class Engine:
             )
         for part, block in ((sparsity.evict, None), (sparsity.select, self.page)):
             if part is not None and isinstance(part.budget, Schedule):
-                part.budget.check(method=part.method, block=block, model=self.name)
+                settings = vars(part) | dict(getattr(part, "options", ()))
+                part.budget.check(method=part.method, block=block, model=self.name, settings=settings)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Serve requests together and yield each rollout as it ends; `abort(request.id)` ends one early."""

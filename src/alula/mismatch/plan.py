@@ -108,7 +108,7 @@ def plan(
     best = max(plans, key=lambda p: p.speedup)
     rivals = [(p.configuration.describe(), f"{p.speedup:.2f}x") for p in plans if p is not best]
     rivals += [(family, f"reaches {error.reachable:.3f}") for family, error in refused]
-    return Plan(**{**vars(best), "rivals": tuple(rivals)})
+    return Plan(**{**vars(best), "rivals": tuple(dict.fromkeys(rivals))})
 
 
 def _plan_family(

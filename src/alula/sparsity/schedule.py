@@ -1,6 +1,7 @@
 """A budget that depends on the sequence's length: a table of steps, the last one open-ended."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,18 @@ class Schedule:
     def at(self, length: int) -> int:
         return self.budgets[min(length // self.width, len(self.budgets) - 1)]
 
-    def check(self, *, method: str, block: int | None = None, model: str | None = None) -> None:
-        """Refuse a use that the schedule was not made for."""
-        for what, made_for, used in (("method", self.method, method), ("block", self.block, block),
-                                     ("model", self.model, model)):  # fmt: skip
+    def check(
+        self,
+        *,
+        method: str,
+        block: int | None = None,
+        model: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Refuse a use that the schedule was not made for; `settings` are the method's others, by name."""
+        uses = [("method", self.method, method), ("block", self.block, block), ("model", self.model, model)]
+        uses += [(name, value, (settings or {}).get(name)) for name, value in self.notes.get("options", {}).items()]
+        for what, made_for, used in uses:
             if made_for is not None and used is not None and made_for != used:
                 raise SettingError(
                     f"schedule {self.name!r} was made for {what}={made_for}, not {what}={used}; "
