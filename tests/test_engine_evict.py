@@ -301,3 +301,11 @@ def test_h2o_beside_prompts_longer_than_what_it_sums(models):
     dense, sparse = engine.generate(prompts, sampling, policies, record=True)
     torch.testing.assert_close(dense.logprobs, engine.score([dense])[0].logprobs, rtol=0, atol=1e-5)
     assert_oracle_agrees(models[1], [sparse], 4)
+
+
+def test_a_row_that_ends_with_its_table_full(models):
+    """It stands one past the last page while its neighbour decodes on."""
+    engine = engine_of(models[3], lookahead=8, max_length=16)
+    evict = Sparsity(Evict("rkv", 12, buffer=4, window=3, sinks=1))
+    requests = [engine.requests([[5] * 5], Sampling(max_new_tokens=n, ignore_eos=True), evict)[0] for n in (12, 40)]
+    assert [len(rollout) for rollout in engine.stream(requests)] == [12, 40]

@@ -27,7 +27,8 @@ def append_torch(
     rows = torch.arange(len(k), device=k.device)
     at = kv_len[: len(k)].long()
     alive = live[: len(k)] != 0
-    page = torch.where(alive, table[rows, at // page_size].long(), 0)
+    listed = torch.where(alive, at // page_size, 0)  # a row that ended may stand just past its table
+    page = torch.where(alive, table[rows, listed].long(), 0)
     slot = at % page_size
     keys[page, :, slot] = k
     values[page, :, slot] = v
