@@ -5,6 +5,7 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.engine.fuse import JointSlice, fuse_projections
 from alula.errors import SettingError
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13]
@@ -121,6 +122,40 @@ def test_new_weights_change_results_in_place(engine, loaded):
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight.mul_(1.5)
     assert not torch.equal(engine.generate(PROMPTS, sampling)[0].logprobs, after[0].logprobs)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_joined_projections_stay_the_parameters_they_were(model_type):
+    """What compiled engines do to q, k, v and gate, up, here without the compiler: several engines and the learner
+    share one memory, whoever writes it."""
+    loaded = oracle.custom_model(3, model_type=model_type)
+    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+    engines = [Engine(loaded, page=4, kv_memory="1MiB", max_rows=4) for _ in range(2)]
+    plain = engines[0].generate(PROMPTS, sampling)
+    for engine in engines:
+        for layer in engine.model.base_model.layers:
+            fuse_projections(layer)
+        assert any(isinstance(m, JointSlice) for m in engine.model.modules())
+
+    def assert_all_follow(model):
+        for engine in engines:
+            for rollout in engine.generate(PROMPTS, sampling):
+                expected = oracle.logprobs(oracle.replay(model, rollout), rollout)
+                torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=2e-5)
+
+    for rollout, same in zip(engines[0].generate(PROMPTS, sampling), plain):
+        assert rollout.token_ids == same.token_ids
+    assert_all_follow(loaded.model)
+    other = oracle.custom_model(3, model_type=model_type).model
+    torch.manual_seed(7)
+    for parameter in other.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    engines[0].update_weights(other.named_parameters())
+    assert_all_follow(other)
+    with torch.no_grad():  # as an optimizer does
+        for parameter in loaded.model.parameters():
+            parameter.mul_(1.1)
+    assert_all_follow(loaded.model)
 
 
 def test_weights_that_do_not_fit_are_refused(engine):

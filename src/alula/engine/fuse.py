@@ -39,8 +39,8 @@ def fuse_projections(layer: nn.Module) -> None:
 def _join(members: list[nn.Linear]) -> None:
     if len({m.bias is None for m in members}) > 1:
         return
-    joint = torch.cat([m.weight for m in members])
-    bias = None if members[0].bias is None else torch.cat([m.bias for m in members])
+    joint = _joined([m.weight for m in members])
+    bias = None if members[0].bias is None else _joined([m.bias for m in members])
     start = 0
     for member in members:
         stop = start + member.out_features
@@ -52,6 +52,16 @@ def _join(members: list[nn.Linear]) -> None:
         member.register_buffer("joint_bias", bias, persistent=False)
         member.start, member.stop = start, stop  # type: ignore[assignment]
         start = stop
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One tensor of all rows: the one they are views of already (another engine joined them), or a new one."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != end:
+            return torch.cat(parts)
+        end += part.numel()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride()).detach()
 
 
 class KeepOneOfEach(CustomGraphPass):
