@@ -202,7 +202,33 @@ def test_scores(engine, expected):
 def test_top_p_gives_no_logprob_of_the_sampler(engine):
     for sampling in (Sampling(max_new_tokens=6, top_p=0.9), Sampling(max_new_tokens=6, top_k=5)):
         assert sampling.filtered
-        assert all(r.logprobs is None for r in engine.generate(GOOD, sampling))
+        for rollout in engine.generate(GOOD, sampling):
+            assert rollout.logprobs is None
+            with pytest.raises(SettingError, match=r"sample with top_p=1 and top_k=0 where log-probs are needed\."):
+                rollout.sampler_logprobs()
+    plain = engine.generate(GOOD, Sampling(max_new_tokens=6))[0]
+    assert plain.sampler_logprobs() is plain.logprobs
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_a_failure_on_the_way_leaves_a_usable_engine(engine, expected, monkeypatch, step):
+    """Say the device runs out of memory in the prompt's pass or later: pages, rows and hooks are as before."""
+    healthy, calls = engine.runner.logits, []
+
+    def fail(hidden):
+        calls.append(1)
+        if len(calls) > step:
+            raise torch.OutOfMemoryError("no memory")
+        return healthy(hidden)
+
+    policies = [Sparsity(Evict("rkv", 10, buffer=3, window=3, sinks=1)), Sparsity(select=Select("quest", 12, 4, 1))]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "logits", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.generate(GOOD, Sampling(n=3, max_new_tokens=20), policies)
+    assert engine.pool.in_use == 0
+    assert not engine._live
+    assert [r.token_ids for r in engine.generate(GOOD, Sampling(max_new_tokens=6))] == expected
 
 
 # --- logits that are not finite ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from alula.errors import require
+from alula.errors import SettingError, require
 from alula.sparsity.policy import DENSE, Sparsity
 
 Finish = Literal["stop", "length", "error", "aborted"]
@@ -106,6 +106,15 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def sampler_logprobs(self) -> Tensor:
+        """`logprobs`, for whoever cannot do without: refuses tokens that were drawn with top-p or top-k."""
+        if self.logprobs is None:
+            raise SettingError(
+                f"top_p={self.sampling.top_p}, top_k={self.sampling.top_k}: tokens drawn from a cut distribution have "
+                "no log-prob under the policy; sample with top_p=1 and top_k=0 where log-probs are needed."
+            )
+        return self.logprobs
 
 
 @dataclass
