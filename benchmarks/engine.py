@@ -18,7 +18,14 @@ import torch
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench import (
-    Ceilings, StepBench, churn, decode_step, idle_share, measure_ceilings, packed_scoring, rollouts, timed,
+    Ceilings,
+    churn,
+    decode_step,
+    idle_share,
+    measure_ceilings,
+    packed_scoring,
+    rollouts,
+    timed,
 )  # fmt: skip
 from alula.engine.pages import pages_for
 from alula.sparsity.policy import DENSE

@@ -48,9 +48,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
     The setting lives on the config object, which a copy of the model would share: it gets its own first.
     """
-    config = copy.deepcopy(model.config)
+    shared, config = model.config, copy.deepcopy(model.config)
     for module in model.modules():
-        if getattr(module, "config", None) is model.config:
+        if getattr(module, "config", None) is shared:
             module.config = config  # type: ignore[assignment]
-    model.config = config
     model.set_attn_implementation(NAME)

@@ -1,0 +1,218 @@
+"""Training's numbers on one GPU: `python benchmarks/training.py --out benchmarks/results/training-h200.json`.
+
+Random weights of real shapes. A step is the real one: rollouts from the engine, dense scores, correction, packed
+updates; rewards are drawn at random, since random weights earn none.
+"""
+
+import argparse
+import gc
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from alula import Engine, Evict, Sampling, Sparsity
+from alula.bench import Ceilings, measure_ceilings
+from alula.engine.rollout import Rollout
+from alula.engine.sequence import Request
+from alula.model import LoadedModel, load_model
+from alula.rl.advantages import group_advantages
+from alula.rl.correction import Correction, correct
+from alula.rl.learner import Learner
+from alula.rl.learner_config import LearnerConfig
+from alula.rl.losses import Loss, divisors, policy_loss
+from alula.rl.packing import Packed
+
+DEVICE = torch.device("cuda")
+
+
+class Phases(dict):
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self[name] = self.get(name, 0.0) + time.perf_counter() - start
+
+
+def one_step(
+    loaded: LoadedModel, engine: Engine, learner: Learner, sparsity: Sparsity, prompts: list[list[int]],
+    lengths: list[int], group: int, updates: int, correction: Correction,
+) -> dict:  # fmt: skip
+    """A whole step with a given response length per rollout."""
+    phases, n = Phases(), len(lengths)
+    requests = [
+        Request(next(engine._ids), prompts[i // group], Sampling(max_new_tokens=lengths[i], ignore_eos=True), sparsity,
+                frozenset(), i)
+        for i in range(n)
+    ]  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    engine.pool.peak = 0
+    with phases.phase("rollout"):
+        rollouts = sorted(engine.stream(requests), key=lambda r: r.prompt_index)
+    with phases.phase("sleep"):
+        engine.sleep()
+    sequences = rollouts
+    with phases.phase("score"):
+        old = [s.logprobs.cpu() for s in learner.score(sequences, 1.0)]
+    rewards = torch.tensor(np.random.default_rng(0).integers(0, 2, n), dtype=torch.float32)
+    flat = torch.cat([torch.full((len(t),), i) for i, t in enumerate(old)])
+    corrected = correct(torch.cat(old), torch.cat([r.logprobs for r in rollouts]), flat, correction, sequences=n)
+    advantages = group_advantages(rewards, torch.arange(n) // group)
+    loss = Loss("grpo")
+    weights = list(corrected.weights.split([len(t) for t in old]))
+    order = np.random.default_rng(1).permutation(n).reshape(updates, -1)
+    with phases.phase("update"):
+        for chosen in order:
+            own = [int(i) for i in chosen]
+            part = torch.cat([torch.full((len(old[i]),), k) for k, i in enumerate(own)]).to(engine.device)
+            shares = divisors(loss, correction, part, len(own), None)
+
+            def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
+                place = packed.rows(torch.tensor([advantages[own[k]] for k in range(len(own))]))
+                return policy_loss(
+                    logprobs, packed.flat([old[i] for i in own]), place[packed.sequence],
+                    packed.flat([weights[i] for i in own]), packed.sequence, loss,
+                    shares.rows(torch.tensor(packed.index, device=logprobs.device)),
+                )  # fmt: skip
+
+            learner.update([sequences[i] for i in own], loss_fn, 1.0)
+    with phases.phase("wake"):
+        engine.wake()
+        engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
+    tokens = sum(lengths)
+    return {
+        "sparsity": sparsity.describe(), "rollouts": n, "response_tokens": tokens, "updates": updates,
+        "mean_length": tokens / n, "step_s": time.perf_counter() - start, **{f"{k}_s": v for k, v in phases.items()},
+        "rollout_tokens_per_s": tokens / phases["rollout"], "veto_rate": 1 - corrected.keep.float().mean().item(),
+        "kv_saved": float(np.mean([r.kv.saved for r in rollouts])),
+        "kv_peak_gib": engine.pool.peak * engine.page * engine.shape.token_bytes / 2**30,
+        "learner_peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }  # fmt: skip
+
+
+def learner_speed(ceilings: Ceilings) -> list[dict]:
+    """16k packed tokens of 1-4k sequences, one optimizer step of four micro-batches, qwen2.5-1.5b."""
+    found = []
+    rng = np.random.default_rng(0)
+    for settings in ({"compile": True, "activation_checkpointing": False}, {"compile": True}, {}):
+        loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
+        learner = Learner(loaded.model, LearnerConfig(lr=1e-6, **settings))
+        lengths = [1024, 4096, 2048, 3072, 1536, 2560, 1024, 1024] * 4
+        sequences = [
+            Rollout(rng.integers(0, 151936, 128).tolist(), rng.integers(0, 151936, n - 128).tolist(), None, "length")
+            for n in lengths
+        ]
+
+        def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
+            return -logprobs.mean() / 4, {}
+
+        learner.update(sequences, loss_fn, 1.0)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        learner.update(sequences, loss_fn, 1.0)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        flops = learner.flops(sequences)
+        start = time.perf_counter()
+        learner.score(sequences, 1.0)
+        scoring = time.perf_counter() - start
+        found.append({
+            "kind": "learner", "settings": settings or "defaults", "tokens": sum(lengths), "seconds": seconds,
+            "mfu": flops.total / seconds / ceilings.matrix, "mfu_without_head": (flops.total - flops.head) / seconds / ceilings.matrix,
+            "score_s": scoring, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "full_logits_gib": 16384 * 151936 * 4 / 2**30,
+        })  # fmt: skip
+        print(json.dumps(found[-1]), flush=True)
+        del learner, loaded
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+def weights(ceilings: Ceilings) -> list[dict]:
+    """From learner to engine: shared on one GPU; a copy in place otherwise."""
+    loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
+    engine = Engine(loaded, kv_memory="1GiB", max_rows=8, compiled=False)
+    other = [(name, p.detach().clone()) for name, p in loaded.model.named_parameters()]
+    engine.update_weights(other)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    engine.update_weights(other)
+    torch.cuda.synchronize()
+    return [{"kind": "weights", "shared_s": 0.0, "copy_s": time.perf_counter() - start}]
+
+
+def small_step(ceilings: Ceilings) -> list[dict]:
+    """SmolLM2-135M's shape: 64 prompts of 100 tokens × 8 rollouts of 256, two updates; dense and rkv 64+16."""
+    rng = np.random.default_rng(0)
+    loaded = load_model("shape:smollm2-135m", device="cuda")
+    engine = Engine(loaded, kv_memory="20GiB", max_rows=512, max_length=1024)
+    learner = Learner(
+        loaded.model, LearnerConfig(lr=1e-6, compile=True, activation_checkpointing=False, token_budget=32768)
+    )
+    prompts = [rng.integers(0, 49152, 100).tolist() for _ in range(64)]
+    found = []
+    for sparsity in (Sparsity(), Sparsity(evict=Evict("rkv", budget=64, buffer=16))):
+        correction = Correction.none() if sparsity.dense else Correction.sparse_rl()
+        for _ in range(3):
+            row = one_step(loaded, engine, learner, sparsity, prompts, [256] * 512, 8, 2, correction)
+        found.append({"kind": "step smollm2-135m", **row})
+    return found
+
+
+def paper_step(ceilings: Ceilings) -> list[dict]:
+    """The paper's scale, qwen2.5-1.5b: 128 prompts × 8 rollouts of up to 4096 tokens (mean about 1000), 4 updates."""
+    rng = np.random.default_rng(0)
+    loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
+    engine = Engine(loaded, kv_memory="40GiB", max_rows=1024, max_length=4608)
+    learner = Learner(loaded.model, LearnerConfig(lr=1e-6, compile=True, token_budget=16384))
+    prompts = [rng.integers(0, 151936, int(n)).tolist() for n in rng.integers(80, 240, 128)]
+    lengths = np.clip(rng.lognormal(6.6, 0.8, 1024), 32, 4096).astype(int).tolist()
+    sparsity = Sparsity(evict=Evict("rkv", budget=512, buffer=128, window=8, sinks=0))
+    first = one_step(
+        loaded, engine, learner, sparsity, prompts, [min(n, 700) for n in lengths], 8, 4, Correction.sparse_rl()
+    )
+    del first
+    row = one_step(loaded, engine, learner, sparsity, prompts, lengths, 8, 4, Correction.sparse_rl())
+    return [{"kind": "step at the paper's scale, qwen2.5-1.5b", **row}]
+
+
+SECTIONS = {"weights": weights, "small": small_step, "learner": learner_speed, "paper": paper_step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    arguments = parser.parse_args()
+    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    ceilings = measure_ceilings(DEVICE)
+    results["machine"] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                          "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
+    for name in arguments.only.split(","):
+        start = time.perf_counter()
+        try:
+            results[name] = SECTIONS[name](ceilings)
+        except Exception as error:  # one section's failure must not cost the others' results
+            results[name] = [{"error": f"{type(error).__name__}: {error}"}]
+            traceback.print_exc(limit=8)
+        gc.collect()
+        torch.cuda.empty_cache()
+        for row in results[name]:
+            print(json.dumps(row), flush=True)
+        print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
