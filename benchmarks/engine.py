@@ -1,7 +1,7 @@
 """The engine's numbers on one GPU: `python benchmarks/engine.py --out benchmarks/results/engine-h200.json`.
 
 Random weights of real shapes, bf16. Each section runs alone with `--only steps,churn,...`; results are merged into
-the output file, and `--table` prints the Markdown table made from it.
+the output file; `python benchmarks/table.py` makes the Markdown tables of docs/benchmarks.md from it.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -185,20 +186,19 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     ceilings = measure_ceilings(DEVICE)
-    results["machine"] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                          "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
-    print(json.dumps(results["machine"]), flush=True)
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+               "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
+    print(json.dumps(machine), flush=True)
     for name in arguments.only.split(","):
         start = time.perf_counter()
         try:
-            results[name] = SECTIONS[name](ceilings)
+            rows = SECTIONS[name](ceilings)
         except Exception as error:  # one section's failure must not cost the others' results
-            results[name] = [{"error": f"{type(error).__name__}: {error}"}]
-            import traceback
-
+            rows = [{"error": f"{type(error).__name__}: {error}"}]
             traceback.print_exc(limit=8)
         release()
-        for row in results[name]:
+        results[name] = {"machine": machine, "rows": rows}
+        for row in rows:
             print(json.dumps(row), flush=True)
         print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from alula.rl.advantages import group_advantages
 from alula.rl.correction import Correction, correct
 from alula.rl.learner import Learner
 from alula.rl.learner_config import LearnerConfig
-from alula.rl.losses import Loss, divisors, policy_loss
+from alula.rl.losses import Divisors, Loss, divisors, policy_loss
 from alula.rl.packing import Packed
 
 DEVICE = torch.device("cuda")
@@ -39,6 +39,18 @@ class Phases(dict):
         yield
         torch.cuda.synchronize()
         self[name] = self.get(name, 0.0) + time.perf_counter() - start
+
+
+def update_loss(
+    advantages: torch.Tensor, old: list, weights: list, loss: Loss, shares: Divisors
+) -> Callable[..., tuple]:  # fmt: skip
+    def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
+        return policy_loss(
+            logprobs, packed.flat(old), packed.rows(advantages)[packed.sequence], packed.flat(weights),
+            packed.sequence, loss, shares.rows(torch.tensor(packed.index, device=logprobs.device)),
+        )  # fmt: skip
+
+    return loss_fn
 
 
 def one_step(
@@ -75,14 +87,7 @@ def one_step(
             part = torch.cat([torch.full((len(old[i]),), k) for k, i in enumerate(own)]).to(engine.device)
             shares = divisors(loss, correction, part, len(own), None)
 
-            def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
-                place = packed.rows(torch.tensor([advantages[own[k]] for k in range(len(own))]))
-                return policy_loss(
-                    logprobs, packed.flat([old[i] for i in own]), place[packed.sequence],
-                    packed.flat([weights[i] for i in own]), packed.sequence, loss,
-                    shares.rows(torch.tensor(packed.index, device=logprobs.device)),
-                )  # fmt: skip
-
+            loss_fn = update_loss(advantages[own], [old[i] for i in own], [weights[i] for i in own], loss, shares)
             learner.update([sequences[i] for i in own], loss_fn, 1.0)
     with phases.phase("wake"):
         engine.wake()
@@ -127,7 +132,8 @@ def learner_speed(ceilings: Ceilings) -> list[dict]:
         scoring = time.perf_counter() - start
         found.append({
             "kind": "learner", "settings": settings or "defaults", "tokens": sum(lengths), "seconds": seconds,
-            "mfu": flops.total / seconds / ceilings.matrix, "mfu_without_head": (flops.total - flops.head) / seconds / ceilings.matrix,
+            "mfu": flops.total / seconds / ceilings.matrix,
+            "mfu_without_head": (flops.total - flops.head) / seconds / ceilings.matrix,
             "score_s": scoring, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
             "full_logits_gib": 16384 * 151936 * 4 / 2**30,
         })  # fmt: skip
@@ -196,18 +202,19 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     ceilings = measure_ceilings(DEVICE)
-    results["machine"] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                          "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+               "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
     for name in arguments.only.split(","):
         start = time.perf_counter()
         try:
-            results[name] = SECTIONS[name](ceilings)
+            rows = SECTIONS[name](ceilings)
         except Exception as error:  # one section's failure must not cost the others' results
-            results[name] = [{"error": f"{type(error).__name__}: {error}"}]
+            rows = [{"error": f"{type(error).__name__}: {error}"}]
             traceback.print_exc(limit=8)
         gc.collect()
         torch.cuda.empty_cache()
-        for row in results[name]:
+        results[name] = {"machine": machine, "rows": rows}
+        for row in rows:
             print(json.dumps(row), flush=True)
         print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
