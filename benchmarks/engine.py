@@ -175,8 +175,10 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-SECTIONS = {"ready": ready, "kernel": kernel, "steps": steps, "large": large, "transformers": transformers_generate, "peak": peak,
-            "pool": pool, "agreement": agreement}  # fmt: skip
+SECTIONS = {
+    "ready": ready, "kernel": kernel, "steps": steps, "large": large, "transformers": transformers_generate,
+    "peak": peak, "pool": pool, "agreement": agreement,
+}  # fmt: skip
 
 
 def main() -> None:
