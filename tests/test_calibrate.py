@@ -19,7 +19,7 @@ from alula.mismatch import calibrate as calibrating
 from alula.mismatch.calibrate import ForwardMeasure, Grid, Text, calibrate
 from alula.mismatch.calibration import Calibration, Configuration, tail_to_dict
 from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape
-from alula.mismatch.measure import Bins, cut, generate_text, measure, measure_own, side_by_side
+from alula.mismatch.measure import Bins, cut, measure, measure_own, own_rollouts, side_by_side
 from alula.mismatch.plan import Workload, plan
 from alula.mismatch.search import next_budgets, spread
 from alula.mismatch.tail import MIN_PROMPTS, Tail
@@ -48,7 +48,7 @@ def engine(loaded):
 
 @pytest.fixture(scope="module")
 def text(engine):
-    return generate_text(engine, PROMPTS, TEXT.sampling)
+    return own_rollouts(engine, PROMPTS, TEXT.sampling, DENSE)[0]
 
 
 def literal_tails(rollouts, alphas, width: int, bins: int) -> list[float]:
@@ -165,6 +165,8 @@ def test_calibration_against_direct_measurement(engine, text, tmp_path):
     for one, tail in zip(sorted(found.measured, key=lambda m: m.configuration.budget), expected):
         np.testing.assert_allclose(one.tail.value, tail.value, atol=1e-5)
     assert found.model == engine.name
+    [floor] = measure(engine, text, [DENSE], BINS)
+    np.testing.assert_allclose(found.floor.value, floor.value, atol=1e-5)
     assert found.floor.overall > 1 - 1e-5
     assert found.notes["tokens"] == sum(map(len, text))
     assert Shape(**found.notes["shape"]) == Shape.of(engine.model)
@@ -182,7 +184,7 @@ def whole(engine, tmp_path_factory):
     return run(engine, tmp_path_factory.mktemp("whole") / "work.json", BOTH)
 
 
-@pytest.mark.parametrize("after", [0, 2, 3, 6])
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_a_killed_calibration_goes_on_where_it_was(after, whole, engine, tmp_path, monkeypatch):
     """Killed at any write of the work file: the end is the same, and nothing is measured twice."""
     write, writes = Work._write, 0
@@ -239,7 +241,7 @@ def test_further_budgets_are_added_to_what_is_there(engine, tmp_path, monkeypatc
 
 def test_work_of_another_calibration_is_refused(engine, tmp_path):
     path = tmp_path / "work.json"
-    Work.open(path, engine, TEXT, BINS).keep_text([])
+    Work.open(path, engine, TEXT, BINS).keep_text([], made_tail([0.9]))
     with pytest.raises(SettingError, match="made with seed=3, not seed=4"):
         Work.open(path, engine, replace(TEXT, seed=4), BINS)
     with pytest.raises(SettingError, match="bin=12"):
@@ -289,7 +291,8 @@ def test_bad_settings():
 def test_text_too_short_for_any_bin(engine, tmp_path):
     wide = Bins(width=12, count=40, resamples=20)
     work = Work.open(tmp_path / "work.json", engine, TEXT, wide)
-    work.keep_text(generate_text(engine, PROMPTS[:3], TEXT.sampling))
+    rollouts, alphas = own_rollouts(engine, PROMPTS[:3], TEXT.sampling, DENSE)
+    work.keep_text(rollouts, wide.tail(rollouts, alphas))
     with pytest.raises(SettingError, match="no bin of 12 tokens is reached by 20 prompts"):
         run(engine, tmp_path / "work.json", Grid((SELECT,), (12,)), bins=wide)
 

@@ -43,6 +43,9 @@ def calibrate(
     data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
     options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder with the sparse policy's own LoRA (DistillSparse).")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
@@ -62,7 +65,7 @@ def calibrate(
     from alula.mismatch.measure import Bins
 
     loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, length)
-    engines = Engines(loaded, length, kv_memory, max_rows)
+    engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
     if verify is not None:
         from alula.sparsity.schedule import Schedule
@@ -132,18 +135,23 @@ def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) ->
 class Engines:
     """One engine at a time, made anew for another page size."""
 
-    def __init__(self, loaded: "LoadedModel", length: int, kv_memory: str | None, max_rows: int) -> None:
+    def __init__(
+        self, loaded: "LoadedModel", length: int, kv_memory: str | None, max_rows: int, adapter: Path | None
+    ) -> None:
         self.loaded, self.length, self.kv_memory, self.max_rows = loaded, length, kv_memory, max_rows
+        self.adapter = adapter
         self.engine: Engine | None = None
 
     def with_page(self, page: int) -> "Engine":
         from alula.engine.engine import Engine
 
         if self.engine is None or self.engine.page != page:
-            self.engine = None  # its memory first
+            if self.engine is not None:
+                self.engine.sleep()  # its memory goes to the next one
             self.engine = Engine(
-                self.loaded, page=page, kv_memory=self.kv_memory, max_rows=self.max_rows, max_length=self.length + page
-            )
+                self.loaded, page=page, kv_memory=self.kv_memory, max_rows=self.max_rows, max_length=self.length + page,
+                sparse_adapter=self.adapter,
+            )  # fmt: skip
         return self.engine
 
 

@@ -1,6 +1,8 @@
 """Calibrate: the tail of acceptance of a grid of sparse policies, on text that the dense policy wrote once.
 
-    prompts ─► dense text ─► floor (dense decoding) ─► budgets of every family, searched ─► growing evictors ─► file
+    prompts ─► dense text and its floor ─► budgets of every family, searched ─► growing evictors ─► file
+
+The floor is what the dense policy itself has: its decoding, that wrote the text, against the packed pass over it.
 
 Everything measured so far is in a work file beside the result, so a killed calibration goes on where it was, and
 one with further budgets or methods measures only those.
@@ -16,7 +18,7 @@ from alula.errors import require
 from alula.mismatch.calibration import Calibration, Configuration, Forward, Measured
 from alula.mismatch.cost import Shape
 from alula.mismatch.forward import plan_forward
-from alula.mismatch.measure import Bins, cut, generate_text, measure, side_by_side
+from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
 from alula.mismatch.plan import GAP, Infeasible
 from alula.mismatch.search import next_budgets, spread
 from alula.mismatch.tail import MIN_PROMPTS, Estimate
@@ -87,13 +89,10 @@ def calibrate(
     pages = {family.block for family in grid.families if family.block} or {16}
     engine = engine_with(min(pages))
     work = Work.open(work_file, engine, text, bins)
-    if not work.rollouts:
-        say(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
-        work.keep_text(generate_text(engine, text.prompts, text.sampling, progress=progress))
     if work.floor is None:
-        say("dense floor")
-        [floor] = measure(engine, work.rollouts, [DENSE], bins, progress=progress)
-        work.keep_floor(floor)
+        say(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
+        rollouts, alphas = own_rollouts(engine, text.prompts, text.sampling, DENSE, progress=progress)
+        work.keep_text(rollouts, bins.tail(rollouts, alphas))
     assert work.floor is not None
     require(
         bool(work.floor.enough.any()),

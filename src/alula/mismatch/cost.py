@@ -135,6 +135,8 @@ def fit(timings: Iterable[Timing | Mapping[str, Any]], shape: Shape, **notes: An
     terms = features(shape, *_columns(steps))
     constants = nnls(np.stack(list(terms.values()), 1) / ms[:, None], np.ones(len(ms)))
     fitted = FittedCost(shape, dict(zip(terms, constants.tolist())))
+    if not terms["moved_gb"].any():  # no eviction was timed: what it moves is read and written at the KV's rate
+        fitted.constants["moved_gb"] = 2 * fitted.constants["kv_gb"]
     return FittedCost(
         shape, fitted.constants, {"timings": len(ms), "median_error": median_error(fitted, steps), **notes}
     )

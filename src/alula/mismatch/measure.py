@@ -80,27 +80,31 @@ def measure_own(
     *,
     progress: bool = False,
 ) -> Tail:
-    """The tail of a policy on rollouts of its own; α comes from the hidden states that they were sampled from."""
+    """The tail of a policy on rollouts of its own."""
+    return bins.tail(*own_rollouts(engine, prompts, sampling, policy, progress=progress))
+
+
+def own_rollouts(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    policy: Sparsity,
+    *,
+    progress: bool = False,
+) -> tuple[list[Rollout], list[Tensor]]:
+    """Rollouts of a policy in their order, and α of each from the hidden states that it was sampled from."""
     requests = engine.requests(list(prompts), sampling, policy)
     for request in requests:
         request.keep_hidden = sampling.n
-    rollouts, alphas = [], []
+    found = []
     with progress_bar(len(requests) * sampling.n, progress) as advance:
         for rollout in engine.stream(requests):
-            alphas += kept_acceptance(engine, [rollout])  # at once: hidden states are too large to pile up
-            rollouts.append(replace(rollout, hidden=None))
+            require(rollout.finish != "error", "the model's output is not finite; check its weights and dtype.")
+            [alpha] = kept_acceptance(engine, [rollout])  # at once: hidden states are too large to pile up
+            found.append((replace(rollout, hidden=None), alpha))
             advance(len(rollout))
-    return bins.tail(rollouts, alphas)
-
-
-def generate_text(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, *, progress: bool = False
-) -> list[Rollout]:
-    """Dense rollouts to measure policies on; ones that ended before their first token are left out."""
-    rollouts = engine.generate(list(prompts), sampling, progress=progress)
-    text = [r for r in rollouts if len(r) and r.finish != "error"]
-    require(len(text) > 0, "the dense policy generated no text to measure on; check the model and its dtype.")
-    return text
+    found.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
+    return [rollout for rollout, _ in found], [alpha for _, alpha in found]
 
 
 def side_by_side(engine: Engine, text: Sequence[Rollout], evicts: bool) -> int:

@@ -13,8 +13,11 @@ from alula.sparsity.policy import Sparsity
 
 
 def timing_record(shape: Shape, batch: int, context: int, sparsity: Sparsity, ms: float) -> dict[str, Any]:
-    """What `fit` needs of one measured step: `batch` rows launched (with padding) that hold `context` tokens each."""
-    ask = demand(sparsity, context, 1, shape.layers)
+    """What `fit` needs of one measured step: `batch` rows launched (with padding) that hold `context` tokens each.
+
+    An evictor decides what is held, not what a step reads of it: evictions come between steps.
+    """
+    ask = demand(Sparsity(select=sparsity.select), context, 1, shape.layers)
     return {
         "batch": batch, "context": context, "kv_read": float(ask.read[0]), "pages_scored": float(ask.scored[0]),
         "ms": ms, "shape": asdict(shape),

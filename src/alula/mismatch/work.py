@@ -39,12 +39,8 @@ class Work:
             work._read()
         return work
 
-    def keep_text(self, rollouts: list[Rollout]) -> None:
-        self.rollouts = rollouts
-        self._write()
-
-    def keep_floor(self, floor: Tail) -> None:
-        self.floor = floor
+    def keep_text(self, rollouts: list[Rollout], floor: Tail) -> None:
+        self.rollouts, self.floor = rollouts, floor
         self._write()
 
     def keep(self, measured: Measured) -> None:
