@@ -92,7 +92,7 @@ def policies(draw, page, selector):
         evict = Evict(draw(st.sampled_from(METHODS)), budget, buffer=draw(st.integers(1, 6)), window=window,
                       sinks=sinks, protect_prompt=draw(st.booleans()))  # fmt: skip
     if kind in ("select", "both"):
-        select = Select(selector, 3 * page, block=page, dense_layers=1)
+        select = Select(selector, draw(st.integers(3, 6)) * page, block=page, dense_layers=1)
     return Sparsity(evict, select)
 
 
@@ -135,7 +135,7 @@ def test_a_result_never_depends_on_the_company(data, loaded, alone):
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize(
     "sparsity",
-    [Sparsity(), Sparsity(select=Select("block-topk", 12, 4, 1)), Sparsity(select=Select("quest", 12, 4, 0))],
+    [Sparsity(), Sparsity(select=Select("block-topk", 20, 4, 1)), Sparsity(select=Select("quest", 20, 4, 0))],
     ids=["dense", "block-topk", "quest"],
 )
 def test_swapped_out_and_restored_exactly(sparsity, in_flight, loaded, alone):
@@ -154,7 +154,7 @@ def test_long_short_sparse_and_dense_in_a_small_pool(loaded, alone):
     """Churn: evicting ones keep what they reserved, dense ones are swapped around them, all are exact."""
     engine = small_engine(loaded, 44, 4, 8, lookahead=4)
     evict = Sparsity(Evict("rkv", 12, buffer=4, window=3, sinks=2))
-    both = Sparsity(Evict("snapkv", 20, buffer=4, window=3, sinks=2), Select("quest", 12, 4, 1))
+    both = Sparsity(Evict("snapkv", 20, buffer=4, window=3, sinks=2), Select("quest", 16, 4, 1))
     made = []
     for i, (prompt, new, policy) in enumerate(
         [(9, 100, None), (4, 90, evict), (30, 6, None), (6, 60, both), (12, 70, None), (25, 20, evict), (3, 110, None)]

@@ -11,9 +11,9 @@ from alula.sparsity.evict import METHODS as EVICTORS
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13]
 SAMPLING = Sampling(n=2, max_new_tokens=24, temperature=0.7, ignore_eos=True, topk_logprobs=3)
 POLICIES = {method: Sparsity(Evict(method, 10, buffer=4, window=3, sinks=2)) for method in EVICTORS} | {
-    "quest": Sparsity(select=Select("quest", 12, 4, 1)),
-    "block-topk": Sparsity(select=Select("block-topk", Schedule((12, 16), width=20), 4, 1)),
-    "both": Sparsity(Evict("rkv", 18, buffer=4, window=3, sinks=2), Select("quest", 12, 4, 0)),
+    "quest": Sparsity(select=Select("quest", 16, 4, 1)),
+    "block-topk": Sparsity(select=Select("block-topk", Schedule((16, 20), width=20), 4, 1)),
+    "both": Sparsity(Evict("rkv", 18, buffer=4, window=3, sinks=2), Select("quest", 16, 4, 0)),
 }
 
 

@@ -110,15 +110,15 @@ def test_variants_agree_with_the_oracle(name, lookahead, models):
 
 
 BOTH = {
-    "rkv & block-topk": Sparsity(Evict("rkv", 24, buffer=5, window=3, sinks=2), Select("block-topk", 12, 4, 1)),
-    "snapkv & quest": Sparsity(Evict("snapkv", 18, buffer=1, window=3, sinks=1), Select("quest", 12, 4, 0)),
-    "h2o & block-topk": Sparsity(Evict("h2o", 18, buffer=3, window=3, sinks=1), Select("block-topk", 12, 4, 0)),
+    "rkv & block-topk": Sparsity(Evict("rkv", 24, buffer=5, window=3, sinks=2), Select("block-topk", 16, 4, 1)),
+    "snapkv & quest": Sparsity(Evict("snapkv", 18, buffer=1, window=3, sinks=1), Select("quest", 16, 4, 0)),
+    "h2o & block-topk": Sparsity(Evict("h2o", 22, buffer=3, window=3, sinks=1), Select("block-topk", 16, 4, 0)),
     "prompt protected": Sparsity(
-        Evict("keydiff", 10, buffer=3, window=3, sinks=1, protect_prompt=True), Select("block-topk", 12, 4, 1)
+        Evict("keydiff", 10, buffer=3, window=3, sinks=1, protect_prompt=True), Select("block-topk", 16, 4, 1)
     ),
     "two schedules": Sparsity(
         Evict("tova", Schedule((28, 18), width=20), buffer=4, window=3, sinks=1),
-        Select("quest", Schedule((16, 12), width=30), 4, 1),
+        Select("quest", Schedule((20, 16), width=30), 4, 1),
     ),
 }
 
@@ -163,10 +163,10 @@ def test_dense_layers_that_cover_the_model_are_dense_to_the_bit(method, models):
 @pytest.mark.parametrize("method", METHODS)
 def test_alone_equals_in_company(method, models):
     policies = [
-        Sparsity(select=Select(method, 12, block=4, dense_layers=1)),
-        Sparsity(Evict("rkv", 20, buffer=3, window=3, sinks=2), Select(method, 12, block=4, dense_layers=1)),
+        Sparsity(select=Select(method, 20, block=4, dense_layers=1)),
+        Sparsity(Evict("rkv", 24, buffer=3, window=3, sinks=2), Select(method, 16, block=4, dense_layers=1)),
         Sparsity(),
-        Sparsity(select=Select(method, Schedule((12, 20), width=17), block=4, dense_layers=1)),
+        Sparsity(select=Select(method, Schedule((16, 24), width=17), block=4, dense_layers=1)),
     ]
     loose, pinned = engine_of(models[4]), engine_of(models[4], buckets=(16,))
     for engine in (loose, pinned):
@@ -194,7 +194,7 @@ def test_one_selector_after_another_on_the_same_pages(models):
     """Summaries of one kind never leak into a call of the other, nor from a call without any."""
     reused = engine_of(models[3])
     for method in ("quest", "block-topk", None, "quest", "block-topk"):
-        policy = Sparsity() if method is None else Sparsity(select=Select(method, 12, block=4, dense_layers=0))
+        policy = Sparsity() if method is None else Sparsity(select=Select(method, 20, block=4, dense_layers=0))
         got = reused.generate(PROMPTS[::-1], SAMPLING, policy)
         expected = engine_of(models[3]).generate(PROMPTS[::-1], SAMPLING, policy)
         assert [r.token_ids for r in got] == [r.token_ids for r in expected]

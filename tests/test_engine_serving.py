@@ -10,7 +10,7 @@ from alula.errors import SettingError
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13]
 EVICT = Sparsity(Evict("rkv", 10, buffer=4, window=3, sinks=2))
-SELECT = Sparsity(select=Select("quest", 12, 4, 1))
+SELECT = Sparsity(select=Select("quest", 20, 4, 1))
 
 
 @pytest.fixture
