@@ -13,7 +13,7 @@ _HOMES = {
     "Select": "alula.sparsity.policy",
     "Schedule": "alula.sparsity.schedule",
 }
-__all__ = list(_HOMES)
+__all__ = ["Engine", "Evict", "Rollout", "Sampling", "Schedule", "Select", "Sparsity"]
 
 if TYPE_CHECKING:
     from alula.engine.engine import Engine

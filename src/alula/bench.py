@@ -51,11 +51,7 @@ def timed(function: Callable[[], Any], device: torch.device, repeat: int) -> flo
 def measure_ceilings(device: torch.device) -> Ceilings:
     cuda = device.type == "cuda"
     size, n = (1 << 32, 8192) if cuda else (1 << 27, 1024)
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    target.copy_(source)
-    copy = min(timed(lambda: target.copy_(source), device, 5) for _ in range(3))
-    del source, target
+    copy = _copy_seconds(size, device)
     dtype = torch.bfloat16 if cuda else torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     a @ b
@@ -63,9 +59,16 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(2 * size / copy, 2 * n**3 / matrix)
 
 
+def _copy_seconds(size: int, device: torch.device) -> float:
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return min(timed(lambda: target.copy_(source), device, 5) for _ in range(3))
+
+
 def weight_bytes(engine: Engine) -> int:
     """Weights that one decode step reads: all of them, less an embedding table that is only looked up."""
-    model = engine.model
+    model: Any = engine.model
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total - (table.numel() * table.element_size() if table is not head else 0)
@@ -177,7 +180,8 @@ def churn(engine: Engine, sparsity: Sparsity, *, longest: int, rows: int, steps:
     """Steady decoding under one KV pool: rows staggered over 0 .. longest, each replaced by a fresh one as it ends.
 
     The first `rows` sequences come with prompts of every age (longest first, so that the last ones fit), and are
-    followed by short ones. Timing starts when all of them run, or as many as the pool admits. Time spent evicting is measured on the device.
+    followed by short ones. Timing starts when all of them run, or as many as the pool admits. Time spent evicting
+    is measured on the device.
     """
     rng = np.random.default_rng(0)
     vocabulary = engine.model.config.vocab_size
@@ -291,11 +295,10 @@ def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilin
 
     rng = np.random.default_rng(0)
     prompt, config = 32, engine.model.config
-    made = [
-        Rollout(rng.integers(0, config.vocab_size, prompt).tolist(), rng.integers(0, config.vocab_size, length - prompt).tolist(),
-                None, "length")
-        for _ in range(sequences)
-    ]  # fmt: skip
+    made = []
+    for _ in range(sequences):
+        ids = rng.integers(0, config.vocab_size, length).tolist()
+        made.append(Rollout(ids[:prompt], ids[prompt:], None, "length"))
     engine.score(made[:1])
     engine.score(made)
     if engine.device.type == "cuda":
@@ -307,10 +310,11 @@ def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilin
     per_pass = max(1, engine.prefill_tokens // length)
     batches = [packed[i : i + per_pass] for i in range(0, len(packed), per_pass)]
     prefill = timed(lambda: [engine.runner.forward_packed(b) for b in batches], engine.device, 2)
-    head = engine.model.get_output_embeddings().weight.numel()
-    table = engine.model.get_input_embeddings().weight.numel()
-    total = sum(p.numel() for p in engine.model.parameters())
-    tied = engine.model.get_input_embeddings().weight is engine.model.get_output_embeddings().weight
+    model: Any = engine.model
+    head = model.get_output_embeddings().weight.numel()
+    table = model.get_input_embeddings().weight.numel()
+    total = sum(p.numel() for p in model.parameters())
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     body = total - table - (0 if tied else head)
     tokens = sequences * length
     shape = engine.shape

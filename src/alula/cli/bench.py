@@ -12,7 +12,9 @@ from alula.errors import SettingError
 def bench(
     model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file, or shape:NAME for random weights.")],
     batch: Annotated[list[int] | None, typer.Option(help="Rows; repeat for several. Default 64.")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="KV tokens per row; repeat for several. Default 1024.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="KV tokens per row; repeat for several. Default 1024.")
+    ] = None,
     sparsity: Annotated[list[str] | None, typer.Option(help="dense, rkv:512+128, block-topk:1024; repeat.")] = None,
     rollouts: Annotated[
         int, typer.Option(help="Also whole rollouts of this many new tokens, from prompts of --context tokens.")
@@ -71,8 +73,9 @@ def show(records: list[dict[str, Any]], name: str, bandwidth: float) -> None:
         table.add_column(column, justify="left" if column in ("what", "sparsity") else "right")
     for r in records:
         if r["kind"] == "decode step":
-            table.add_row("step", r["sparsity"], f"{r['batch']}", f"{r['context']}", f"{r['ms']:.2f}", f"{r['floor_ms']:.2f}",
-                          f"{r['of_floor']:.0%}", f"{r['tokens_per_s']:,.0f}", f"{r['kv_bytes'] / 2**30:.2f}")  # fmt: skip
+            table.add_row("step", r["sparsity"], f"{r['batch']}", f"{r['context']}", f"{r['ms']:.2f}",
+                          f"{r['floor_ms']:.2f}", f"{r['of_floor']:.0%}", f"{r['tokens_per_s']:,.0f}",
+                          f"{r['kv_bytes'] / 2**30:.2f}")  # fmt: skip
         else:
             table.add_row(f"rollouts + {r['new_tokens']}", r["sparsity"], f"{r['batch']}", f"{r['prompt']}",
                           f"{r['seconds'] * 1e3:,.0f}", "", "", f"{r['tokens_per_s']:,.0f}",

@@ -29,7 +29,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Everything random depends on it.")] = 0,
     topk_logprobs: Annotated[int, typer.Option(help="Also write this many most likely tokens per position.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
-    chat: Annotated[bool, typer.Option(help="Wrap text prompts as a user's message, where the model has a template.")] = True,
+    chat: Annotated[
+        bool, typer.Option(help="Wrap text prompts as a user's message, where the model has a template.")
+    ] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,

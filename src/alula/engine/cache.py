@@ -51,13 +51,13 @@ class Cache:
         """Make room for what the requests of a call need beside KV."""
         s, page_count = self.shape, self.keys.shape[1]
         if summary_kinds and (self.summaries is None or self.summaries.shape[3] != summary_kinds):
-            layout = (s.layers, page_count, s.kv_heads, summary_kinds, s.head_dim)
-            self.summaries = self._allocate("summaries", layout, s.dtype)
+            kinds = (s.layers, page_count, s.kv_heads, summary_kinds, s.head_dim)
+            self.summaries = self._allocate("summaries", kinds, s.dtype)
         if ring and (self.ring is None or self.ring.shape[3] < ring):
             self.ring = self._allocate("ring", (s.layers, self.rows, s.q_heads, ring, s.head_dim), s.dtype)
         if accumulated_tokens and (self.accumulated is None or self.accumulated.shape[3] < accumulated_tokens):
-            layout = (s.layers, self.rows, s.kv_heads, accumulated_tokens)
-            self.accumulated = self._allocate("accumulated", layout, torch.float32)
+            sums = (s.layers, self.rows, s.kv_heads, accumulated_tokens)
+            self.accumulated = self._allocate("accumulated", sums, torch.float32)
 
     def _allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self._blocks.pop(name, None)

@@ -104,7 +104,7 @@ class Runner:
         for each in filter(None, (model, sparse_model)):
             attention.install(each)
             if compiled:
-                options = {"post_grad_custom_pre_pass": keep_one_of_each}
+                options: dict[str, Any] = {"post_grad_custom_pre_pass": keep_one_of_each}
                 for layer in each.base_model.layers:  # type: ignore[union-attr]
                     fuse_projections(layer)
                     layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
@@ -279,9 +279,9 @@ class Runner:
         if len(copies):
             self.cache.copy_pages(self._device(copies[:, 0]), self._device(copies[:, 1]))
         by_prefill: dict[int, list[Sequence]] = {}
-        for s in starts:
-            by_prefill.setdefault(id(s.sequence.first[0]), []).append(s.sequence)
-            self.rows.enter(s.sequence, self.key(s.sequence), self.cache.page)
+        for start in starts:
+            by_prefill.setdefault(id(start.sequence.first[0]), []).append(start.sequence)
+            self.rows.enter(start.sequence, self.key(start.sequence), self.cache.page)
         for sequences in by_prefill.values():
             p = sequences[0].first[0]
             rows = self._device(np.asarray([s.row for s in sequences], np.int64))

@@ -94,7 +94,7 @@ def _append(
                 query = tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=inside, other=0.0)
                 line = ring + row.to(tl.int64) * ring_row + (head * GROUP + g) * ring_head
                 tl.store(line + place * DIM + d, query, mask=inside)
-    if KINDS > 0:
+    if KINDS > 0:  # noqa: SIM102 (decided when compiling)
         if slot == PAGE - 1:
             s = tl.arange(0, PAGE_POW2)
             before = (s < PAGE - 1)[:, None] & inside[None, :]

@@ -48,10 +48,10 @@ class Evict:
             f"budget={least} is smaller than window + sinks = {window} + {sinks}, which are always kept; "
             "raise the budget or lower them.",
         )
-        fields = dict(
-            method=method, budget=budget, buffer=buffer, window=window, sinks=sinks,
-            protect_prompt=protect_prompt, options=tuple(sorted(options.items())),
-        )  # fmt: skip
+        fields = {
+            "method": method, "budget": budget, "buffer": buffer, "window": window, "sinks": sinks,
+            "protect_prompt": protect_prompt, "options": tuple(sorted(options.items())),
+        }  # fmt: skip
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         from alula.sparsity.evict import build

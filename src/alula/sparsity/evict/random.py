@@ -19,7 +19,8 @@ class Random(Evictor):
     seeded = True
 
     def score(self, kv: Cached) -> Tensor:
-        assert kv.row_keys is not None and kv.position is not None
+        assert kv.row_keys is not None
+        assert kv.position is not None
         rows, heads, n, _ = kv.keys.shape
         device = kv.keys.device
         counter = mix(kv.row_keys) ^ kv.position
