@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Select, Sparsity
 from alula.distill.adapter import Adapter, fresh
-from alula.distill.attention import masked_attention, sparse_attention
+from alula.distill.attention import kernel_attention, masked_attention, sparse_attention
 from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
 from alula.distill.view import View
@@ -228,6 +228,35 @@ def test_chunks_of_queries_change_nothing(policy):
     for other in results[1:]:
         for mine, whole in zip(other, results[0]):
             torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("policy", [METHODS["rkv"], METHODS["block-topk"], VARIANTS["select, shrinking schedule"]])
+def test_the_kernel_is_the_chunked_reference(policy):
+    rollouts, *tensors = packed_case(policy, lengths=((3, 80), (66, 4), (9, 1)), heads=4)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (x.detach().to(device).requires_grad_() for x in tensors)
+    view = View.of(rollouts, device)
+    upstream = torch.randn(q.shape, device=device)
+    results = []
+    for attention in (sparse_attention, kernel_attention):
+        out = attention(q, k, v, view, 1, 0.4)
+        results.append((out, *torch.autograd.grad((out * upstream).sum(), (q, k, v))))
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.kernels
+def test_a_step_through_the_kernel_is_the_same(models, monkeypatch):
+    loaded = models[3]
+    adapter = random_adapter(loaded.model)
+    rollouts = engine_of(loaded).generate(PROMPTS, SAMPLING, METHODS["quest"])[2:4]
+    found = []
+    for on in ("0", "1"):
+        monkeypatch.setenv("ALULA_TRITON_INTERPRET", on)
+        metrics = distiller_of(loaded.model, adapter, loss="divergence").step(rollouts)
+        found.append((metrics["kl"], metrics["grad_norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_no_whole_mask_exists_when_chunked():

@@ -1,8 +1,8 @@
 """The sparse policy's attention inside any Hugging Face decoder, differentiable, through AttentionInterface.
 
-softmax(scaling · q kᵀ where visible) v, with `View` saying what is visible. The mask [rows, heads, queries, keys]
-exists for a chunk of queries at a time: the backward pass builds it again, chunk by chunk, so that memory grows with
-the length and not with its square.
+softmax(scaling · q kᵀ where visible) v, with `View` saying what is visible. On CUDA `alula.distill.kernel` computes
+visibility tile by tile. Elsewhere the mask [rows, heads, queries, keys] exists for a chunk of queries at a time: the
+backward pass builds it again, chunk by chunk. Either way memory grows with the length and not with its square.
 """
 
 from typing import Any
@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from alula.distill.kernel import visible_attention
 from alula.distill.view import View
+from alula.ops.dispatch import use_triton
 from alula.ops.packed_attention import packed_attention
 
 NAME = "alula-sparse"
 MASK_ELEMENTS = 1 << 28
 """Most elements of a mask at a time, over rows, query heads, queries and keys: half a gigabyte in bfloat16."""
+SCORE_ELEMENTS = 1 << 27
+"""Most page scores at a time, over rows, KV heads, queries and pages."""
 
 
 def attend(
@@ -36,9 +40,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The AttentionInterface signature, for a packed batch of one; without a view it is the dense policy's."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if view is None:
+    if view is None or view.dense(module.layer_idx):  # type: ignore[arg-type]
         return packed_attention(q, k, v, cu_seqlens, max_seqlen, scaling)[None], None
-    return sparse_attention(q, k, v, view, module.layer_idx, scaling)[None], None  # type: ignore[arg-type]
+    attention = kernel_attention if use_triton(q) else sparse_attention
+    return attention(q, k, v, view, module.layer_idx, scaling)[None], None  # type: ignore[arg-type, operator]
 
 
 AttentionInterface.register(NAME, attend)
@@ -58,7 +63,7 @@ def sparse_attention(
     mask_elements: int = MASK_ELEMENTS,
 ) -> Tensor:
     """query [T, Hq, D], key and value [T, Hkv, D], packed -> [T, Hq, D]"""
-    q, k, v = view.pad(query), view.pad(key), view.pad(value)
+    q, k, v = (view.pad(x).transpose(1, 2) for x in (query, key, value))
     with torch.no_grad():
         summaries = view.summaries(layer, k)
 
@@ -69,13 +74,39 @@ def sparse_attention(
 
     size = max(1, mask_elements // (view.rows * q.shape[1] * view.width))
     if size >= view.width:
-        return view.unpad(chunk(q, k, v))
+        return view.unpad(chunk(q, k, v).transpose(1, 2))
     parts = []
     for first in range(0, view.width, size):
         last = min(first + size, view.width)
         pieces = (q[:, :, first:last], k[:, :, :last], v[:, :, :last])
         parts.append(checkpoint(chunk, *pieces, use_reentrant=False, preserve_rng_state=False))
-    return view.unpad(torch.cat(parts, 2))
+    return view.unpad(torch.cat(parts, 2).transpose(1, 2))
+
+
+def kernel_attention(query: Tensor, key: Tensor, value: Tensor, view: View, layer: int, scaling: float) -> Tensor:
+    """The same through `visible_attention`."""
+    q, k, v = (view.pad(x) for x in (query, key, value))
+    with torch.no_grad():
+        read = pages_read(view, layer, q.transpose(1, 2), k.transpose(1, 2))
+        evicted_at = None if view.evicted_at is None else view.evicted_at[layer]
+    page = view.select.block if view.select else 1
+    return view.unpad(visible_attention(q, k, v, view.lengths, view.prompts, evicted_at, read, page, scaling))
+
+
+def pages_read(
+    view: View, layer: int, query: Tensor, key: Tensor, score_elements: int = SCORE_ELEMENTS
+) -> Tensor | None:
+    """uint8 [B, Hkv, L, pages]: what every query of a selecting layer reads; None in another layer."""
+    summaries = view.summaries(layer, key)
+    if summaries is None or view.select is None:
+        return None
+    pages = -(-view.width // view.select.block)
+    size = max(1, score_elements // (view.rows * key.shape[1] * pages))
+    parts = []
+    for first in range(0, view.width, size):
+        at = torch.arange(first, min(first + size, view.width), device=query.device)
+        parts.append(view.read(query[:, :, first : first + size], at, summaries, pages).to(torch.uint8))
+    return torch.cat(parts, 2)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:

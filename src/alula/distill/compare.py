@@ -10,7 +10,7 @@ Each chunk's logits are computed again in the backward pass.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from alula.engine.rollout import Scores
 from alula.model import lm_logits
+from alula.rl.logprobs import _chunks, _fused
 
 
 class Compared(NamedTuple):
@@ -33,28 +34,89 @@ class Compared(NamedTuple):
 Head = tuple[Tensor, Tensor | None]
 
 
+# --- against the whole distribution -------------------------------------------------------------------------------
+
+
 def against_hidden(
     hidden: Tensor, teacher: Tensor, head: Head, targets: Tensor, temperature: float, overlap: bool, chunk: int
 ) -> Compared:
-    """Against the whole distribution of the dense policy, whose hidden states [N, H] are `teacher`."""
-    weight, bias = head
-
-    def part(hidden: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        lq = (lm_logits(hidden, weight, bias) / temperature).log_softmax(-1)
-        with torch.no_grad():
-            lp = (lm_logits(teacher[rows], weight, bias) / temperature).log_softmax(-1)
-        return compare(lq, lp, targets[rows], overlap)
-
-    return Compared(*_in_chunks(part, hidden, chunk))
+    """Against the dense policy whose hidden states [N, H] are `teacher`. The head takes no gradient."""
+    return Compared(*_AgainstHidden.apply(hidden, teacher, *head, targets, temperature, overlap, chunk))
 
 
-def compare(lq: Tensor, lp: Tensor, targets: Tensor, overlap: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-prob of `targets`, divergence, α and KL from log-probs [N, V] of both policies."""
+class _AgainstHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        teacher: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        overlap: bool,
+        chunk: int,
+    ) -> tuple[Tensor, ...]:
+        measured: Callable[..., Any] = _fused(compare) if hidden.is_cuda else compare
+        parts = []
+        for rows in _chunks(len(targets), chunk):
+            q, p = (lm_logits(x[rows], weight, bias) for x in (hidden, teacher))
+            parts.append(measured(q, p, targets[rows], temperature))
+        logprobs, kl, alpha = (torch.cat(column) for column in zip(*parts))
+        ctx.save_for_backward(hidden, teacher, weight, bias, targets, kl)
+        ctx.temperature, ctx.overlap, ctx.chunk = temperature, overlap, chunk
+        divergence = 1 - alpha if overlap else kl.clone()
+        ctx.mark_non_differentiable(alpha, kl)
+        return logprobs, divergence, alpha, kl
+
+    @staticmethod
+    def backward(ctx: Any, by_logprob: Tensor, by_divergence: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, teacher, weight, bias, targets, kl = ctx.saved_tensors
+        slope: Callable[..., Any] = _fused(compare_gradient) if hidden.is_cuda else compare_gradient
+        gradient = torch.empty_like(hidden)
+        for rows in _chunks(len(targets), ctx.chunk):
+            q, p = (lm_logits(x[rows], weight, bias) for x in (hidden, teacher))
+            by_logits = slope(
+                q, p, targets[rows], kl[rows], by_logprob[rows], by_divergence[rows], ctx.temperature, ctx.overlap
+            )
+            torch.mm(by_logits.to(hidden.dtype), weight, out=gradient[rows])
+        return gradient, None, None, None, None, None, None, None
+
+
+def compare(q: Tensor, p: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of `targets` under q, KL and α, from logits [N, V] of both policies."""
+    lq, lp = ((x / temperature).log_softmax(-1) for x in (q, p))
     q, p = lq.exp(), lp.exp()
-    kl = (q * (lq - lp)).sum(-1)
-    alpha = torch.minimum(q, p).sum(-1)
-    divergence = 1 - alpha if overlap else kl
-    return lq.gather(-1, targets[:, None])[:, 0], divergence, alpha.detach().clamp(max=1.0), kl.detach()
+    alpha = torch.minimum(q, p).sum(-1).clamp(max=1.0)
+    return lq.gather(-1, targets[:, None])[:, 0], (q * (lq - lp)).sum(-1), alpha
+
+
+def compare_gradient(
+    q: Tensor,
+    p: Tensor,
+    targets: Tensor,
+    kl: Tensor,
+    by_logprob: Tensor,
+    by_divergence: Tensor,
+    temperature: float,
+    overlap: bool,
+) -> Tensor:
+    """The gradient with respect to q's logits [N, V], with 1 the indicator:
+
+    d log q(o) = 1[v = o] − q,   d KL = q (log q − log p − KL),   d (1 − α) = −q (1[q < p] − Σ q 1[q < p])
+    """
+    lq, lp = ((x / temperature).log_softmax(-1) for x in (q, p))
+    q = lq.exp()
+    if overlap:
+        below = (lq < lp).to(q.dtype)
+        slope = -q * (below - (q * below).sum(-1, keepdim=True))
+    else:
+        slope = q * (lq - lp - kl[:, None])
+    chosen = (torch.arange(q.shape[-1], device=q.device) == targets[:, None]).to(q.dtype)
+    return (by_logprob[:, None] * (chosen - q) + by_divergence[:, None] * slope) / temperature
+
+
+# --- against scores -----------------------------------------------------------------------------------------------
 
 
 def against_scores(
@@ -72,7 +134,11 @@ def against_scores(
         listed = logits.gather(-1, teacher.topk_ids[rows]) - normaliser
         return sampled, bucketed_kl(listed, teacher.topk_logprobs[rows])
 
-    return Compared(*_in_chunks(part, hidden, chunk))
+    found = [
+        checkpoint(part, hidden[rows], rows, use_reentrant=False, preserve_rng_state=False)
+        for rows in _chunks(len(targets), chunk)
+    ]
+    return Compared(*(torch.cat(column) for column in zip(*found)))
 
 
 def bucketed_kl(lq: Tensor, lp: Tensor) -> Tensor:
@@ -80,14 +146,3 @@ def bucketed_kl(lq: Tensor, lp: Tensor) -> Tensor:
     q, p = lq.exp(), lp.exp()
     q_rest, p_rest = ((1 - x.sum(-1)).clamp(min=1e-6) for x in (q, p))
     return (q * (lq - lp)).sum(-1) + q_rest * (q_rest.log() - p_rest.log())
-
-
-def _in_chunks(part: Callable[..., tuple[Tensor, ...]], hidden: Tensor, chunk: int) -> list[Tensor]:
-    found = []
-    for first in range(0, max(len(hidden), 1), chunk):
-        rows = slice(first, first + chunk)
-        if torch.is_grad_enabled():
-            found.append(checkpoint(part, hidden[rows], rows, use_reentrant=False, preserve_rng_state=False))
-        else:
-            found.append(part(hidden[rows], rows))
-    return [torch.cat(column) for column in zip(*found)]

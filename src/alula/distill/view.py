@@ -33,6 +33,8 @@ class View:
     """int64 [T]: where each packed token stands in the flattened rows."""
     rows: int
     width: int
+    lengths: Tensor
+    """int32 [B]"""
     prompts: Tensor
     """int32 [B]: prompt lengths; queries before them are dense."""
     evicted_at: Tensor | None = None
@@ -47,8 +49,9 @@ class View:
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         width = max(lengths)
         place = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
-        prompts = torch.tensor([len(r.prompt_ids) for r in rollouts], dtype=torch.int32)
-        view = cls(place.to(device), len(rollouts), width, prompts.to(device))
+        prompts = [len(r.prompt_ids) for r in rollouts]
+        whole, given = (torch.tensor(count, dtype=torch.int32, device=device) for count in (lengths, prompts))
+        view = cls(place.to(device), len(rollouts), width, whole, given)
         policies = [r.sparsity for r in rollouts]
         refuse_unsupported(policies)
         if any(policy.evict for policy in policies):
@@ -60,13 +63,17 @@ class View:
         return view
 
     def pad(self, packed: Tensor) -> Tensor:
-        """[T, H, D] -> [B, H, L, D]; zeros where a row has no token."""
+        """[T, H, D] -> [B, L, H, D]; zeros where a row has no token."""
         flat = packed.new_zeros(self.rows * self.width, *packed.shape[1:]).index_copy(0, self.place, packed)
-        return flat.view(self.rows, self.width, *packed.shape[1:]).transpose(1, 2)
+        return flat.view(self.rows, self.width, *packed.shape[1:])
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[B, H, L, D] -> [T, H, D]"""
-        return padded.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
+        """[B, L, H, D] -> [T, H, D]"""
+        return padded.flatten(0, 1).index_select(0, self.place)
+
+    def dense(self, layer: int) -> bool:
+        """Whether every query of this layer sees all that came before."""
+        return self.evicted_at is None and not self.selects(layer)
 
     def selects(self, layer: int) -> bool:
         return self.select is not None and layer >= self.select.dense_layers
@@ -92,12 +99,12 @@ class View:
             seen = seen & (prompt | (at[:, None] < self.evicted_at[layer][:, :, None, :last]))
         if summaries is not None:
             assert self.select is not None
-            read = self._choose(query, at, summaries, -(-last // self.select.block))
+            read = self.read(query, at, summaries, -(-last // self.select.block))
             seen = seen & (prompt | read.repeat_interleave(self.select.block, -1)[..., :last])
         return seen
 
-    def _choose(self, query: Tensor, at: Tensor, summaries: Tensor, pages: int) -> Tensor:
-        """bool [B, Hkv, C, pages]: the pages that each query reads, as `ops.select_pages` chooses them."""
+    def read(self, query: Tensor, at: Tensor, summaries: Tensor, pages: int) -> Tensor:
+        """bool [B, Hkv, C, pages]: the pages that the queries at positions `at` read, as `ops.select_pages` chooses."""
         assert self.select is not None
         assert self.budget is not None
         held = at // self.select.block + 1
