@@ -8,6 +8,7 @@ from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.engine import scoring
 from alula.engine.rollout import Rollout
 from alula.errors import SettingError
+from alula.model import load_model
 from alula.sparsity.policy import DENSE
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13]
@@ -134,3 +135,28 @@ def test_bad_input(engine, dense_text):
         engine.acceptance(dense_text, Sparsity(select=Select("quest", 64)))
     with pytest.raises(SettingError, match="temperature=0"):
         engine.acceptance(dense_text, DENSE, temperature=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_captured_steps_on_a_gpu_equal_the_cpu(name):
+    """Forced text and kept hidden states, in graphs whose buffers were made for other requests before."""
+    prompts, sampling = [[3, 4, 5], list(range(2, 60))], Sampling(max_new_tokens=120, ignore_eos=True)
+    found = {}
+    for device in ("cpu", "cuda"):
+        loaded = load_model("shape:tiny-qwen3", dtype="float32")
+        loaded.model.to(device)
+        engine = Engine(loaded, page=4, kv_memory="256MiB", max_rows=8, max_length=512)
+        if device == "cpu":
+            text = engine.generate(prompts, sampling)
+        requests = engine.requests(prompts, sampling, POLICIES[name])
+        for request in requests:
+            request.keep_hidden = 1
+        own = sorted(engine.stream(requests), key=lambda r: r.prompt_index)
+        found[device] = [
+            *engine.acceptance(text, POLICIES[name]),
+            *engine.acceptance(own),
+            *engine.acceptance(text, DENSE),
+        ]
+    for a, b in zip(found["cpu"], found["cuda"], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)

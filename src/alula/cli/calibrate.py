@@ -44,7 +44,7 @@ def calibrate(
     prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
     options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
     adapter: Annotated[
-        Path | None, typer.Option(help="Folder with the sparse policy's own LoRA (DistillSparse).")
+        Path | None, typer.Option(help="Folder of the sparse policy's own LoRA (DistillSparse).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
