@@ -292,8 +292,8 @@ class LearnerSettings(Section):
     """Positions whose logits exist at one time."""
     activation_checkpointing: bool = True
     """Keep only each layer's input and compute the rest again in the backward pass."""
-    compile: bool = False
-    """Compile the decoder layers."""
+    compile: bool | None = None
+    """Compile the decoder layers; by default on a single GPU."""
     lora: LoRASettings | None = None
     """Train low-rank adapters instead of the weights."""
 

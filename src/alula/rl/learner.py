@@ -82,8 +82,11 @@ class Learner:
         self.policy = Policy(model, config.logprob_chunk)
         if config.activation_checkpointing:
             self.policy.checkpoint_activations()
+        compiled = config.compile
+        if compiled is None:
+            compiled = self.world.device.type == "cuda" and not self.world.many
         for policy in filter(None, (self.policy, self.reference)):
-            if config.compile:
+            if compiled:
                 for layer in policy.layers:
                     layer.compile(dynamic=True)
             if self.world.many:

@@ -40,8 +40,8 @@ class LearnerConfig:
     """Positions whose logits exist at one time."""
     activation_checkpointing: bool = True
     """Keep only each layer's input and compute the rest again in the backward pass: a third more work."""
-    compile: bool = False
-    """Compile the decoder layer once and use it for all layers."""
+    compile: bool | None = None
+    """Compile the decoder layer once and use it for all layers; None: on a single GPU."""
     reference: bool = False
     """Keep the initial policy for `score(reference=True)`: a frozen copy, or nothing at all under LoRA."""
     lora: LoRA | None = None
