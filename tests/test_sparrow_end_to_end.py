@@ -1,18 +1,21 @@
 """Calibrate, plan, verify, train under the schedule, report: the whole way on the command line, on the CPU."""
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from alula.cli.main import app
+from alula.config_file import load_config
 from alula.mismatch.calibration import Calibration
 from alula.sparsity.schedule import Schedule
 
 DATA = ["--data", "task:copy-last", "--options", "{symbols: 26, prefix: 20}"]
 SIZES = ["--length", "64", "--prompts", "32", "--kv-memory", "16MiB", "--max-rows", "160"]
 MODEL = "shape:tiny-llama"
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def alula(*arguments: object) -> int:
@@ -193,3 +196,20 @@ def test_a_schedule_that_does_not_fit_is_refused(what, calibration, folder, caps
     changes, reason = MISFITS[what]
     assert alula("train", recipe(folder, path, what.replace(" ", "-"), **changes)) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("sparrow-*.yaml")), ids=lambda path: path.stem)
+def test_recipes_say_what_they_mean(path):
+    """Every setting is known and fits the others, and the controller has a tau (a schedule of one's own brings it)."""
+    config = load_config(path)
+    assert config.control.enabled
+    if config.sparsity.select.budget != "schedule.json":
+        control = config.control.build(config.sparsity.build(), config.monitor.quantile, 32000)
+        assert control.tau in (0.95, 0.86)
+
+
+def test_the_toy_recipe_moves_its_budgets(folder):
+    assert alula("train", RECIPES / "sparrow-toy.yaml", "steps=8", f"out={folder / 'toy'}", "eval.every=0") == 0
+    found = rows(folder, "toy")
+    assert all("mismatch/tail" in row for row in found)
+    assert found[-1]["schedule/version"] > 0
