@@ -126,7 +126,7 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
             any(path.glob("*.safetensors")),
             f"model {source!r}: the folder has no .safetensors file; Alula reads safetensors and GGUF only.",
         )
-    with _bars_on_terminals_only():
+    with bars_on_terminals_only():
         try:
             config = AutoConfig.from_pretrained(place, **common)
             refuse_unsupported(config)
@@ -231,7 +231,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
+def bars_on_terminals_only() -> Iterator[None]:
     logging = transformers.utils.logging
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield

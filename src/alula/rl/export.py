@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alula.model import bars_on_terminals_only
 from alula.rl.distributed import World
 
 
@@ -32,7 +33,8 @@ def export(
         for leftover in (aside, old):
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir(parents=True)
-        model.save_pretrained(aside, state_dict=state)
+        with bars_on_terminals_only():
+            model.save_pretrained(aside, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         if final.exists():

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor
 
 from alula.config import RunConfig
@@ -61,7 +62,15 @@ class Trainer:
         self.record = Record(config, world, stream)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, self.record.say)
         self.record.open(self._last_checkpoint(resume))
+        with ExitStack() as on_failure:
+            on_failure.push(self.record)
+            self._build()
+            self._begin()
+            on_failure.pop_all()
 
+    def _build(self) -> None:
+        config, world = self.config, self.world
+        self.matrix_rate = matrix_rate(world)
         self.loaded = load_policy(config, world)
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
@@ -76,8 +85,9 @@ class Trainer:
         if self.distill:
             self.collector.record = self.distill.record
         self.health = HealthMonitor()
-        self.matrix_rate = matrix_rate(world)
 
+    def _begin(self) -> None:
+        """What a run carries from step to step, from the beginning or from a checkpoint."""
         self.step = 0
         """Steps done."""
         self.evaluated = -1
@@ -91,8 +101,11 @@ class Trainer:
         self.idle = False
         """Whether the last step had nothing to learn from."""
         self.position = self.stream.state_dict()
+        self.settled: dict[str, Any] = {}
+        """All of this and the parts' own states, from when nothing was half done: what a checkpoint holds."""
         if self.record.resumed_from is not None and self.record.resumed_from >= 0:
             self._load(self.resumed)
+        self._settle()
 
     # -- the run ------------------------------------------------------------------------------------------
 
@@ -167,18 +180,22 @@ class Trainer:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
         self._say_if_nothing_was_learned(batch, learned)
         self._stop_if_not_finite(learned.updates)
+        self._settle()
 
     def evaluate(self) -> None:
         """The dense policy on held-out data; the sparse one first, where asked, so that the two can be compared."""
         assert self.held_out is not None
+        found: dict[str, HeldOut] = {}
         for policy in ("sparse", "dense") if self._sparse_too() else ("dense",):
             self.record.phase(f"evaluation ({policy})")
-            found = evaluate_policy(
+            found[policy] = evaluate_policy(
                 self.config, self.collector, self.rewards, self.held_out, self.world, policy == "sparse"
             )  # fmt: skip
             self.stop.obey()
-            self._log_evaluation(policy, found)
+        for policy, one in found.items():
+            self._log_evaluation(policy, one)
         self.evaluated = self.step
+        self._settle()
 
     def try_sparser(self, distill: Stage) -> None:
         """Measure the sparser policy that the run may move to, and move where it can."""
@@ -188,13 +205,14 @@ class Trainer:
                             seed=self.collector.seed("move", self.step))  # fmt: skip
         found = distill.try_move(self.step, sampling)
         self.record.event(self.step, "sparser", found, "See distill/candidate_tail in the metrics.")
+        self._settle()
 
     def save(self) -> None:
         """A checkpoint of the state between two steps. Where the disk is full the run goes on and tries again."""
         self.record.phase("checkpoint")
         score = self.accuracy if self.config.checkpoint.best else None
         try:
-            self.checkpoints.save(self.step, self._tensors(), self._state(), score)
+            self.checkpoints.save(self.step, self._tensors(), self.settled, score)
             self.saved = self.step
         except CheckpointError as error:
             self.record.say(str(error))
@@ -271,9 +289,10 @@ class Trainer:
 
     # -- what survives ------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
+    def _settle(self) -> None:
+        """Where a stop finds the next step begun, its checkpoint is of here."""
         names = ("step", "evaluated", "best", "accuracy", "not_finite", "idle", "position")
-        return {name: getattr(self, name) for name in names} | {
+        self.settled = {name: getattr(self, name) for name in names} | {
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
             "monitor": self.monitor.state_dict(),
@@ -318,4 +337,6 @@ def matrix_rate(world: World) -> float | None:
         return None
     from alula.bench import measure_ceilings
 
-    return measure_ceilings(world.device).matrix
+    rate = measure_ceilings(world.device).matrix
+    torch.cuda.empty_cache()  # the memory is the engine's and the learner's
+    return rate
