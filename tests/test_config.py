@@ -1,0 +1,246 @@
+"""A run's settings: what is read, what is refused and in which words, and that the documentation knows them all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alula import config_docs
+from alula.cli.main import COMMANDS, app
+from alula.config import RunConfig
+from alula.config_file import all_settings, load_config, read_tree, to_yaml
+from alula.errors import SettingError
+from alula.rl.objective import PRESETS, Correction
+from alula.sparsity.policy import Evict, Select
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SMALLEST = {
+    "out": "runs/x",
+    "model": {"source": "shape:tiny-llama"},
+    "data": {"source": "task:copy-last"},
+    "rewards": {"use": ["task:copy-last"]},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in SMALLEST.items() if name != "out"}))
+    return path
+
+
+def load(recipe, *overrides) -> RunConfig:
+    return load_config(recipe, overrides)
+
+
+def refusal(recipe, *overrides) -> str:
+    with pytest.raises(SettingError) as refused:
+        load(recipe, *overrides).sparsity.build()
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_overrides_are_yaml_and_reach_any_depth(recipe):
+    config = load(
+        recipe, "learner.lr=1e-6", "learner.betas=[0.9, 0.98]", "sparsity.evict={method: rkv, budget: 512, sinks: 0}",
+        "sparsity.evict.window=16", "objective.correction=tis", "objective.correction.cap=5", "eval.data=null",
+    )  # fmt: skip
+    assert config.learner.lr == 1e-6
+    assert config.learner.betas == (0.9, 0.98)
+    assert config.sparsity.build().evict == Evict("rkv", 512, sinks=0, window=16)
+    assert config.correction == Correction.tis(cap=5.0)
+    assert config.out == "runs/small"
+
+
+def test_defaults_keep_the_dense_evaluation_on(recipe):
+    config = load(recipe)
+    assert config.eval.every > 0
+    assert config.eval.data is None
+    assert config.correction == Correction.sparse_rl()
+    assert config.sparsity.build().dense
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_itself_and_is_written_out(recipe, preset):
+    config = load(recipe, f"objective.correction={preset}")
+    assert config.correction == PRESETS[preset]
+    written = yaml.safe_load(to_yaml(config))["objective"]["correction"]
+    assert written["preset"] == preset
+    assert written["veto"] == PRESETS[preset].veto
+
+
+def test_what_is_written_reads_back_the_same(recipe):
+    config = load(recipe, "learner.lora={rank: 4}", "objective.correction.cap=3", "eval.data={source: gsm8k}",
+                  "sparsity.select={method: quest, budget: 64}", "logging.sinks=[tensorboard]")  # fmt: skip
+    assert read_tree(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_a_budget_may_be_a_schedule(recipe):
+    config = load(recipe, "sparsity.select={method: block-topk, budget: qwen3-4b-0.86}")
+    select = config.sparsity.build().select
+    assert isinstance(select, Select)
+    assert select.budget.name == "qwen3-4b-0.86"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sampling.promts=3"], "'sampling.promts'; did you mean 'sampling.prompts'?"),
+        (["lr=1e-5"], "did you mean 'learner.lr'?"),
+        (["lerner={lr: 1}"], "did you mean 'learner'?"),
+        (["rewards.use=[{nam: math}]"], "did you mean 'rewards.use.0.name'?"),
+        (["sampling.n=many"], "sampling.n='many'"),
+        (["sampling.n=1"], "sampling.n=1"),
+        (["sampling.temperature=0"], "greater than 0"),
+        (["sampling.top_p=0.9"], "which top_p cuts"),
+        (["sampling.top_k=40"], "which top_k cuts"),
+        (["objective.correction=sparse_rl"], "did you mean 'sparse-rl'?"),
+        (["objective.correction.capp=2"], "did you mean 'cap'?"),
+        (["objective.correction={preset: tis, cap: -1}"], "cap=-1"),
+        (["objective.correction.cap=two"], "objective.correction.cap='two'"),
+        (["objective.loss=gspo"], "belongs to the whole rollout"),
+        (["objective.loss=grop"], "objective.loss='grop'"),
+        (["objective.one_update=true", "learner.updates=4"], "set learner.updates=1"),
+        (["objective.one_update=true", "objective.correction=reroll"], "one-update mode"),
+        (["learner.updates=33"], "raise sampling.prompts"),
+        (["learner.decay=cosine", "learner.warmup_steps=100"], "warmup_steps=100"),
+        (["learner.lr"], "write section.setting=value"),
+        (["learner.lr.x=1"], "learner.lr"),
+        (["data=null"], "data"),
+        (["sparsity.evict={method: rvk, budget: 64}"], "did you mean 'rkv'?"),
+        (["sparsity.evict={method: rkv, budget: 64, options: {mx: 1}}"], "did you mean 'mix'?"),
+        (["sparsity.evict={method: rkv, budget: 8}"], "window + sinks"),
+        (["sparsity.select={method: quest, budget: qwen3-5b}"], "did you mean"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_in_one_sentence(recipe, overrides, said):
+    assert said in refusal(recipe, *overrides)
+
+
+def test_missing_and_unreadable_recipes(tmp_path):
+    with pytest.raises(SettingError, match="no such file"):
+        load_config(tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: {source: [")
+    with pytest.raises(SettingError, match="not YAML"):
+        load_config(broken)
+    broken.write_text("- a list")
+    with pytest.raises(SettingError, match="mapping"):
+        load_config(broken)
+    broken.write_text("model: {source: shape:tiny-llama}")
+    with pytest.raises(SettingError, match="'data' is missing"):
+        load_config(broken)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads(path):
+    config = load_config(path)
+    parts = [part for part in (config.sparsity.evict, config.sparsity.select) if part]
+    if not any(str(part.budget).endswith(".json") for part in parts):  # a schedule that the reader plans first
+        config.sparsity.build()
+    assert config.eval.every > 0, "a recipe without a dense held-out evaluation"
+
+
+def test_the_papers_recipes_have_the_papers_numbers():
+    """papers: arXiv 2601.10079, and what its released scripts set."""
+    recipes = [path for path in RECIPES if path.stem.startswith("sparse-rl-")]
+    assert [path.stem for path in recipes] == [
+        "sparse-rl-llama-3.2-1b", "sparse-rl-qwen2.5-1.5b", "sparse-rl-qwen2.5-3b", "sparse-rl-qwen2.5-7b",
+    ]  # fmt: skip
+    for config in map(load_config, recipes):
+        s, e, o = config.sampling, config.sparsity.evict, config.objective
+        assert (s.prompts, s.n, s.max_new_tokens, s.temperature) == (128, 8, 4096, 1.0)
+        assert (config.learner.updates, config.steps) == (4, 100)
+        assert (config.learner.lr, config.learner.betas, config.learner.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
+        assert config.learner.decay == "constant"
+        assert (o.kl, o.loss, config.loss.clip, o.advantage) == (1e-4, "grpo", (0.2, 0.2), "grpo")
+        assert config.correction == Correction.sparse_rl()
+        assert config.sparsity.build().evict == Evict("rkv", 512, buffer=128, window=8, sinks=0)
+        assert e is not None
+
+
+def test_every_setting_has_a_description():
+    def bare(model, path=""):
+        for name, field in model.model_fields.items():
+            if not field.description:
+                yield path + name
+            from alula.config_file import sections_in
+
+            for section in sections_in(field.annotation):
+                yield from bare(section, f"{path}{name}.")
+
+    assert list(bare(RunConfig)) == []
+
+
+def test_the_documentation_lists_every_setting_as_it_is():
+    page = (ROOT / "docs" / "training.md").read_text()
+    listed = page.split(config_docs.BEGIN)[1].split(config_docs.END)[0].strip()
+    assert listed == config_docs.tables().strip(), "run python -m alula.config_docs docs/training.md"
+    for setting in all_settings():
+        assert f"`{setting}`" in listed or f"### {setting}\n" in listed
+
+
+# -- the command line ---------------------------------------------------------------------------------------
+
+
+def run(*arguments, cwd=None):
+    return subprocess.run([sys.executable, "-m", "alula.cli.main", *map(str, arguments)], capture_output=True,
+                          text=True, cwd=cwd, timeout=120)  # fmt: skip
+
+
+def test_help_and_settings_need_no_torch():
+    code = (
+        "import sys\n"
+        "from alula.cli.main import app\n"
+        "from alula.config_file import load_config\n"
+        f"load_config({str(ROOT / 'recipes' / 'toy.yaml')!r})\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+
+
+def test_every_command_that_is_there_is_listed(capsys):
+    with pytest.raises(SystemExit):
+        app(["--help"])
+    listed = capsys.readouterr().out
+    folder = ROOT / "src" / "alula" / "cli"
+    present = [name for name, (where, _) in COMMANDS.items()
+               if (folder / f"{where.partition(':')[0].rpartition('.')[2]}.py").exists()]  # fmt: skip
+    assert {"train", "report"} <= set(present)
+    assert [name for name in present if f" {name} " not in listed] == []
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "main"}
+    known = {where.partition(":")[0].rpartition(".")[2] for where, _ in COMMANDS.values()}
+    assert files <= known, "a command that is in no table"
+
+
+def test_a_wrong_setting_is_one_sentence_and_exit_code_2(recipe, capsys):
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(recipe), "sampling.promts=3"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "alula: unknown setting 'sampling.promts'; did you mean 'sampling.prompts'?\n"
+    )  # fmt: skip
+
+
+def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("alula.model.load_model", None)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), "model.source=shape:qwen2.5-1.5b", "model.dtype=bfloat16",
+             "sampling.prompts=128", "sampling.max_new_tokens=4096", "data.max_prompt_tokens=512",
+             "engine.max_rows=1024", "sparsity.evict={method: rkv, budget: 512}", "objective.kl=1e-4"])  # fmt: skip
+    assert not ended.value.code
+    plan = capsys.readouterr().out
+    for expected in ("128 prompts × 8 = 1,024", "1,543.7 M parameters", "at most 4,194,304", "rkv 512+128",
+                     "reference policy", "sparse-rl"):  # fmt: skip
+        assert expected in plan
+    assert list(tmp_path.iterdir()) == [recipe], "a check leaves no run folder"
