@@ -20,9 +20,10 @@ from alula.engine.cache import Cache, Shape, pages_in, parse_bytes
 from alula.engine.features import Features
 from alula.engine.history import note_evictions, note_selections, seen_history, start_history
 from alula.engine.pages import PagePool, pages_for
+from alula.engine.prompts import First, enter_rows, prefill
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.rows import Rows
-from alula.engine.runner import Decoded, First, Runner
+from alula.engine.runner import Decoded, Runner
 from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, require
@@ -257,9 +258,9 @@ class Engine:
             for sequence in admission.restore:
                 self.runner.restore(sequence, features)
             for prompts in self._together(admission.prefill):
-                launched.append(self.runner.prefill(prompts, features))
+                launched.append(prefill(self.runner, prompts, features))
             if admission.start:
-                self.runner.start(admission.start, features)
+                enter_rows(self.runner, admission.start)
             chunk = scheduler.plan()
             if chunk is not None:
                 launched.append(self.runner.decode(chunk, features))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alula.engine.features import Features
 from alula.engine.sequence import UNLIMITED, Sequence
+from alula.engine.transfer import put
 from alula.sparsity.evict import build
 from alula.sparsity.schedule import Schedule
 
@@ -121,16 +122,6 @@ def sizes(features: Features) -> tuple[int, ...]:
     return features.schedule_bins, features.banned, features.topk, features.teacher, features.hidden
 
 
-def put(target: Tensor, array: np.ndarray) -> None:
-    """Copy to the device without waiting; a fresh pinned buffer each time, so that the host may go on writing."""
-    source = torch.from_numpy(np.ascontiguousarray(array))
-    if target.is_cuda:
-        source = source.pin_memory()
-    elif source.data_ptr() == array.ctypes.data:
-        source = source.clone()
-    target.copy_(source, non_blocking=True)
-
-
 def rollout_key(seed: int, prompt: int, sample: int) -> int:
     """A 64-bit key per rollout: splitmix64 over (seed, prompt, sample)."""
     key = 0
@@ -140,3 +131,11 @@ def rollout_key(seed: int, prompt: int, sample: int) -> int:
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         key ^= key >> 31
     return key - (1 << 64) if key >> 63 else key
+
+
+def sequence_key(sequence: Sequence) -> int:
+    """The key of a rollout's random numbers."""
+    request = sequence.request
+    if request.key is not None:
+        return request.key
+    return rollout_key(request.sampling.seed, request.prompt_index, sequence.sample)

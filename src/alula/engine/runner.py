@@ -1,6 +1,6 @@
-"""Runs the model: packed prefill, decode steps (captured as CUDA graphs), evictions between them, swaps."""
+"""Runs the model: packed forward passes, decode steps (captured as CUDA graphs), evictions between them, swaps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,53 +10,23 @@ from transformers import PreTrainedModel
 
 from alula.engine import attention
 from alula.engine.cache import Cache
+from alula.engine.eviction import evict
 from alula.engine.features import Features
 from alula.engine.fuse import fuse_projections, keep_one_of_each
-from alula.engine.rows import Rows, put, rollout_key
-from alula.engine.scheduler import Chunk, Event, Prefill, Start, SwapOut
-from alula.engine.sequence import Request, Sequence
+from alula.engine.prompts import Prompts, attend_prompts, packed, uncached
+from alula.engine.rows import Rows, sequence_key
+from alula.engine.scheduler import Chunk, Event, SwapOut
+from alula.engine.sequence import Sequence
+from alula.engine.transfer import Results, on_device, put, to_host
 from alula.mismatch.acceptance import acceptance
 from alula.model import lm_logits
 from alula.ops.append import append
-from alula.ops.compact import compact, gather_keys
-from alula.ops.packed_attention import packed_attention
 from alula.ops.paged_attention import accumulate_attention, paged_attention
 from alula.ops.sample import proposal_logits, sample
 from alula.ops.select_pages import select_pages
-from alula.sparsity.evict import build, keep
-from alula.sparsity.evict.base import Cached
 
-SCORING_BYTES = 1 << 30
-"""Most bytes of gathered keys at a time while evicting."""
 LOGITS_BYTES = 1 << 28
 """Logits beside those that are sampled from exist for this many bytes' worth of tokens at a time."""
-
-
-@dataclass
-class Prompts:
-    """A packed prefill: where each token goes, and what each prompt leaves for the rollouts that start from it."""
-
-    page: Tensor
-    slot: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    tail: Tensor | None = None
-    """int64 [G, W]: token whose query stands at each place of a prompt's ring"""
-    lengths: list[int] = field(default_factory=list)
-    rings: Any = None
-    """[L, G, Hq, W, D]"""
-    attention: Any = None
-    """per prompt fp32 [L, Hkv, P] attention received inside the prompt, or None where nobody needs it (H2O does)"""
-    token: Any = None
-    logprob: Any = None
-
-
-@dataclass
-class First:
-    """Results of a prefill: the first token of every rollout of its prompts."""
-
-    sequences: list[Sequence]
-    results: "Results"
 
 
 @dataclass
@@ -64,25 +34,9 @@ class Decoded:
     """Results of a chunk of decode steps."""
 
     chunk: Chunk
-    results: "Results"
+    results: Results
     kept: list[tuple[Event, Tensor]]
     selected: list[list[tuple[Tensor, Tensor] | None]]
-
-
-class Results:
-    """Tensors on their way to the host: `arrays` waits for them, and for nothing launched later."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._hosted = {name: to_host(tensor) for name, tensor in tensors.items()}
-        self._done = None
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            self._done = torch.cuda.Event()
-            self._done.record()
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        if self._done is not None:
-            self._done.synchronize()
-        return {name: tensor.numpy() for name, tensor in self._hosted.items()}
 
 
 class Runner:
@@ -119,7 +73,7 @@ class Runner:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if self._prompts is not None:
-            return self._attend_prompts(self._prompts, layer, query, key, value, scaling)
+            return attend_prompts(self.cache, self._prompts, layer, query, key, value, scaling)
         assert self._decode is not None
         bucket, most, features = self._decode
         cache, rows = self.cache, self.rows
@@ -145,23 +99,6 @@ class Runner:
                                  min(most, accumulated.shape[2]), accumulated, wanted)  # fmt: skip
         return out
 
-    def _attend_prompts(
-        self, p: Prompts, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        if len(p.page):
-            self.cache.keys[layer][p.page, :, p.slot] = key
-            self.cache.values[layer][p.page, :, p.slot] = value
-        if p.tail is not None:
-            p.rings[layer] = query[p.tail].transpose(1, 2)
-        if p.attention is not None:
-            start = 0
-            for sums, length in zip(p.attention, p.lengths):
-                span = slice(start, start + length)
-                if sums is not None:
-                    sums[layer] = attention_received(query[span], key[span], scaling)
-                start += length
-        return packed_attention(query, key, value, p.cu_seqlens, p.max_seqlen, scaling)
-
     def hidden(self, ids: Tensor, positions: Tensor, adapted: bool = False) -> Tensor:
         """Last hidden states [T, width] of packed tokens; attention goes through `attend`."""
         model = self.sparse_model if adapted and self.sparse_model is not None else self.model
@@ -177,147 +114,35 @@ class Runner:
     @torch.inference_mode()
     def forward_packed(self, sequences: list[list[int]]) -> Tensor:
         """Dense hidden states of whole sequences, packed; nothing is cached."""
-        empty = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._prompts = Prompts(empty, empty, *self._boundaries(sequences))
+        return self.forward_prompts(uncached(sequences, self.device), sequences)
+
+    def forward_prompts(self, prompts: Prompts, sequences: list[list[int]], adapted: bool = False) -> Tensor:
+        self._prompts = prompts
         try:
-            return self.hidden(*self._packed(sequences))
+            return self.hidden(*packed(sequences, self.device), adapted)
         finally:
             self._prompts = None
-
-    def _boundaries(self, sequences: list[list[int]]) -> tuple[Tensor, int]:
-        lengths = [len(s) for s in sequences]
-        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return self._device(ends), max(lengths)
-
-    def _packed(self, sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
-        ids = np.concatenate([np.asarray(s, np.int64) for s in sequences])
-        positions = np.concatenate([np.arange(len(s)) for s in sequences])
-        return self._device(ids), self._device(positions)
-
-    def _device(self, array: np.ndarray) -> Tensor:
-        out = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, device=self.device)
-        put(out, array)
-        return out
-
-    @torch.inference_mode()
-    def prefill(self, groups: list[Prefill], features: Features) -> First:
-        """Write the prompts' KV and draw the first token of every rollout that waits on them."""
-        page = self.cache.page
-        prompts = [g.request.prompt_ids for g in groups]
-        lengths = [len(p) for p in prompts]
-        at = np.concatenate([np.arange(n) for n in lengths])
-        pages = np.concatenate([np.repeat(g.pages, page)[:n] for g, n in zip(groups, lengths)]).astype(np.int64)
-        p = Prompts(self._device(pages), self._device(at % page), *self._boundaries(prompts), lengths=lengths)
-        shape, starts = self.cache.shape, np.cumsum([0, *lengths[:-1]])
-        if features.ring:
-            p.tail = self._device(ring_places(groups, starts, features.ring))
-            p.rings = torch.empty(shape.layers, len(groups), shape.q_heads, features.ring, shape.head_dim,
-                                  dtype=shape.dtype, device=self.device)  # fmt: skip
-        if features.accumulates:
-            p.attention = [
-                torch.empty(shape.layers, shape.kv_heads, n, device=self.device) if accumulates(g.request) else None
-                for g, n in zip(groups, lengths)
-            ]
-        self._prompts = p
-        try:
-            hidden = self.hidden(*self._packed(prompts), adapted=features.adapted)
-        finally:
-            self._prompts = None
-        if features.selector:
-            full = [q for g, n in zip(groups, lengths) for q in g.pages[: n // page]]
-            self.cache.summarise(self._device(np.asarray(full, np.int64)))
-        return self._draw_first(groups, p, hidden[(p.cu_seqlens[1:] - 1).long()], features)
-
-    def _draw_first(self, groups: list[Prefill], p: Prompts, hidden: Tensor, features: Features) -> First:
-        sequences = [s for g in groups for s in g.sequences]
-        owner = np.concatenate([np.full(len(g.sequences), i) for i, g in enumerate(groups)])
-        hidden, logits = (x[self._device(owner)] for x in (hidden, self.logits(hidden)))
-        samplings = [s.request.sampling for s in sequences]
-        key = self._device(np.asarray([self.key(s) for s in sequences], np.int64))
-        counter = self._device(np.asarray([s.prompt for s in sequences], np.int64))
-        forced = self._device(
-            np.asarray([s.request.forced[0] if s.request.forced else -1 for s in sequences], np.int64)
-        )
-        temperature = self._device(np.asarray([s.temperature for s in samplings], np.float32))
-        proposal = None
-        if features.proposal:
-            banned = np.full((len(sequences), features.banned), -1, np.int64)
-            for i, s in enumerate(sequences):
-                if s.request.sampling.min_new_tokens:
-                    banned[i, : len(s.request.stop)] = sorted(s.request.stop)
-            proposal = proposal_logits(
-                logits, temperature, self._device(np.asarray([s.top_p for s in samplings], np.float32)),
-                self._device(np.asarray([s.top_k for s in samplings], np.int64)), self._device(banned),
-            )  # fmt: skip
-        p.token, p.logprob = sample(logits, temperature, key, counter, forced, proposal)
-        arrays = {"token": p.token, "logprob": p.logprob}
-        if features.topk:
-            top = torch.log_softmax(logits / torch.where(temperature == 0, 1, temperature)[:, None], -1).topk(
-                features.topk
-            )
-            arrays |= {"topk_id": top.indices, "topk_logprob": top.values}
-        if any(s.request.teacher for s in sequences):
-            first = np.asarray([s.request.teacher.start if s.request.teacher else 0 for s in sequences], np.int64)
-            arrays["acceptance"] = self.overlap(self._taught(sequences, first), logits, temperature)
-        if features.hidden:
-            arrays["hidden"] = hidden.view(torch.uint8)
-        for i, s in enumerate(sequences):
-            s.first = (p, i, int(owner[i]))
-        return First(sequences, Results(arrays))
-
-    @staticmethod
-    def key(sequence: Sequence) -> int:
-        request = sequence.request
-        if request.key is not None:
-            return request.key
-        return rollout_key(request.sampling.seed, request.prompt_index, sequence.sample)
-
-    @torch.inference_mode()
-    def start(self, starts: list[Start], features: Features) -> None:
-        """Put rollouts into their rows: last prompt page, first token, recent queries."""
-        copies = np.asarray([s.copy for s in starts if s.copy], np.int64).reshape(-1, 2)
-        if len(copies):
-            self.cache.copy_pages(self._device(copies[:, 0]), self._device(copies[:, 1]))
-        by_prefill: dict[int, list[Sequence]] = {}
-        for start in starts:
-            by_prefill.setdefault(id(start.sequence.first[0]), []).append(start.sequence)
-            self.rows.enter(start.sequence, self.key(start.sequence), self.cache.page)
-        for sequences in by_prefill.values():
-            p = sequences[0].first[0]
-            rows = self._device(np.asarray([s.row for s in sequences], np.int64))
-            self.rows.token[rows] = p.token[self._device(np.asarray([s.first[1] for s in sequences], np.int64))]
-            groups = self._device(np.asarray([s.first[2] for s in sequences], np.int64))
-            if p.rings is not None:
-                self.cache.ring[:, rows, :, : p.rings.shape[3]] = p.rings[:, groups]  # type: ignore[index]
-            if p.attention is not None:
-                for s in sequences:
-                    sums = p.attention[s.first[2]]
-                    if sums is not None:
-                        self.cache.accumulated[:, s.row] = 0  # type: ignore[index]
-                        self.cache.accumulated[:, s.row, :, : sums.shape[2]] = sums  # type: ignore[index]
-            for s in sequences:
-                s.first = None
 
     # -- preemption -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def swap_out(self, out: SwapOut) -> None:
         """Copy a sequence's KV to host memory, all of it: resuming is exact for every policy."""
-        pages = self._device(np.asarray(out.pages, np.int64))
+        pages = on_device(np.asarray(out.pages, np.int64), self.device)
         saved = [to_host(self.cache.keys[:, pages]), to_host(self.cache.values[:, pages])]
         out.sequence.swapped = (*saved, self.rows.token[out.row].clone())
 
     @torch.inference_mode()
     def restore(self, sequence: Sequence, features: Features) -> None:
         keys, values, token = sequence.swapped
-        pages = self._device(np.asarray(sequence.pages, np.int64))
+        pages = on_device(np.asarray(sequence.pages, np.int64), self.device)
         # a page fetched ahead of its tokens may have been saved: only those that hold tokens come back
         self.cache.keys[:, pages] = keys[:, : len(pages)].to(self.device, non_blocking=True)
         self.cache.values[:, pages] = values[:, : len(pages)].to(self.device, non_blocking=True)
         if features.selector:
             self.cache.summarise(pages[: sequence.kv_len // self.cache.page])
         self.rows.token[sequence.row] = token
-        self.rows.enter(sequence, self.key(sequence), self.cache.page)
+        self.rows.enter(sequence, sequence_key(sequence), self.cache.page)
         sequence.swapped = None
 
     # -- decoding ---------------------------------------------------------------------------------------
@@ -427,14 +252,14 @@ class Runner:
                 done = part.position - part.sequence.prompt + 1
                 index[part.row, : part.steps] = teacher.start + done + np.arange(part.steps)
         if any(part.sequence.request.teacher for part in chunk.parts):
-            found = self._taught([part.sequence for part in chunk.parts], index.ravel())
+            found = self.taught([part.sequence for part in chunk.parts], index.ravel())
             self.rows.teacher[:bucket, : chunk.steps] = found.view(bucket, chunk.steps, -1)  # type: ignore[index]
 
-    def _taught(self, sequences: list[Sequence], index: np.ndarray) -> Tensor:
+    def taught(self, sequences: list[Sequence], index: np.ndarray) -> Tensor:
         """Rows of the dense hidden states that the call's requests share."""
         source = next(s.request.teacher.hidden for s in sequences if s.request.teacher)
         if source.device == self.device:
-            return source.index_select(0, self._device(index))
+            return source.index_select(0, on_device(index, self.device))
         return source.index_select(0, torch.from_numpy(index)).pin_memory().to(self.device, non_blocking=True)
 
     def _graph(self, bucket: int, most: int, features: Features) -> torch.cuda.CUDAGraph | None:
@@ -461,103 +286,7 @@ class Runner:
             self._graphs[name] = graph
         return self._graphs[name]
 
-    # -- eviction ---------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def evict(self, event: Event) -> Tensor:
-        """Score, choose and compact; returns the kept slots int32 [C, L, Hkv, keep]."""
-        shape = self.cache.shape
-        each = event.n * shape.token_bytes // 2
-        together = max(1, SCORING_BYTES // each)
-        kept = [self._evict_rows(event, i, i + together) for i in range(0, len(event.rows), together)]
-        return torch.cat(kept)
-
-    def _evict_rows(self, event: Event, first: int, last: int) -> Tensor:
-        cache, rows, shape = self.cache, self.rows, self.cache.shape
-        settings = event.sequences[0].request.sparsity.evict
-        assert settings is not None
-        evictor = build(settings)
-        old, new = (table_of(pages[first:last]) for pages in (event.old, event.new))
-        index = np.asarray(event.rows[first:last], np.int32)[:, None]
-        upload = self._device(np.concatenate([index, old, new], 1))
-        row = upload[:, 0].long()
-        old_pages, new_pages = upload[:, 1 : 1 + old.shape[1]], upload[:, 1 + old.shape[1] :]
-        queries = attention_sums = None
-        if evictor.queries:
-            queries = cache.ring[:, row, :, : evictor.queries].transpose(0, 1).flatten(0, 1)  # type: ignore[index]
-        if evictor.accumulates:
-            attention_sums = cache.accumulated[:, row, :, : event.n].transpose(0, 1).flatten(0, 1)  # type: ignore[index]
-        kv = Cached(
-            keys=gather_keys(cache.keys, old_pages, event.n).flatten(0, 1),
-            queries=queries,
-            attention=attention_sums,
-            scaling=shape.scaling,
-            layers=shape.layers,
-            row_keys=rows.key[row].repeat_interleave(shape.layers) if evictor.seeded else None,
-            position=rows.position[row].long().repeat_interleave(shape.layers) if evictor.seeded else None,
-        )
-        protected = event.sequences[0].prompt if settings.protect_prompt else 0
-        kept = keep(
-            evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected
-        )
-        kept = kept.view(len(row), shape.layers, shape.kv_heads, event.keep)
-        compact(cache.keys, cache.values, kept, old_pages, new_pages)
-        if cache.summaries is not None:
-            cache.summarise(new_pages[:, : event.keep // cache.page].flatten().long())
-        if attention_sums is not None:
-            moved = attention_sums.view(len(row), shape.layers, shape.kv_heads, -1).gather(3, kept.long())
-            cache.accumulated[:, row] = 0  # type: ignore[index]
-            cache.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
-        rows.table[row, : new_pages.shape[1]] = new_pages
-        rows.kv_len[row] = event.keep
-        return kept
-
-
-def table_of(pages: list[list[int]]) -> np.ndarray:
-    table = np.zeros((len(pages), max(map(len, pages))), np.int32)
-    for line, found in zip(table, pages):
-        line[: len(found)] = found
-    return table
-
-
-def accumulates(request: Request) -> bool:
-    evict = request.sparsity.evict
-    return evict is not None and build(evict).accumulates
-
-
-def ring_places(groups: list[Prefill], starts: np.ndarray, size: int) -> np.ndarray:
-    """[G, size]: which packed token's query each place of a prompt's ring holds: position % ring size."""
-    places = np.repeat(starts[:, None], size, 1).astype(np.int64)
-    for line, group, start in zip(places, groups, starts):
-        settings = group.request.sparsity.evict
-        wanted = build(settings).queries if settings else 0
-        length = len(group.request.prompt_ids)
-        for position in range(max(0, length - wanted), length):
-            line[position % wanted] = start + position
-    return places
-
-
-def attention_received(query: Tensor, key: Tensor, scaling: float, block: int = 512) -> Tensor:
-    """fp32 [Hkv, P]: Σ over queries, and over the heads of a group, of causal softmax attention inside a prompt."""
-    length, q_heads, dim = query.shape
-    kv_heads = key.shape[1]
-    q = query.view(length, kv_heads, q_heads // kv_heads, dim).permute(1, 2, 0, 3).float() * scaling
-    k = key.transpose(0, 1).float()[:, None]
-    total = torch.zeros(kv_heads, length, device=query.device)
-    for first in range(0, length, block):
-        logits = q[:, :, first : first + block] @ k.transpose(-1, -2)
-        later = (
-            torch.arange(length, device=query.device)
-            > torch.arange(first, first + logits.shape[2], device=query.device)[:, None]
-        )
-        total += torch.softmax(logits.masked_fill(later, float("-inf")), -1).sum((1, 2))
-    return total
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, made in the stream's order; on CUDA it is there once the stream has passed."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return host
+        """The kept slots int32 [C, L, Hkv, keep] of the event's sequences, compacted."""
+        return evict(self.cache, self.rows, event)
