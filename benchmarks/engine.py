@@ -4,18 +4,15 @@ Random weights of real shapes, bf16. Each section runs alone with `--only steps,
 the output file; `python benchmarks/table.py` makes the Markdown tables of docs/benchmarks.md from it.
 """
 
-import argparse
-import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from pathlib import Path
 
 import torch
+from sections import release, run
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench import (
@@ -23,7 +20,6 @@ from alula.bench import (
     churn,
     decode_step,
     idle_share,
-    measure_ceilings,
     packed_scoring,
     rollouts,
     timed,
@@ -170,42 +166,11 @@ def agreement(ceilings: Ceilings) -> list[dict]:
              "p99": gap.quantile(0.99).item(), "max": gap.max().item()}]  # fmt: skip
 
 
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 SECTIONS = {
     "ready": ready, "kernel": kernel, "steps": steps, "large": large, "transformers": transformers_generate,
     "peak": peak, "pool": pool, "agreement": agreement,
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(SECTIONS))
-    arguments = parser.parse_args()
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    ceilings = measure_ceilings(DEVICE)
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-               "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
-    print(json.dumps(machine), flush=True)
-    for name in arguments.only.split(","):
-        start = time.perf_counter()
-        try:
-            rows = SECTIONS[name](ceilings)
-        except Exception as error:  # one section's failure must not cost the others' results
-            rows = [{"error": f"{type(error).__name__}: {error}"}]
-            traceback.print_exc(limit=8)
-        release()
-        results[name] = {"machine": machine, "rows": rows}
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run(SECTIONS, __doc__)

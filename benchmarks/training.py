@@ -4,20 +4,17 @@ Random weights of real shapes. A step is the real one: rollouts from the engine,
 updates; rewards are drawn at random, since random weights earn none.
 """
 
-import argparse
-import gc
 import json
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
+from sections import release, run
 
 from alula import Engine, Evict, Sampling, Sparsity
-from alula.bench import Ceilings, measure_ceilings
+from alula.bench import Ceilings
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request
 from alula.model import LoadedModel, load_model
@@ -139,8 +136,7 @@ def learner_speed(ceilings: Ceilings) -> list[dict]:
         })  # fmt: skip
         print(json.dumps(found[-1]), flush=True)
         del learner, loaded
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()
     return found
 
 
@@ -195,31 +191,5 @@ def paper_step(ceilings: Ceilings) -> list[dict]:
 SECTIONS = {"weights": weights, "small": small_step, "learner": learner_speed, "paper": paper_step}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(SECTIONS))
-    arguments = parser.parse_args()
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    ceilings = measure_ceilings(DEVICE)
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-               "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
-    for name in arguments.only.split(","):
-        start = time.perf_counter()
-        try:
-            rows = SECTIONS[name](ceilings)
-        except Exception as error:  # one section's failure must not cost the others' results
-            rows = [{"error": f"{type(error).__name__}: {error}"}]
-            traceback.print_exc(limit=8)
-        gc.collect()
-        torch.cuda.empty_cache()
-        results[name] = {"machine": machine, "rows": rows}
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run(SECTIONS, __doc__)
