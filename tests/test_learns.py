@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-import toy
 
+import toy
 from alula.data.tasks import build
 from alula.rl import learner
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def train_until_it_knows(config, limit=LIMIT):
-    """(accuracy of the dense policy before training, and at the end; the trainer)"""
+    """(accuracy of the dense policy before training, and at the end)"""
     run = toy.trainer(config)
     run.evaluate()
     start = run.accuracy
@@ -24,7 +24,7 @@ def train_until_it_knows(config, limit=LIMIT):
         run.train_step()
         if run.step % 10 == 0:
             run.evaluate()
-    return start, run.accuracy, run
+    return start, run.accuracy
 
 
 def test_chance_is_what_it_is_said_to_be():
@@ -35,7 +35,7 @@ def test_chance_is_what_it_is_said_to_be():
 @pytest.mark.parametrize("sparsity", ["dense", "sparse"])
 def test_from_chance_to_nine_in_ten(tmp_path, sparsity, seed):
     settings = [toy.DENSE] if sparsity == "dense" else []
-    start, end, run = train_until_it_knows(toy.toy(tmp_path, f"seed={seed}", *settings))
+    start, end = train_until_it_knows(toy.toy(tmp_path, f"seed={seed}", *settings))
     assert start < 3 * CHANCE
     assert end >= 0.9
     metrics = toy.rows(tmp_path, "metrics.jsonl")
@@ -56,7 +56,7 @@ def test_not_when_log_probs_are_shifted_by_one_token(tmp_path, monkeypatch, seed
         return dataclasses.replace(packed, targets=packed.targets + 1)
 
     monkeypatch.setattr(learner, "collate", shifted)
-    _, end, run = train_until_it_knows(toy.toy(tmp_path, f"seed={seed}", toy.DENSE), limit=40)
+    _, end = train_until_it_knows(toy.toy(tmp_path, f"seed={seed}", toy.DENSE), limit=40)
     assert end < 0.9
     mismatch = [row["mismatch/kl_k3"] for row in toy.rows(tmp_path, "metrics.jsonl")]
     assert min(mismatch) > 1e-3, "dense rollouts that do not match the learner must be visible"
