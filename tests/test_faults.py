@@ -1,0 +1,280 @@
+"""What goes wrong in a run costs as little as it can, and is said."""
+
+import json
+import signal
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import toy
+from alula.cli.main import app
+from alula.rl import update
+from alula.rl.checkpoint import CheckpointError, Checkpoints
+from alula.rl.trainer import TrainingFailed
+
+FAULTY = """
+    import os, time
+
+    def grade(completion, example):
+        letter = completion.split()[0] if completion.split() else ""
+        if letter == "a":
+            raise ValueError("an answer that starts with a")
+        if letter == "b":
+            time.sleep(60)
+        if letter == "c":
+            os.kill(os.getpid(), 9)
+        return float(letter == "d")
+"""
+
+
+def events(out, kind):
+    return [row for row in toy.rows(out, "events.jsonl") if row["kind"] == kind]
+
+
+def weights(run):
+    return {name: tensor.clone() for name, tensor in run.learner.full_parameters()}
+
+
+def unchanged(run, before) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in run.learner.full_parameters())
+
+
+# -- rewards ------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_raises_hangs_or_kills_its_worker(tmp_path, monkeypatch):
+    (tmp_path / "faulty.py").write_text(textwrap.dedent(FAULTY))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "run"
+    settings = ("steps=1", "eval.every=0", "rewards={use: ['faulty:grade'], timeout: 0.5, workers: 2}")
+    run = toy.trainer(toy.quick(out, *settings))
+    batches = []
+    collect = run.collector.collect
+    monkeypatch.setattr(run.collector, "collect", lambda *a: batches.append(collect(*a)) or batches[-1])
+    assert run.run()
+
+    [batch] = batches
+    first = [(rollout.text or "").split()[:1] for rollout in batch.rollouts]
+    reasons = " ".join(batch.failures)
+    for letter, reason in (("a", "an answer that starts with a"), ("b", "no result within 0.5 s"), ("c", "signal 9")):
+        assert [letter] in first, "the seed shows no such answer"
+        assert reason in reasons
+    assert [reward == 1.0 for reward in batch.rewards] == [start == ["d"] for start in first]
+    bad = sum(start in (["a"], ["b"], ["c"]) for start in first)
+    [row] = toy.rows(out, "metrics.jsonl")
+    assert row["reward/failed"] == pytest.approx(bad / 16)
+    assert row["reward/mean"] == pytest.approx(sum(start == ["d"] for start in first) / 16)
+
+
+def test_a_reward_that_cannot_be_loaded_stops_the_run_before_the_first_rollout(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", "rewards.use=['no_such_module:f']"])
+    assert ended.value.code == 2
+    assert "no module 'no_such_module'" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_at_checkpoint_time_does_not_end_the_run(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    run = toy.trainer(toy.quick(out, "steps=5"))
+    real, full = Checkpoints._write, [True]
+
+    def write(self, *arguments):
+        if full[0] and self.folder == out / "checkpoints":
+            raise OSError(28, "No space left on device")
+        real(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "_write", write)
+    step = run.train_step
+    monkeypatch.setattr(run, "train_step", lambda: (step(), full.__setitem__(0, run.step < 3)))
+    assert run.run()
+    assert toy.said(run).count("No space left on device") == 1
+    assert "Earlier checkpoints are intact" in toy.said(run)
+    assert [path.name for path in run.checkpoints.all()][-2:] == ["step-00000004", "step-00000005"]
+    assert len(toy.rows(out, "metrics.jsonl")) == 5
+
+
+def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    run = toy.trainer(toy.quick(out, "checkpoint.best=false"))
+    tried = []
+    save = run.checkpoints.save
+
+    def fail_at_two(step, *arguments):
+        tried.append(step)
+        if step == 2:
+            raise CheckpointError("disk full")
+        return save(step, *arguments)
+
+    monkeypatch.setattr(run.checkpoints, "save", fail_at_two)
+    run.run()
+    assert tried == [2, 3, 4]
+
+
+def test_a_disk_that_stays_full_ends_in_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "could not be written" in said.err
+    assert "--resume" in said.err
+    assert "Traceback" not in said.err
+    assert len(toy.rows(tmp_path / "run", "metrics.jsonl")) == 4
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path):
+    whole = tmp_path / "whole"
+    toy.trainer(toy.quick(whole)).run()
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    victim = out / "checkpoints" / "step-00000004" / "tensors.safetensors"
+    damaged = bytearray(victim.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    victim.write_bytes(damaged)
+    run = toy.trainer(toy.quick(out), resume=True)
+    assert run.step == 2
+    assert "step-00000004 is damaged (tensors.safetensors does not match its checksum)" in toy.said(run)
+    run.run()
+    assert toy.files(out) == toy.files(whole)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------
+
+
+def poison(monkeypatch, steps):
+    """The loss of these optimizer steps (counted from 0) is not a number."""
+    real, calls = update.policy_loss, []
+
+    def poisoned(*arguments, **options):
+        loss, metrics = real(*arguments, **options)
+        calls.append(1)
+        return (loss * float("nan"), metrics) if len(calls) - 1 in steps else (loss, metrics)
+
+    monkeypatch.setattr(update, "policy_loss", poisoned)
+
+
+def test_a_loss_that_is_not_a_number_skips_the_update(tmp_path, monkeypatch):
+    run = toy.trainer(toy.quick(tmp_path / "run", "learner.updates=1"))
+    poison(monkeypatch, {1})
+    run.train_step()
+    before = weights(run)
+    run.train_step()
+    assert unchanged(run, before)
+    run.train_step()
+    assert not unchanged(run, before)
+    skipped = [row["policy/skipped"] for row in toy.rows(tmp_path / "run", "metrics.jsonl")]
+    assert skipped == [0, 1, 0]
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[1]["policy/grad_norm"] is None
+    assert (run.learner.skipped, run.not_finite) == (1, 0)
+
+
+def test_several_in_a_row_stop_the_run_with_a_clear_message(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    settings = ("learner.updates=1", "learner.max_skipped=2", "steps=8", "checkpoint.every=1", "checkpoint.keep=9")
+    run = toy.trainer(toy.quick(out, *settings))
+    poison(monkeypatch, {1, 3, 4})
+    with pytest.raises(TrainingFailed, match=r"step 5: .* not finite in 2 updates in a row .*learner\.lr"):
+        run.run()
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
+    assert run.checkpoints.latest().name == "step-00000004"
+    monkeypatch.undo()
+    again = toy.trainer(toy.quick(out, *settings), resume=True)
+    assert (again.step, again.not_finite) == (4, 1), "the count goes on where it was"
+    assert again.run()
+
+
+def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path):
+    out = tmp_path / "run"
+    config = toy.quick(out, "objective.correction.veto=10", "objective.kl=0", "steps=6", "eval.every=0")
+    run = toy.trainer(config)
+    before = weights(run)
+    assert run.run()
+    assert unchanged(run, before)
+    rows = toy.rows(out, "metrics.jsonl")
+    assert all(row["mismatch/veto_rate"] == 1 and row["policy/taught"] == 0 for row in rows)
+    [event] = events(out, "nothing-learned")
+    assert "every rollout was rejected" in event["message"]
+    assert "KV budget" in event["advice"]
+    assert events(out, "rejection"), "the health warning comes as well"
+
+
+def test_every_group_with_equal_rewards_changes_nothing_and_is_said(tmp_path, monkeypatch):
+    (tmp_path / "constant.py").write_text("def one(completion, example):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "run"
+    settings = ("rewards={use: ['constant:one'], workers: 1}", "objective.kl=0", "learner.weight_decay=0.1")
+    run = toy.trainer(toy.quick(out, *settings))
+    before = weights(run)
+    assert run.run()
+    assert unchanged(run, before)
+    assert all(row["groups/no_signal"] == 1 for row in toy.rows(out, "metrics.jsonl"))
+    [event] = events(out, "nothing-learned")
+    assert "different reward" in event["message"]
+    assert events(out, "groups-equal")
+
+
+def test_a_rollout_that_breaks_off_teaches_nothing(tmp_path, monkeypatch):
+    """Log-probs that are not finite end a rollout with finish=error, possibly before its first token."""
+    run = toy.trainer(toy.quick(tmp_path / "run"))
+    generate = run.collector.generate
+
+    def broken(*arguments, **options):
+        rollouts = generate(*arguments, **options)
+        rollouts[0].finish, rollouts[1].finish = "error", "error"
+        rollouts[0].token_ids, rollouts[0].logprobs, rollouts[0].text = [], torch.empty(0), ""
+        return rollouts
+
+    monkeypatch.setattr(run.collector, "generate", broken)
+    run.train_step()
+    [row] = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert row["policy/skipped"] == 0
+    assert row["policy/loss"] is not None
+
+
+# -- people -------------------------------------------------------------------------------------------------
+
+
+def test_a_used_folder_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    before = (out / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr("alula.rl.setup.load_model", None)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK])
+    assert ended.value.code == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_settings_that_changed_at_a_resume_are_named(tmp_path):
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    run = toy.trainer(toy.quick(out, "steps=6", "learner.lr=1e-3"), resume=True)
+    assert "settings changed since the run began: learner.lr, steps." in toy.said(run)
+    assert run.run()
+    assert [row["step"] for row in toy.rows(out, "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_other_data_at_a_resume_is_refused(tmp_path, capsys):
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "data.seed=1", "--resume"])
+    assert ended.value.code == 2
+    assert "training data differs" in capsys.readouterr().err
+
+
+def test_the_second_signal_is_obeyed_at_once(tmp_path):
+    run = toy.trainer(toy.quick(tmp_path / "run"))
+    with run.stop.listening():
+        signal.raise_signal(signal.SIGINT)
+        assert run.stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
