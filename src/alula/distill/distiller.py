@@ -33,6 +33,10 @@ from alula.rl.losses import Divisors, Loss, divisors, policy_loss
 from alula.rl.optimizer import MasterAdamW
 from alula.rl.packing import Packed, collate, pack
 
+EPS = 1e-6
+"""AdamW's: where the two policies are the same, as on short answers, the gradient is rounding noise of about 1e-8, and
+a smaller value would turn that into steps of full size."""
+
 
 class Distiller:
     """Trains φ for the dense policy `model`, whose parameters it reads and never changes.
@@ -56,7 +60,7 @@ class Distiller:
         self.loss = loss or Loss()
         start = adapter or fresh(model, config.rank, config.alpha, config.targets, config.seed)
         self.policy = SparsePolicy(model, start, config.activation_checkpointing)
-        self.optimizer = MasterAdamW(self.policy.adapter_parameters(), config.lr)
+        self.optimizer = MasterAdamW(self.policy.adapter_parameters(), config.lr, eps=EPS)
         self.steps = 0
         """Optimizer steps tried."""
         self.skipped = 0

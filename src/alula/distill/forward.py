@@ -54,7 +54,8 @@ def _scores_now(
     policy: SparsePolicy, config: DistillConfig, batch: Packed, dense: Tensor, temperature: float
 ) -> Scores:
     weight, bias = policy.head
-    best = topk_logprobs(dense, weight, batch.target_ids, config.top_k, temperature, config.chunk, bias)
+    k = min(config.top_k, len(weight))
+    best = topk_logprobs(dense, weight, batch.target_ids, k, temperature, config.chunk, bias)
     return Scores(best.logprobs, best.topk_ids, best.topk_logprobs)
 
 
