@@ -4,7 +4,6 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from os import PathLike
@@ -17,9 +16,10 @@ from transformers import PreTrainedModel
 
 from alula.distill.adapter import Adapter, check, merge, own_linears
 from alula.engine.cache import Cache, Shape, pages_in, parse_bytes
+from alula.engine.collect import as_rollout, collect
 from alula.engine.features import Features
-from alula.engine.history import note_evictions, note_selections, seen_history, start_history
 from alula.engine.pages import PagePool, pages_for
+from alula.engine.progress import progress_bar
 from alula.engine.prompts import First, enter_rows, prefill
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.rows import Rows
@@ -265,7 +265,8 @@ class Engine:
             if chunk is not None:
                 launched.append(self.runner.decode(chunk, features))
             while launched and (len(launched) > self._in_flight or chunk is None):
-                yield from self._collect(launched.popleft(), scheduler)
+                for sequence in collect(launched.popleft(), self.shape, self.page):
+                    yield self._done(sequence, scheduler)
         yield from self._sweep_aborted(scheduler)
 
     def _together(self, prompts: list[Prefill]) -> list[list[Prefill]]:
@@ -280,98 +281,13 @@ class Engine:
                 if sequence.finish == "aborted":
                     yield self._done(sequence, scheduler)
 
-    def _collect(self, launched: First | Decoded, scheduler: Scheduler) -> Iterator[Rollout]:
-        """Read what the device has produced, end the sequences that are finished."""
-        arrays = launched.results.arrays()
-        if isinstance(launched, Decoded):
-            for event, kept in launched.kept:
-                note_evictions(event, kept.numpy())
-        if isinstance(launched, First):
-            for i, sequence in enumerate(launched.sequences):
-                if sequence.finish is None:
-                    sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
-                    sequence.acceptance, sequence.hidden = [], []
-                    if sequence.request.record:
-                        start_history(sequence, self.shape)
-                    if self._extend(sequence, {name: array[i : i + 1] for name, array in arrays.items()}):
-                        yield self._done(sequence, scheduler)
-            return
-        for part in launched.chunk.parts:
-            sequence = part.sequence
-            if sequence.finish is not None:
-                continue
-            before = len(sequence.tokens)
-            ended = self._extend(sequence, {name: a[part.row, : part.steps] for name, a in arrays.items()})
-            made = len(sequence.tokens) - before
-            note_selections(part, made, launched.chunk, launched.selected, self.page)
-            for segment in part.segments:
-                if made <= 0:
-                    break
-                steps = min(made, segment.steps)
-                sequence.account(segment, steps, self.page)
-                made -= steps
-            if ended:
-                yield self._done(sequence, scheduler)
-
-    def _extend(self, sequence: Sequence, arrays: dict[str, np.ndarray]) -> bool:
-        """Append new tokens up to the first that ends the sequence; says whether one did."""
-        request = sequence.request
-        for i, (token, logprob) in enumerate(zip(arrays["token"].tolist(), arrays["logprob"].tolist())):
-            if not np.isfinite(logprob):
-                sequence.finish = "error"
-                return True
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            if request.sampling.topk_logprobs:
-                k = request.sampling.topk_logprobs
-                sequence.topk.append((arrays["topk_id"][i, :k], arrays["topk_logprob"][i, :k]))
-            if request.teacher:
-                sequence.acceptance.append(float(arrays["acceptance"][i]))
-            if sequence.keeps_hidden:
-                sequence.hidden.append(arrays["hidden"][i].copy())
-            if request.forced is None and token in request.stop:
-                sequence.finish = "stop"
-                return True
-            if len(sequence.tokens) >= request.sampling.max_new_tokens:
-                sequence.finish = "length"
-                return True
-        return False
-
     def _done(self, sequence: Sequence, scheduler: Scheduler) -> Rollout:
         scheduler.finish(sequence)
-        request = sequence.request
-        sequences = self._live[request.id]
+        sequences = self._live[sequence.request.id]
         sequences.remove(sequence)
         if not sequences:
-            del self._live[request.id]
-        assert sequence.finish is not None
-        text = None
-        if self.tokenizer is not None and request.forced is None:
-            text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-        rollout = Rollout(
-            prompt_ids=request.prompt_ids,
-            token_ids=sequence.tokens,
-            logprobs=None if request.sampling.filtered else torch.tensor(sequence.logprobs, dtype=torch.float32),
-            finish=sequence.finish,
-            kv=sequence.finish_accounting(self.shape.token_bytes),
-            policy_version=self.policy_version,
-            prompt_index=request.prompt_index,
-            sample_index=sequence.sample,
-            sampling=request.sampling,
-            sparsity=request.sparsity,
-            text=text,
-        )
-        if sequence.topk:
-            rollout.topk_ids = torch.from_numpy(np.stack([ids for ids, _ in sequence.topk]))
-            rollout.topk_logprobs = torch.from_numpy(np.stack([values for _, values in sequence.topk]))
-        if sequence.acceptance:
-            rollout.acceptance = torch.tensor(sequence.acceptance, dtype=torch.float32)
-        if sequence.hidden:
-            rollout.hidden = torch.from_numpy(np.stack(sequence.hidden)).view(self.shape.dtype)
-        if sequence.history is not None:
-            rollout.history = seen_history(sequence)
-        rollout.selected = sequence.selected or None
-        return rollout
+            del self._live[sequence.request.id]
+        return as_rollout(sequence, self.shape, self.tokenizer, self.policy_version)
 
     # -- scoring ------------------------------------------------------------------------------------------
 
@@ -483,33 +399,3 @@ def default_memory(device: torch.device) -> int:
         return 1 << 30
     free, _ = torch.cuda.mem_get_info(device)
     return int(free * 0.8)
-
-
-@contextmanager
-def progress_bar(rollouts: int, shown: bool) -> Iterator[Any]:
-    """A bar on a terminal, nothing in a pipe."""
-    if not shown:
-        yield lambda tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, made = bar.add_task("", total=rollouts, rate=""), 0
-
-        def advance(tokens: int) -> None:
-            nonlocal made
-            made += tokens
-            elapsed = bar.tasks[0].elapsed or 1e-9
-            bar.update(task, advance=1, rate=f"{made / elapsed:,.0f} tokens/s")
-
-        yield advance

@@ -1,0 +1,109 @@
+"""What the device has produced becomes tokens of sequences, and finished sequences become rollouts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from alula.engine.cache import Shape
+from alula.engine.history import note_evictions, note_selections, seen_history, start_history
+from alula.engine.prompts import First
+from alula.engine.rollout import Rollout
+from alula.engine.runner import Decoded
+from alula.engine.scheduler import Part
+from alula.engine.sequence import Sequence
+
+
+def collect(launched: First | Decoded, shape: Shape, page: int) -> Iterator[Sequence]:
+    """Read results, waiting for them if need be; yields the sequences that end with them."""
+    arrays = launched.results.arrays()
+    if isinstance(launched, First):
+        for i, sequence in enumerate(launched.sequences):
+            if sequence.finish is None:
+                sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
+                sequence.acceptance, sequence.hidden = [], []
+                if sequence.request.record:
+                    start_history(sequence, shape)
+                if extend(sequence, {name: array[i : i + 1] for name, array in arrays.items()}):
+                    yield sequence
+        return
+    for event, kept in launched.kept:
+        note_evictions(event, kept.numpy())
+    for part in launched.chunk.parts:
+        sequence = part.sequence
+        if sequence.finish is None:  # one that ended meanwhile has run on for nothing
+            before = len(sequence.tokens)
+            ended = extend(sequence, {name: a[part.row, : part.steps] for name, a in arrays.items()})
+            made = len(sequence.tokens) - before
+            note_selections(part, made, launched.chunk, launched.selected, page)
+            account(part, made, page)
+            if ended:
+                yield sequence
+
+
+def account(part: Part, made: int, page: int) -> None:
+    """Add the tokens made to the KV statistics, segment by segment."""
+    for segment in part.segments:
+        if made <= 0:
+            break
+        steps = min(made, segment.steps)
+        part.sequence.account(segment, steps, page)
+        made -= steps
+
+
+def extend(sequence: Sequence, arrays: dict[str, np.ndarray]) -> bool:
+    """Append new tokens up to the first that ends the sequence; says whether one did."""
+    request = sequence.request
+    k = request.sampling.topk_logprobs
+    for i, (token, logprob) in enumerate(zip(arrays["token"].tolist(), arrays["logprob"].tolist())):
+        if not np.isfinite(logprob):
+            sequence.finish = "error"
+            return True
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        if k:
+            sequence.topk.append((arrays["topk_id"][i, :k], arrays["topk_logprob"][i, :k]))
+        if request.teacher:
+            sequence.acceptance.append(float(arrays["acceptance"][i]))
+        if sequence.keeps_hidden:
+            sequence.hidden.append(arrays["hidden"][i].copy())
+        if request.forced is None and token in request.stop:
+            sequence.finish = "stop"
+            return True
+        if len(sequence.tokens) >= request.sampling.max_new_tokens:
+            sequence.finish = "length"
+            return True
+    return False
+
+
+def as_rollout(sequence: Sequence, shape: Shape, tokenizer: Any, version: int) -> Rollout:
+    request = sequence.request
+    assert sequence.finish is not None
+    text = None
+    if tokenizer is not None and request.forced is None:
+        text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+    rollout = Rollout(
+        prompt_ids=request.prompt_ids,
+        token_ids=sequence.tokens,
+        logprobs=None if request.sampling.filtered else torch.tensor(sequence.logprobs, dtype=torch.float32),
+        finish=sequence.finish,
+        kv=sequence.finish_accounting(shape.token_bytes),
+        policy_version=version,
+        prompt_index=request.prompt_index,
+        sample_index=sequence.sample,
+        sampling=request.sampling,
+        sparsity=request.sparsity,
+        text=text,
+        selected=sequence.selected or None,
+    )
+    if sequence.topk:
+        rollout.topk_ids = torch.from_numpy(np.stack([ids for ids, _ in sequence.topk]))
+        rollout.topk_logprobs = torch.from_numpy(np.stack([values for _, values in sequence.topk]))
+    if sequence.acceptance:
+        rollout.acceptance = torch.tensor(sequence.acceptance, dtype=torch.float32)
+    if sequence.hidden:
+        rollout.hidden = torch.from_numpy(np.stack(sequence.hidden)).view(shape.dtype)
+    if sequence.history is not None:
+        rollout.history = seen_history(sequence)
+    return rollout
