@@ -285,7 +285,7 @@ def test_two_ranks_train_as_one(made):
         for name in ("loss", "kl", "policy_loss", "grad_norm", "tokens"):
             assert found[rank][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
         for (_, a), (_, b) in zip(alone.policy.adapter_parameters(), ranks[rank].policy.adapter_parameters()):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=0, atol=0.05 * alone.config.lr)
 
 
 # --- does it help -----------------------------------------------------------------------------------------------
