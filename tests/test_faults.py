@@ -66,6 +66,8 @@ def test_a_reward_that_raises_hangs_or_kills_its_worker(tmp_path, monkeypatch):
     [row] = toy.rows(out, "metrics.jsonl")
     assert row["reward/failed"] == pytest.approx(bad / 16)
     assert row["reward/mean"] == pytest.approx(sum(start == ["d"] for start in first) / 16)
+    [event] = events(out, "not-graded")
+    assert event["message"].startswith(f"{bad} answers of step 1 could not be graded")
 
 
 def test_a_reward_that_cannot_be_loaded_stops_the_run_before_the_first_rollout(tmp_path, capsys):
@@ -171,7 +173,7 @@ def test_a_loss_that_is_not_a_number_skips_the_update(tmp_path, monkeypatch):
     skipped = [row["policy/skipped"] for row in toy.rows(tmp_path / "run", "metrics.jsonl")]
     assert skipped == [0, 1, 0]
     assert toy.rows(tmp_path / "run", "metrics.jsonl")[1]["policy/grad_norm"] is None
-    assert (run.learner.skipped, run.not_finite) == (1, 0)
+    assert (run.learner.skipped, run.notices.not_finite) == (1, 0)
 
 
 def test_several_in_a_row_stop_the_run_with_a_clear_message(tmp_path, monkeypatch):
@@ -185,17 +187,19 @@ def test_several_in_a_row_stop_the_run_with_a_clear_message(tmp_path, monkeypatc
     assert run.checkpoints.latest().name == "step-00000004"
     monkeypatch.undo()
     again = toy.trainer(toy.quick(out, *settings), resume=True)
-    assert (again.step, again.not_finite) == (4, 1), "the count goes on where it was"
+    assert (again.step, again.notices.not_finite) == (4, 1), "the count goes on where it was"
     assert again.run()
 
 
-def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path):
+@pytest.mark.parametrize("kl", [0, 0.1])
+def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path, kl):
+    """With a KL too: it starts at the reference, where its gradient is 0."""
     out = tmp_path / "run"
-    config = toy.quick(out, "objective.correction.veto=10", "objective.kl=0", "steps=6", "eval.every=0")
-    run = toy.trainer(config)
+    settings = ("objective.correction.veto=10", "steps=6", "eval.every=0", f"objective.kl={kl}")
+    run = toy.trainer(toy.quick(out, *settings))
     before = weights(run)
     assert run.run()
-    assert unchanged(run, before)
+    assert unchanged(run, before) or kl
     rows = toy.rows(out, "metrics.jsonl")
     assert all(row["mismatch/veto_rate"] == 1 and row["policy/taught"] == 0 for row in rows)
     [event] = events(out, "nothing-learned")

@@ -196,7 +196,9 @@ def test_leaving_out_what_teaches_nothing_changes_nothing(tmp_path, updates):
     settings = (CALM, "objective.kl=0", "objective.correction.veto=0.9", f"learner.updates={updates}")
     *_, learned, skipped, _ = one_step(toy.quick(tmp_path / "skip", *settings))
     *_, everyone, computed, _ = one_step(toy.quick(tmp_path / "all", *settings, "objective.skip_no_signal=false"))
-    assert learned.taught < everyone.taught == 16
+    assert learned.taught == everyone.taught < 16
+    scored = [sum(update.scored_tokens for update in one.updates) for one in (learned, everyone)]
+    assert scored[0] < scored[1]
     assert close(skipped, computed, 1e-6)
 
 

@@ -22,11 +22,10 @@ from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
 from alula.rl.collect import Collector
 from alula.rl.distributed import World, start
-from alula.rl.experience import Experience
 from alula.rl.export import export
 from alula.rl.health import HealthMonitor, HealthWarning
 from alula.rl.held_out import HeldOut, evaluate_policy
-from alula.rl.learner import Update
+from alula.rl.notices import Notices, TrainingFailed
 from alula.rl.record import Record
 from alula.rl.setup import (
     build_learner_and_engine,
@@ -36,13 +35,11 @@ from alula.rl.setup import (
     load_policy,
     shares_weights,
 )
-from alula.rl.step_metrics import step_metrics, whole_sum
+from alula.rl.step_metrics import step_metrics
 from alula.rl.stop import Stopped, StopRequest
-from alula.rl.update import Learned, Updater
+from alula.rl.update import Updater
 
-
-class TrainingFailed(RuntimeError):
-    """The run cannot go on; the message says why and what to try."""
+__all__ = ["Trainer", "TrainingFailed", "train"]
 
 
 def train(config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> bool:
@@ -85,6 +82,7 @@ class Trainer:
         if self.distill:
             self.collector.record = self.distill.record
         self.health = HealthMonitor()
+        self.notices = Notices(self.record, world, config.learner.max_skipped)
 
     def _begin(self) -> None:
         """What a run carries from step to step, from the beginning or from a checkpoint."""
@@ -96,10 +94,6 @@ class Trainer:
         self.best: float | None = None
         self.accuracy: float | None = None
         """Of the dense policy, if it was evaluated after this step."""
-        self.not_finite = 0
-        """Updates in a row that were skipped."""
-        self.idle = False
-        """Whether the last step had nothing to learn from."""
         self.position = self.stream.state_dict()
         self.settled: dict[str, Any] = {}
         """All of this and the parts' own states, from when nothing was half done: what a checkpoint holds."""
@@ -178,8 +172,7 @@ class Trainer:
         self._warn(self.health.observe(metrics))
         for event in self.collector.observed.events:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
-        self._say_if_nothing_was_learned(batch, learned)
-        self._stop_if_not_finite(learned.updates)
+        self.notices.after(step, batch, learned)
         self._settle()
 
     def evaluate(self) -> None:
@@ -260,41 +253,15 @@ class Trainer:
         for warning in warnings:
             self.record.event(self.step, warning.kind, warning.message, warning.advice)
 
-    def _say_if_nothing_was_learned(self, batch: Experience, learned: Learned) -> None:
-        taught = whole_sum(self.world, learned.taught)
-        if not taught and not self.idle:
-            rejected = whole_sum(self.world, sum(learned.vetoed))
-            everyone = whole_sum(self.world, len(batch.rollouts))
-            if rejected == everyone:
-                why = "every rollout was rejected"
-                advice = "Raise the KV budget, keep sinks and a window, or use the reroll correction."
-            else:
-                why = "no group had rollouts of different reward that were kept"
-                advice = "Use easier or harder prompts, more rollouts per prompt, or sampling.dynamic=true."
-            self.record.event(self.step, "nothing-learned", f"Step {self.step} taught nothing: {why}.", advice)
-        self.idle = not taught
-
-    def _stop_if_not_finite(self, updates: list[Update]) -> None:
-        for update in updates:
-            self.not_finite = 0 if update.taken else self.not_finite + 1
-        limit = self.config.learner.max_skipped
-        if self.not_finite:
-            self.record.say(f"step {self.step}: an update was skipped, its loss or gradient is not finite.")
-        if self.not_finite >= limit:
-            raise TrainingFailed(
-                f"step {self.step}: the loss or its gradient was not finite in {self.not_finite} updates in a row "
-                f"(learner.max_skipped={limit}). Lower learner.lr, cap the weights (objective.correction=tis), or use "
-                "float32; the last checkpoint is from before."
-            )
-
     # -- what survives ------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Where a stop finds the next step begun, its checkpoint is of here."""
-        names = ("step", "evaluated", "best", "accuracy", "not_finite", "idle", "position")
+        names = ("step", "evaluated", "best", "accuracy", "position")
         self.settled = {name: getattr(self, name) for name in names} | {
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
+            "notices": self.notices.state_dict(),
             "monitor": self.monitor.state_dict(),
             "distill": self.distill.state() if self.distill else None,
         }
@@ -317,6 +284,7 @@ class Trainer:
         state = self.checkpoints.load(path, self._tensors())
         self.learner.resume(state.pop("learner"))
         self.health.load_state_dict(state.pop("health"))
+        self.notices.load_state_dict(state.pop("notices"))
         self.monitor.load_state_dict(state.pop("monitor"))
         distilled = state.pop("distill")
         if self.distill and distilled:

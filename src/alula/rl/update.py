@@ -24,7 +24,7 @@ class Learned:
     """None where nothing was scored: one-update mode without a rollout that teaches."""
     flops: float
     taught: int
-    """Rollouts of this rank that went into the updates."""
+    """Rollouts of this rank that the policy's gradient came from."""
     vetoed: list[bool]
     """Rollouts of this rank that were dropped by a veto."""
     advantages: Tensor
@@ -69,9 +69,11 @@ class Updater:
         lengths = [len(rollout) for rollout in batch.rollouts]
         weights = None if corrected is None else list(corrected.weights.split(lengths))
         kept = None if corrected is None else list(corrected.token_keep.split(lengths))
-        chosen = self._chosen(advantages, corrected, sequence)
+        teaching = self._teaching(advantages, corrected, sequence)
+        skips = settings.skip_no_signal and self.loss.kl == 0
+        chosen = teaching if skips else torch.ones_like(teaching)
         vetoed = [False] * count if corrected is None else (corrected.first_vetoed >= 0).tolist()
-        learned = Learned([], corrected, 0.0, int(chosen.sum()), vetoed, advantages)
+        learned = Learned([], corrected, 0.0, int(teaching.sum()), vetoed, advantages)
         own_logprobs: list[tuple[int, Tensor]] = []
         for number in range(self.config.learner.updates):
             members = (chosen & (step == number)).nonzero().squeeze(-1)
@@ -97,14 +99,12 @@ class Updater:
                     vetoed[i] = first >= 0
         return learned
 
-    def _chosen(self, advantages: Tensor, corrected: Corrected | None, sequence: Tensor) -> Tensor:
-        """bool [N]: without a KL, a rollout of advantage 0 or without a kept token has a gradient of exactly 0."""
-        if self.loss.kl > 0 or not self.config.objective.skip_no_signal:
-            return torch.ones_like(advantages, dtype=torch.bool)
-        chosen = advantages != 0
+    def _teaching(self, advantages: Tensor, corrected: Corrected | None, sequence: Tensor) -> Tensor:
+        """bool [N]: a rollout of advantage 0 or without a kept token has a policy gradient of exactly 0."""
+        teaching = advantages != 0
         if corrected is not None:
-            chosen &= ragged.total(corrected.token_keep.long(), sequence, len(advantages)) > 0
-        return chosen
+            teaching &= ragged.total(corrected.token_keep.long(), sequence, len(advantages)) > 0
+        return teaching
 
     def _loss_fn(
         self,
