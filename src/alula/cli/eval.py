@@ -1,0 +1,91 @@
+"""`alula eval`: accuracy on data sets, dense or under any sparsity."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from alula.errors import SettingError
+
+if TYPE_CHECKING:
+    from alula.data import Dataset
+    from alula.engine.engine import Engine
+    from alula.engine.rollout import Sampling
+    from alula.evals import EvalResult
+    from alula.sparsity.policy import Sparsity
+
+
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Hub ids, folders or GGUF files; several are compared.")],
+    data: Annotated[list[str], typer.Option(help="gsm8k, math500, ..., task:NAME, a JSONL or Parquet file; repeat.")],
+    sparsity: Annotated[list[str] | None, typer.Option(help="dense, rkv:512+128, block-topk:1024; repeat.")] = None,
+    k: Annotated[int, typer.Option(help="Answers per problem.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Only this many problems of each data set.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="What says that an answer is right; by default math, or the task's own.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 2048,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling and of generated tasks.")] = 0,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the benchmarks lie on disk, a folder each.")] = None,
+    split: Annotated[str | None, typer.Option(help="Of a Hugging Face data set.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default where there is one.")] = None,
+    sparse_adapter: Annotated[Path | None, typer.Option(help="DistillSparse's adapter, for sparse policies.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all results here, as JSON.")] = None,
+) -> None:
+    """Evaluate models on data sets: pass@1, avg@k, maj@k, response length and KV use, as one table."""
+    from alula.sparsity.parse import parse_sparsity
+
+    if k > 1 and temperature == 0:
+        raise SettingError(f"k={k} with temperature=0: greedy answers are all the same; set --temperature.")
+    policies = [parse_sparsity(text) for text in sparsity or ["dense"]]
+    pages = {policy.select.block for policy in policies if policy.select}
+    if len(pages) > 1:
+        raise SettingError(f"--sparsity: block sizes {sorted(pages)} need different page sizes; use one call each.")
+    from alula.cli.generate import pick_device
+    from alula.data import load
+    from alula.engine.engine import Engine
+    from alula.engine.rollout import Sampling
+
+    sets = [load(source, split=split, data_dir=data_dir, size=limit, seed=seed) for source in data]
+    sampling = Sampling(n=k, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    results: list[EvalResult] = []
+    for model in models:
+        engine = Engine.load(
+            model, device=pick_device(device), dtype=dtype, kv_memory=kv_memory, page=next(iter(pages), 16),
+            sparse_adapter=sparse_adapter,
+        )  # fmt: skip
+        for source, dataset in zip(data, sets):
+            for policy in policies:
+                name = reward or (source if source.startswith("task:") else "math")
+                results.append(one(engine, dataset, policy, sampling, name, chat))
+                typer.echo(f"{engine.name}, {dataset.name}, {policy.describe()}: {results[-1].accuracy:.1%}", err=True)
+                if out is not None:  # after each, so that nothing is lost
+                    out.write_text(json.dumps([r.to_dict() for r in results], indent=1) + "\n")
+    from rich.console import Console
+
+    from alula.evals import table
+
+    Console().print(table(results))
+
+
+def one(
+    engine: "Engine", dataset: "Dataset", policy: "Sparsity", sampling: "Sampling", reward: str, chat: bool | None
+) -> "EvalResult":
+    from alula.data import prepare
+    from alula.evals import evaluate as run
+    from alula.rewards import Rewards, RewardSpec
+
+    if engine.tokenizer is None:
+        raise SettingError(f"{engine.name} has no tokenizer, which data sets of text need.")
+    prepared = prepare(dataset, engine.tokenizer, chat=chat)
+    with Rewards([RewardSpec(reward)]) as rewards:
+        return run(
+            lambda prompts, n: engine.generate(prompts, sampling, policy), prepared, rewards, sampling.n,
+            model=engine.name, sparsity=policy.describe(),
+        )  # fmt: skip

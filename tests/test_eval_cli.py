@@ -1,0 +1,59 @@
+"""`alula eval` from the command line: several policies, one table, results on disk."""
+
+import json
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from alula.cli.main import app
+from alula.data.tasks import build
+from alula.data.tasks.tokenizer import task_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model that speaks the task's language, as a Hugging Face folder."""
+    tokenizer = task_tokenizer(build("copy-last"))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run(*words):
+    try:
+        app([str(word) for word in words])
+    except SystemExit as done:
+        return done.code
+    return 0
+
+
+def test_several_policies_in_one_table(folder, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    code = run("eval", folder, "--data", "task:copy-last", "--limit", 6, "--max-new-tokens", 4, "--k", 2,
+               "--temperature", 1, "--sparsity", "dense", "--sparsity", "streaming:6+2,window=2,sinks=1",
+               "--kv-memory", "8MiB", "--out", out)  # fmt: skip
+    assert code in (0, None)
+    results = json.loads(out.read_text())
+    assert [r["sparsity"] for r in results] == ["dense", "streaming 6+2"]
+    assert all(r["problems"] == 6 and r["k"] == 2 and 0 <= r["accuracy"] <= 1 for r in results)
+    assert results[0]["kv"]["saved"] == 0 < results[1]["kv"]["saved"]
+    assert "streaming" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--data", "task:copy-lost"), "did you mean 'copy-last'"),
+        (("--data", "task:copy-last", "--sparsity", "rvk:64"), "did you mean 'rkv'"),
+        (("--data", "task:copy-last", "--k", 4), "--temperature"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence(folder, capsys, words, said):
+    assert run("eval", folder, *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
