@@ -126,6 +126,9 @@ class Simulation:
         for page, count in holders.items():
             assert self.pool.references(page) == count
         assert scheduler.available() >= 0, "more is reserved than there is"
+        preemptible = [self.lives[s].order for s in scheduler.running if not s.evicts]
+        swapped = [self.lives[s].order for s in scheduler.swapped]
+        assert preemptible + swapped == sorted(preemptible + swapped), "the youngest go first and come back last"
         for s in scheduler.running:
             assert len(s.pages) == pages_for(s.kv_len, self.page)
             assert scheduler.table[s.row, : len(s.pages)].tolist() == s.pages
