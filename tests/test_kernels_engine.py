@@ -16,7 +16,8 @@ from alula.ops.sample import philox_uniform, proposal_logits, sample_torch, samp
 from alula.ops.select_pages import score_pages_torch, select_pages_torch, select_pages_triton
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
 
-pytestmark = pytest.mark.kernels
+# the interpreter is numpy, which warns of the infinities that the kernels mask
+pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUPS = pytest.mark.parametrize("group", [1, 3, 7])
