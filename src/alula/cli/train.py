@@ -23,6 +23,8 @@ def train(
 
         print_plan(config)
         return
+    import torch.distributed
+
     from alula.rl.checkpoint import CheckpointError
     from alula.rl.trainer import Trainer, TrainingFailed
 
@@ -31,4 +33,6 @@ def train(
     except (TrainingFailed, CheckpointError) as error:
         typer.echo(f"alula: {error}", err=True)
         raise typer.Exit(1) from error
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     raise typer.Exit(0 if finished else 130)

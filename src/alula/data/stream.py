@@ -1,5 +1,6 @@
 """Prompts without end, shuffled anew every epoch, from a position that can be saved and restored."""
 
+from functools import cached_property
 from typing import Any
 
 from alula.data.dataset import Dataset, Example, shuffled
@@ -33,16 +34,20 @@ class PromptStream:
             self.position = end
         return taken
 
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "epoch": self.epoch,
             "position": self.position,
-            "data": self.dataset.fingerprint(),
+            "data": self.fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["data"] != self.dataset.fingerprint():
+        if state["data"] != self.fingerprint:
             raise SettingError(
                 "the training data differs from the checkpoint's, so its position means nothing; "
                 "restore the data and its settings, or start a new run."
