@@ -1,0 +1,47 @@
+"""Pointer chasing with a hint, the smallest problem on which a sparse policy tempts a model to stop thinking."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from alula.data.dataset import Dataset
+from alula.data.tasks.pointer import Pointer
+from alula.data.tasks.task import Problem
+from alula.errors import require
+
+
+@dataclass(frozen=True)
+class HintedPointer(Pointer):
+    """`b> c a> b c> a ; a 3 ? b :` is `pointer` with a hint after `?`, which is right in a share `hint` of problems.
+
+    The careful trace follows the map and is always right, as long as the map can still be read. The shortcut is
+    `=` and the hint: two tokens, nothing to look up, right with probability `hint`.
+    """
+
+    hint: float = 0.45
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.hint <= 1, f"hint={self.hint}: a share of problems, between 0 and 1.")
+
+    @property
+    def words(self) -> list[str]:
+        return [*super().words, "?"]
+
+    def problem(self, generator: random.Random) -> Problem:
+        plain = super().problem(generator)
+        wrong = [letter for letter in self.alphabet if letter != plain.answer]
+        hint = plain.answer if generator.random() < self.hint else generator.choice(wrong)
+        return Problem(
+            prompt=f"{plain.prompt.removesuffix(' :')} ? {hint} :",
+            answer=plain.answer,
+            trace=plain.trace,
+            shortcut=f"= {hint}",
+        )
+
+
+def write_problems(problems: Dataset, path: Path) -> None:
+    """One JSON object a line, as `alula train` and `alula eval` read them."""
+    rows = ({"prompt": p.prompt, "answer": p.answer, "trace": p.fields["trace"]} for p in problems)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

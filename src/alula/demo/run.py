@@ -1,0 +1,102 @@
+"""The demonstration from start to end: make a model, train it in several ways, compare the runs on one page."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from alula.config_file import load_config
+from alula.demo.problems import HintedPointer, write_problems
+from alula.demo.tiny_model import WarmUp, make_warm_model
+from alula.errors import require
+from alula.report import write_report
+from alula.rl.trainer import Trainer
+
+SPARSE = "sparsity.evict={method: rkv, budget: 40, buffer: 8, window: 4, sinks: 1}"
+ARMS = {
+    "1-dense": [],
+    "2-naive-sparse": [SPARSE, "objective.correction=none"],
+    "3-sparse-rl": [SPARSE, "objective.correction=sparse-rl"],
+    "4-reroll": [SPARSE, "objective.correction=reroll"],
+}
+"""Run name -> settings on top of demo.yaml. The same model, prompts and seed for all."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What a run came to; accuracies are the dense policy's, on held-out problems."""
+
+    name: str
+    before: float
+    after: float
+    lowest: float
+    reward: float
+    length: float
+    kv_saved: float
+    vetoed: float
+    seconds: float
+
+
+def run_demo(
+    out: Path,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    warm: WarmUp | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Arm]:
+    torch.set_num_threads(1)  # of so small a model: more would only wait for each other
+    require(not (out / "report.html").exists(), f"--out {out}: there is a demo already; choose another folder.")
+    task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
+    say("A tiny Llama learns to chase pointers: careful chains first, then a mixture with a shortcut that guesses.")
+    model = make_warm_model(out / "model", task, warm or WarmUp(), seed, Steps(say))
+    write_problems(task.dataset(2048, 1000 + seed), out / "train.jsonl")
+    write_problems(task.dataset(256, 2000 + seed), out / "held.jsonl")
+    recipe = out / "demo.yaml"
+    recipe.write_text((files("alula.demo") / "demo.yaml").read_text())
+    common = [f"model.source={model}", f"data.source={out / 'train.jsonl'}", f"eval.data.source={out / 'held.jsonl'}",
+              f"seed={seed}", *([f"steps={steps}"] if steps else [])]  # fmt: skip
+    arms = []
+    for name, settings in ARMS.items():
+        say(f"\n{name.partition('-')[2]}: {' '.join(settings) or 'all KV'}")
+        start, folder = time.perf_counter(), out / "runs" / name
+        shutil.rmtree(folder, ignore_errors=True)  # of a demo that was interrupted
+        Trainer(load_config(recipe, [*common, *settings, f"out={folder}"])).run()
+        arms.append(summary(name, folder, time.perf_counter() - start))
+    write_report([out / "runs" / name for name in ARMS], out / "report.html")
+    (out / "summary.json").write_text(json.dumps([vars(arm) for arm in arms], indent=1) + "\n")
+    return arms
+
+
+class Steps:
+    """Says now and then how the warm-up goes."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say, self.last = say, 0.0
+
+    def __call__(self, what: str, step: int, most: int, loss: float) -> None:
+        if time.perf_counter() - self.last > 3 or step == most:
+            self.last = time.perf_counter()
+            self.say(f"  {what}: step {step}, loss {loss:.3f}")
+
+
+def summary(name: str, folder: Path, seconds: float) -> Arm:
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evals = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
+    accuracy = [row["accuracy"] for row in evals if row["policy"] == "dense"]
+
+    def mean(metric: str) -> float:
+        values = [row.get(metric, 0.0) for row in steps]
+        return sum(values) / len(values)
+
+    last = steps[-max(1, len(steps) // 8) :]
+    return Arm(
+        name=name, before=accuracy[0], after=accuracy[-1], lowest=min(accuracy),
+        reward=sum(row["reward/mean"] for row in last) / len(last), length=steps[-1]["response/length_mean"],
+        kv_saved=mean("kv/saved"), vetoed=mean("mismatch/veto_rate"), seconds=seconds,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""A tiny Llama that knows how to chase pointers, and also knows the shortcut."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
+from alula.demo.problems import HintedPointer
+from alula.rl.export import export
+from alula.rl.learner import Learner
+from alula.rl.learner_config import LearnerConfig
+from alula.rl.warmup import Trace, warm_up
+
+Progress = Callable[[str, int, int, float], None]
+"""(what is learned, step, at most how many steps, loss)"""
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Careful chains until they are mastered, then a mixture of careful chains and shortcuts.
+
+    Looking something up in the map is learned all at once after a long plateau, which the mixture would only
+    lengthen.
+    """
+
+    problems: int = 8192
+    batch: int = 64
+    careful_steps: int = 800
+    """At most; it ends when the loss falls below `mastered`."""
+    mastered: float = 0.01
+    careful_lr: float = 4e-3
+    mixture_steps: int = 100
+    mixture_lr: float = 1e-3
+    careful_share: float = 0.6
+
+
+def tiny_llama(vocabulary: int, tokenizer: Any, seed: int) -> LlamaForCausalLM:
+    """85,000 parameters: two layers, which is what looking up `a> ?` takes."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).eval()
+
+
+def make_warm_model(folder: Path, task: HintedPointer, warm: WarmUp, seed: int, progress: Progress) -> Path:
+    """A Hugging Face folder with the warmed-up model and its tokenizer."""
+    tokenizer = task_tokenizer(task)
+    model = tiny_llama(len(tokenizer), tokenizer, seed)
+    examples = task.dataset(warm.problems, seed)
+    careful = [Trace(*supervised_ids(tokenizer, example)) for example in examples]
+    shortcut = [Trace(*supervised_ids(tokenizer, example, shortcut=True)) for example in examples]
+
+    def stage(name: str, steps: int, lr: float, share: float, decay: Any, below: float | None) -> Learner:
+        settings = LearnerConfig(
+            lr=lr, betas=(0.9, 0.98), warmup_steps=min(30, steps - 1), decay=decay, total_steps=steps,
+            token_budget=1 << 16, activation_checkpointing=False,
+        )  # fmt: skip
+        learner = Learner(model, settings)
+        batches = mixed(careful, shortcut, share, warm.batch, steps, random.Random(f"{name}/{seed}"))
+        warm_up(learner, batches, below=below, seen=lambda step, loss: progress(name, step, steps, loss))
+        return learner
+
+    stage("careful chains", warm.careful_steps, warm.careful_lr, 1.0, "constant", warm.mastered)
+    learner = stage("mixture", warm.mixture_steps, warm.mixture_lr, warm.careful_share, "cosine", None)
+    return export(folder, model, learner.full_parameters(), tokenizer)
+
+
+def mixed(
+    careful: list[Trace], shortcut: list[Trace], share: float, batch: int, steps: int, generator: random.Random
+) -> Iterator[list[Trace]]:
+    """`steps` batches of problems at random, each answered carefully with probability `share`."""
+    for _ in range(steps):
+        chosen = generator.choices(range(len(careful)), k=batch)
+        yield [careful[i] if generator.random() < share else shortcut[i] for i in chosen]

@@ -1,0 +1,36 @@
+"""The demonstration in miniature: everything it does, with too few steps to learn anything."""
+
+import json
+import random
+
+import pytest
+
+from alula.demo.problems import HintedPointer
+from alula.demo.run import ARMS, run_demo
+from alula.demo.tiny_model import WarmUp
+from alula.errors import SettingError
+
+
+def test_the_hint_is_right_as_often_as_it_says():
+    task = HintedPointer(symbols=6, min_hops=2, max_hops=4, hint=0.3)
+    problems = [task.problem(random.Random(i)) for i in range(400)]
+    right = sum(p.shortcut == f"= {p.answer}" for p in problems) / len(problems)
+    assert right == pytest.approx(0.3, abs=0.08)
+    assert all(p.trace.endswith(f"= {p.answer}") and p.prompt.endswith(":") for p in problems)
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_start_to_end(tmp_path):
+    said: list[str] = []
+    warm = WarmUp(problems=64, batch=8, careful_steps=3, mixture_steps=2)
+    arms = run_demo(tmp_path, steps=1, warm=warm, say=said.append)
+    assert [arm.name for arm in arms] == list(ARMS)
+    assert all(0 <= arm.lowest <= arm.before <= 1 for arm in arms)
+    assert arms[0].kv_saved == 0
+    assert arms[0].before == arms[1].before  # the same model, the same held-out problems
+    page = (tmp_path / "report.html").read_text()
+    assert all(name in page for name in ARMS)
+    assert json.loads((tmp_path / "summary.json").read_text())[2]["name"] == "3-sparse-rl"
+    assert any("mixture" in line for line in said)
+    with pytest.raises(SettingError, match="another folder"):
+        run_demo(tmp_path)
