@@ -10,6 +10,7 @@ import pytest
 
 import toy
 from alula.rl import checkpoint
+from alula.rl.record import Record
 from alula.rl.trainer import train
 
 KILLS = int(os.environ.get("ALULA_KILLS", "3"))
@@ -125,21 +126,36 @@ def test_killed_inside_a_checkpoint_write(tmp_path, whole, place):
     same(out, whole)
 
 
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_asked_to_stop(tmp_path, whole, asked):
-    """Saves where it is, says so, and leaves; at whatever moment."""
+PHASES = ("rollouts", "rewards", "scoring", "learning", "evaluation (sparse)", "checkpoint", "export")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_asked_to_stop(tmp_path, whole, phase):
+    """Saves where it is, says so, and leaves: whatever it is doing, at the third time that it does it."""
     out = tmp_path / "run"
-    child = start(out, resume=False)
-    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
-        time.sleep(0.01)
-    time.sleep(random.Random(int(asked)).uniform(0, 0.4) * whole[2])
-    os.kill(child, asked)
-    assert end_of(child) == 130
-    assert '"stopped"' in (out / "status.json").read_text()
+    asked = (signal.SIGTERM, signal.SIGINT)[PHASES.index(phase) % 2]
+
+    def ask_in_phase() -> None:
+        times = []
+
+        def ask(record, name):
+            times.append(name)
+            if times.count(phase) == (1 if phase == "export" else 3) and name == phase:
+                os.kill(os.getpid(), asked)
+
+        Record.phase = ask
+
+    code = end_of(start(out, resume=False, before=ask_in_phase))
     steps = [row["step"] for row in toy.rows(out, "metrics.jsonl")]
     latest = checkpoint.Checkpoints(out / "checkpoints").latest()
     assert latest is not None
     assert latest.name == f"step-{steps[-1]:08d}", "everything done is in the checkpoint"
+    if phase == "export":
+        assert code == 0, "there is nothing left to stop"
+    else:
+        assert code == 130
+        assert steps[-1] < 8
+        assert '"stopped"' in (out / "status.json").read_text()
     finish(out)
     same(out, whole)
 
