@@ -14,8 +14,8 @@ def demo(
     """Train a tiny model densely, naively sparse, with Sparse-RL's correction and with reroll, and compare them.
 
     The model is made on the spot: it can follow pointers step by step, looking each one up in its own context, or
-    guess. Under a small KV budget the careful chain fails more often than the guess, so a naive run learns to guess, and the
-    dense policy, which is what is trained, forgets what it could do.
+    guess. Under a small KV budget the careful chain fails more often than the guess, so a naive run learns to guess,
+    and the dense policy, which is what is trained, forgets what it could do.
     """
     from rich.console import Console
     from rich.table import Table
