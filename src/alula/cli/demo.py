@@ -9,7 +9,7 @@ import typer
 def demo(
     out: Annotated[Path, typer.Option(help="Where models, runs and the report go.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Everything random depends on it.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Training steps of each run, by default 40.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run, by default 25.")] = None,
 ) -> None:
     """Train a tiny model densely, naively sparse, with Sparse-RL's correction and with reroll, and compare them.
 

@@ -17,7 +17,7 @@ from alula.errors import require
 from alula.report import write_report
 from alula.rl.trainer import Trainer
 
-SPARSE = "sparsity.evict={method: rkv, budget: 40, buffer: 8, window: 4, sinks: 1}"
+SPARSE = "sparsity.evict={method: streaming, budget: 32, buffer: 8, window: 4, sinks: 1}"
 ARMS = {
     "1-dense": [],
     "2-naive-sparse": [SPARSE, "objective.correction=none"],
