@@ -54,18 +54,21 @@ def one_step(
     loaded: LoadedModel, engine: Engine, learner: Learner, sparsity: Sparsity, prompts: list[list[int]],
     lengths: list[int], group: int, updates: int, correction: Correction,
 ) -> dict:  # fmt: skip
-    """A whole step with a given response length per rollout."""
+    """A whole step with a given response length per rollout; those of one prompt and one length share its KV."""
     phases, n = Phases(), len(lengths)
-    requests = [
-        Request(next(engine._ids), prompts[i // group], Sampling(max_new_tokens=lengths[i], ignore_eos=True), sparsity,
-                frozenset(), i)
-        for i in range(n)
-    ]  # fmt: skip
+    requests, first = [], 0
+    while first < n:
+        last = first + 1
+        while last % group and lengths[last] == lengths[first]:
+            last += 1
+        sampling = Sampling(n=last - first, max_new_tokens=lengths[first], ignore_eos=True)
+        requests.append(Request(next(engine._ids), prompts[first // group], sampling, sparsity, frozenset(), first))
+        first = last
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     engine.pool.peak = 0
     with phases.phase("rollout"):
-        rollouts = sorted(engine.stream(requests), key=lambda r: r.prompt_index)
+        rollouts = sorted(engine.stream(requests), key=lambda r: (r.prompt_index, r.sample_index))
     with phases.phase("sleep"):
         engine.sleep()
     sequences = rollouts
@@ -167,6 +170,7 @@ def small_step(ceilings: Ceilings) -> list[dict]:
         correction = Correction.none() if sparsity.dense else Correction.sparse_rl()
         for _ in range(3):
             row = one_step(loaded, engine, learner, sparsity, prompts, [256] * 512, 8, 2, correction)
+            print(json.dumps(row), flush=True)
         found.append({"kind": "step smollm2-135m", **row})
     return found
 

@@ -417,6 +417,7 @@ def test_ties_are_drawn_alike_at_temperature_0():
 def test_the_whole_engine_on_kernels(kernels):
     """Prompt, decoding, eviction, compaction and selection together: the same rollouts as with the references."""
     loaded = oracle.custom_model(3, layers=1)
+    loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
     policies = [
         Sparsity(Evict("rkv", 18, buffer=2, window=3, sinks=1), Select("quest", 16, 4, 0)),
         Sparsity(Evict("h2o", 8, buffer=2, window=3, sinks=1)),

@@ -364,7 +364,8 @@ class Scheduler:
         are dropped, so that what one compaction reads is never what another in the same launch writes."""
         event = Event(step, [], n, keep, [], [])
         batch: list[Part] = []
-        while waiting and len(batch) < MOST_TOGETHER:
+        scratch = 0
+        while waiting and (len(batch) < FEW or scratch < self.pool.usable // SCRATCH):
             s = waiting[0].sequence
             s.kv_len = keep
             need = pages_for(keep + max(1, s.steps_to_eviction(waiting[0].steps - step)), self.page)
@@ -373,6 +374,7 @@ class Scheduler:
                 break
             batch.append(waiting.pop(0))
             event.new.append(self.pool.take(need))
+            scratch += need
         assert batch, "the scratch set aside at the start covers at least one eviction"
         for part, pages in zip(batch, event.new):
             s = part.sequence
@@ -389,5 +391,6 @@ class Scheduler:
         return event
 
 
-MOST_TOGETHER = 8
-"""Rows compacted in one launch: bounds the scratch pages and the scoring buffers."""
+FEW, SCRATCH = 8, 16
+"""Rows compacted in one launch: these few, or more while their new pages stay within 1/16 of the pool. Many rows in
+step (a batch of one prompt length) would otherwise cost a launch for every few."""
