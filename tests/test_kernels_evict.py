@@ -1,10 +1,14 @@
 """The eviction kernels against their torch twins: on CUDA where there is one, else in Triton's interpreter."""
 
+import math
+
 import pytest
 import torch
 
+from alula.ops.compact import install
 from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
 from alula.ops.redundancy import alignment_torch, alignment_triton, redundancy_torch, redundancy_triton
+from alula.ops.top_indices import top_indices_torch, top_indices_triton
 from alula.sparsity.evict import METHODS, Cached, keep
 from test_evictors import best_slots, cached
 
@@ -80,6 +84,36 @@ def test_scores_do_not_overflow_where_logits_are_large():
     queries, keys = some_queries(1, 2, 8, 16) * 1000, some_keys(1, 70, 16)[None]
     expected = mean_attention_torch(queries, keys, 1.0, 8)
     torch.testing.assert_close(mean_attention_triton(queries, keys, 1.0, 8), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "count", "first", "window"), [
+    (1, 1, 0, 1), (9, 9, 4, 5), (9, 6, 4, 2), (9, 5, 0, 0), (64, 20, 3, 0), (100, 37, 0, 8), (100, 99, 90, 1),
+])  # fmt: skip
+def test_top_indices_with_slots_that_always_stay(n, count, first, window):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan])
+    drawn = torch.randint(len(values), (5, n), generator=torch.Generator().manual_seed(n))
+    scores = values[drawn].to(DEVICE)
+    expected = []
+    for row in scores.tolist():
+        expected.append(best_slots([-math.inf if math.isnan(x) else x for x in row], n, count, first, window))
+    for choose in (top_indices_torch, top_indices_triton):
+        assert choose(scores, count, first, window).tolist() == expected
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 70])
+def test_install(width, monkeypatch):
+    """Rows in any order, tables that are parts of one upload, a table wider than what is written."""
+    upload = torch.arange(3 * (width + 4), dtype=torch.int32).view(3, -1).to(DEVICE)
+    upload[:, 2] = torch.tensor([4, 0, 2])
+    for kernels in "01":
+        monkeypatch.setenv("ALULA_TRITON_INTERPRET", kernels)
+        table = torch.full((6, 80), -1, dtype=torch.int32, device=DEVICE)
+        state = torch.full((2, 6), -1, dtype=torch.int32, device=DEVICE)
+        install(table, state[1], upload[:, 2], upload[:, 3 : 3 + width], 37)
+        assert state.tolist() == [[-1] * 6, [37, -1, 37, -1, 37, -1]]
+        for row in range(6):
+            pages = upload[[4, 0, 2].index(row), 3 : 3 + width].tolist() if row in (0, 2, 4) else []
+            assert table[row].tolist() == pages + [-1] * (80 - len(pages))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -8,7 +8,7 @@ from alula.engine.cache import Cache
 from alula.engine.rows import Rows
 from alula.engine.scheduler import Event
 from alula.engine.transfer import on_device
-from alula.ops.compact import compact, gather_keys
+from alula.ops.compact import compact, gather_keys, install
 from alula.sparsity.evict import build, keep
 from alula.sparsity.evict.base import Cached
 
@@ -22,7 +22,7 @@ def evict(cache: Cache, rows: Rows, event: Event) -> Tensor:
     each = event.n * cache.shape.token_bytes // 2
     together = max(1, SCORING_BYTES // each)
     kept = [_evict_rows(cache, rows, event, i, i + together) for i in range(0, len(event.rows), together)]
-    return torch.cat(kept)
+    return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
 def _evict_rows(cache: Cache, rows: Rows, event: Event, first: int, last: int) -> Tensor:
@@ -33,13 +33,13 @@ def _evict_rows(cache: Cache, rows: Rows, event: Event, first: int, last: int) -
     old, new = (table_of(pages[first:last]) for pages in (event.old, event.new))
     index = np.asarray(event.rows[first:last], np.int32)[:, None]
     upload = on_device(np.concatenate([index, old, new], 1), cache.device)
-    row = upload[:, 0].long()
+    row = upload[:, 0]
     old_pages, new_pages = upload[:, 1 : 1 + old.shape[1]], upload[:, 1 + old.shape[1] :]
     queries = attention_sums = None
     if evictor.queries:
-        queries = cache.ring[:, row, :, : evictor.queries].transpose(0, 1).flatten(0, 1)  # type: ignore[index]
+        queries = of_rows(cache.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
     if evictor.accumulates:
-        attention_sums = cache.accumulated[:, row, :, : event.n].transpose(0, 1).flatten(0, 1)  # type: ignore[index]
+        attention_sums = of_rows(cache.accumulated[..., : event.n], row)  # type: ignore[index]
     kv = Cached(
         keys=gather_keys(cache.keys, old_pages, event.n).flatten(0, 1),
         queries=queries,
@@ -59,9 +59,13 @@ def _evict_rows(cache: Cache, rows: Rows, event: Event, first: int, last: int) -
         moved = attention_sums.view(len(row), shape.layers, shape.kv_heads, -1).gather(3, kept.long())
         cache.accumulated[:, row] = 0  # type: ignore[index]
         cache.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
-    rows.table[row, : new_pages.shape[1]] = new_pages
-    rows.kv_len[row] = event.keep
+    install(rows.table, rows.kv_len, row, new_pages, event.keep)
     return kept
+
+
+def of_rows(state: Tensor, row: Tensor) -> Tensor:
+    """[L, rows, ...] -> [C·L, ...]: what is kept beside the KV of some rows, in one launch."""
+    return state.transpose(0, 1).index_select(0, row).flatten(0, 1)
 
 
 def table_of(pages: list[list[int]]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Move KV between pages: read a sequence's keys as one piece, and copy the kept tokens into fresh pages."""
+"""Move KV between pages: read a sequence's keys as one piece, copy the kept tokens into fresh pages, use those."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ def gather_keys(keys: Tensor, table: Tensor, n: int) -> Tensor:
     rows = len(table)
     if use_triton(keys):
         out = torch.empty(rows, layers, kv_heads, n, dim, dtype=keys.dtype, device=keys.device)
-        every = torch.arange(n, dtype=torch.int32, device=keys.device)
         _copy[(triton.cdiv(n, 64), rows * layers, kv_heads)](
-            keys, keys, out, out, every, table, table, keys.stride(0), n, table.stride(0), 0,
+            keys, keys, out, out, keys, table, table, keys.stride(0), n, table.stride(0), 0,
             LAYERS=layers, HEADS=kv_heads, PAGE=page, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), BLOCK=64,
             VALUES=False, PAGED_OUT=False, INDEXED=False, num_warps=4,
         )  # fmt: skip
@@ -49,7 +48,32 @@ def compact(keys: Tensor, values: Tensor, kept: Tensor, old: Tensor, new: Tensor
         cache[layer, target, head, i % page] = cache[layer, source, head, kept % page]
 
 
-@triton.jit
+def install(table: Tensor, kv_len: Tensor, row: Tensor, pages: Tensor, count: int) -> None:
+    """Batch row row[c] now holds `count` tokens in pages[c]: table [rows, width], kv_len [rows], pages [C, <= width],
+    all int32."""
+    if use_triton(table):
+        _install[(len(row),)](
+            table, kv_len, row, pages, count, table.stride(0), row.stride(0), pages.stride(0), pages.shape[1],
+            BLOCK=64, num_warps=1,
+        )  # fmt: skip
+        return
+    table[row, : pages.shape[1]] = pages
+    kv_len[row] = count
+
+
+# The tables of an event lie anywhere in one upload: nothing is specialised on where, or on how wide they are.
+@triton.jit(do_not_specialize=["row", "pages", "count", "row_stride", "pages_row", "width"])
+def _install(table, kv_len, row, pages, count, table_row, row_stride, pages_row, width, BLOCK: tl.constexpr):
+    c = tl.program_id(0)
+    target = tl.load(row + c * row_stride)
+    for first in range(0, width, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        page = tl.load(pages + c * pages_row + i, mask=i < width, other=0)
+        tl.store(table + target * table_row + i, page, mask=i < width)
+    tl.store(kv_len + target, count)
+
+
+@triton.jit(do_not_specialize=["old", "new", "old_row", "new_row"])
 def _copy(
     keys, values, keys_out, values_out, kept, old, new, layer_stride, count, old_row, new_row,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,

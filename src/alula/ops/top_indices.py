@@ -12,24 +12,29 @@ LARGEST_ROW = 32768
 """Longest row that one program holds in registers; longer ones are sorted."""
 
 
-def top_indices(scores: Tensor, count: int) -> Tensor:
-    """fp32 [R, n] -> int32 [R, count], ascending."""
+def top_indices(scores: Tensor, count: int, first: int = 0, window: int = 0) -> Tensor:
+    """fp32 [R, n] -> int32 [R, count], ascending. The first `first` and the last `window` are always among them."""
     if use_triton(scores) and scores.shape[1] <= LARGEST_ROW:
-        return top_indices_triton(scores, count)
-    return top_indices_torch(scores, count)
+        return top_indices_triton(scores, count, first, window)
+    return top_indices_torch(scores, count, first, window)
 
 
-def top_indices_torch(scores: Tensor, count: int) -> Tensor:
-    clean = torch.nan_to_num(scores, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")) + 0.0
-    order = torch.sort(clean, dim=-1, descending=True, stable=True).indices[..., :count]
-    return order.sort(-1).values.int()
+def top_indices_torch(scores: Tensor, count: int, first: int = 0, window: int = 0) -> Tensor:
+    rows, n = scores.shape
+    middle = scores[:, first : n - window]
+    clean = torch.nan_to_num(middle, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")) + 0.0
+    order = torch.sort(clean, dim=-1, descending=True, stable=True).indices[:, : count - first - window]
+    slots = torch.arange(n, device=scores.device).expand(rows, n)
+    return torch.cat([slots[:, :first], order.sort(-1).values + first, slots[:, n - window :]], 1).int()
 
 
-def top_indices_triton(scores: Tensor, count: int) -> Tensor:
+def top_indices_triton(scores: Tensor, count: int, first: int = 0, window: int = 0) -> Tensor:
     rows, n = scores.shape
     out = torch.empty(rows, count, dtype=torch.int32, device=scores.device)
     block = triton.next_power_of_2(n)
-    _top_indices[(rows,)](scores, out, scores.stride(0), n, count, BLOCK=block, num_warps=warps_for(block))
+    _top_indices[(rows,)](
+        scores, out, scores.stride(0), n, count, first, window, BLOCK=block, num_warps=warps_for(block)
+    )
     return out
 
 
@@ -62,12 +67,14 @@ def choose_largest(order, valid, count):
     return above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= room))
 
 
-@triton.jit
-def _top_indices(scores, out, row_stride, n, count, BLOCK: tl.constexpr):
+# Lengths are never specialised on: the kernel must not be compiled again for another prompt or budget.
+@triton.jit(do_not_specialize=["n", "count", "first", "window"])
+def _top_indices(scores, out, row_stride, n, count, first, window, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     valid = i < n
+    free = (i >= first) & (i < n - window)
     order = ordered_bits(tl.load(scores + row * row_stride + i, mask=valid, other=float("-inf")))
-    chosen = choose_largest(order, valid, count)
+    chosen = choose_largest(order, free, count - first - window) | (valid & ~free)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(out + row * count + place, i, mask=chosen)

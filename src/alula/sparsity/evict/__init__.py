@@ -3,7 +3,6 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from alula.errors import require, unknown
@@ -60,10 +59,4 @@ def keep(scores: Tensor, *, count: int, sinks: int, window: int, protected: int 
         first + window <= count <= n,
         f"cannot keep {count} of {n} tokens when the first {first} and the last {window} always stay.",
     )
-    chosen = count - first - window
-    slots = torch.arange(n, dtype=torch.int32, device=scores.device).expand(rows, heads, n)
-    parts = [slots[..., :first], slots[..., n - window :]]
-    if chosen:
-        middle = scores[..., first : n - window].flatten(0, 1)
-        parts.insert(1, top_indices(middle, chosen).view(rows, heads, chosen) + first)
-    return torch.cat(parts, -1)
+    return top_indices(scores.flatten(0, 1), count, first, window).view(rows, heads, count)
