@@ -7,6 +7,7 @@ import torch
 
 from alula.ops.compact import install
 from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
+from alula.ops.mix import pool_and_mix, pool_and_mix_torch
 from alula.ops.redundancy import alignment_torch, alignment_triton, redundancy_torch, redundancy_triton
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
 from alula.sparsity.evict import METHODS, Cached, keep
@@ -78,6 +79,18 @@ def test_importance_of_a_window_that_one_program_cannot_hold():
     for window in (0, 40):
         expected = mean_attention_torch(queries, keys, 0.3, window)
         torch.testing.assert_close(mean_attention_triton(queries, keys, 0.3, window), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's, about lanes past the end of a row
+@pytest.mark.parametrize("kernel", [1, 3, 7, 31])
+@pytest.mark.parametrize("n", [1, 20, 1500])
+def test_pool_and_mix_gives_the_bits_that_torch_gives(n, kernel):
+    important, redundant = some_keys(2, 3, n).softmax(-1)
+    important[1, n // 2] = math.nan
+    for mix in (0.0, 0.07, 0.1, 1.0):
+        expected = pool_and_mix_torch(important, redundant, kernel, mix)
+        actual = pool_and_mix(important, redundant, kernel, mix)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_scores_do_not_overflow_where_logits_are_large():

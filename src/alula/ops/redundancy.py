@@ -79,12 +79,12 @@ def redundancy_triton(keys: Tensor, threshold: float) -> Tensor:
     heads, n, dim = keys.shape
     aligned, inverse = alignment_triton(keys)
     last = torch.empty(heads, n, dtype=torch.int32, device=keys.device)
-    removed = torch.zeros(heads, n, dtype=torch.int64, device=keys.device)
+    removed = torch.empty(heads, n, dtype=torch.int64, device=keys.device)
     out = torch.empty_like(aligned)
     dim_pow2 = triton.next_power_of_2(dim)
     block_i, block_j, warps = scan_tile(keys)
     _find_last[(heads * triton.cdiv(n, block_i),)](
-        keys, inverse, last, n, threshold,
+        keys, inverse, last, removed, n, threshold,
         DIM=dim, DIM_POW2=max(16, dim_pow2), BLOCK_I=block_i, BLOCK_J=block_j, num_warps=warps,
     )  # fmt: skip
     _remove_last[(heads * triton.cdiv(n, 64),)](
@@ -143,10 +143,10 @@ def _align(
 
 @triton.jit(do_not_specialize=["n"])
 def _find_last(
-    keys, inverse, out, n, threshold,
+    keys, inverse, out, removed, n, threshold,
     DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """last(i) for one tile of rows."""
+    """last(i) for one tile of rows. Sets `removed` to zero for the kernel after it."""
     tiles = tl.cdiv(n, BLOCK_I)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     keys += head * n * DIM
@@ -168,6 +168,7 @@ def _find_last(
         last = tl.maximum(last, tl.max(tl.where(similar, j[None, :], -1), 1))
         first -= BLOCK_J
     tl.store(out + head * n + i, tl.maximum(last, 0), mask=i < n)
+    tl.store(removed + head * n + i, tl.zeros([BLOCK_I], tl.int64), mask=i < n)
 
 
 @triton.jit(do_not_specialize=["n"])

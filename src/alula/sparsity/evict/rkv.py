@@ -6,6 +6,7 @@ from torch import Tensor
 
 from alula.errors import require
 from alula.ops.importance import importance
+from alula.ops.mix import pool_and_mix
 from alula.ops.redundancy import redundancy
 from alula.sparsity.evict.base import Cached, Evictor, require_pooling
 
@@ -40,6 +41,6 @@ class RKV(Evictor):
 
     def score(self, kv: Cached) -> Tensor:
         assert kv.queries is not None
-        important = importance(kv.queries, kv.keys, kv.scaling, self.window, self.kernel)
+        attention = importance(kv.queries, kv.keys, kv.scaling, self.window, kernel=1).flatten(0, 1)
         redundant = redundancy(kv.keys.flatten(0, 1), self.threshold).softmax(-1)
-        return self.mix * important - (1 - self.mix) * redundant.view_as(important)
+        return pool_and_mix(attention, redundant, self.kernel, self.mix).view(kv.keys.shape[:-1])
