@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.demo.problems import HintedPointer
@@ -63,6 +63,14 @@ def make_warm_model(folder: Path, task: HintedPointer, warm: WarmUp, seed: int, 
     """A Hugging Face folder with the warmed-up model and its tokenizer."""
     tokenizer = task_tokenizer(task)
     model = tiny_llama(len(tokenizer), tokenizer, seed)
+    learner = teach(model, tokenizer, task, warm, seed, progress)
+    return export(folder, model, learner.full_parameters(), tokenizer)
+
+
+def teach(
+    model: PreTrainedModel, tokenizer: Any, task: HintedPointer, warm: WarmUp, seed: int, progress: Progress
+) -> Learner:
+    """Both stages of the warm-up, in place; the learner that ends it holds the parameters."""
     examples = task.dataset(warm.problems, seed)
     careful = [Trace(*supervised_ids(tokenizer, example)) for example in examples]
     shortcut = [Trace(*supervised_ids(tokenizer, example, shortcut=True)) for example in examples]
@@ -78,8 +86,7 @@ def make_warm_model(folder: Path, task: HintedPointer, warm: WarmUp, seed: int, 
         return learner
 
     stage("careful chains", warm.careful_steps, warm.careful_lr, 1.0, "constant", warm.mastered)
-    learner = stage("mixture", warm.mixture_steps, warm.mixture_lr, warm.careful_share, "cosine", None)
-    return export(folder, model, learner.full_parameters(), tokenizer)
+    return stage("mixture", warm.mixture_steps, warm.mixture_lr, warm.careful_share, "cosine", None)
 
 
 def mixed(

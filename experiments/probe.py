@@ -1,0 +1,133 @@
+"""Before any training: what does a KV budget do to the warmed-up model?
+
+    python experiments/probe.py --bed tiny --seeds 3
+
+For every budget of every compressor, on rollouts of the policy itself: accuracy, of careful chains and of shortcuts
+apart; KV saved; vetoed rollouts and the hazard of a veto per token (ξ < 1e-4); the tail (5th percentile) of acceptance.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from beds import BEDS, Bed, prepared
+from settings import recipe_settings
+
+from alula.data import prepare
+from alula.data.tasks.pointer import Pointer
+from alula.engine.engine import Engine
+from alula.engine.rollout import Rollout, Sampling
+from alula.mismatch.measure import Bins
+from alula.sparsity.parse import parse_sparsity
+
+EVICTORS = ("rkv", "snapkv", "streaming", "keydiff")
+VETO = math.log(1e-4)
+
+
+class Probe:
+    """A warmed-up model on problems that no run trains or is evaluated on, `n` answers to each."""
+
+    def __init__(self, bed: Bed, seed: int, work: Path, prompts: int | None = None) -> None:
+        self.bed, self.seed = bed, seed
+        recipe = recipe_settings(bed)
+        options = {**recipe["engine"], "max_rows": recipe["sampling"]["prompts"] * recipe["sampling"]["n"]}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.engine = Engine.load(str(prepared(bed, seed, work, print_step) / "model"), device=device, **options)
+        problems = bed.task.dataset(prompts or bed.probe_prompts, 3000 + seed)
+        self.problems = prepare(problems, self.engine.tokenizer, chat=False)
+        self.sampling = Sampling(n=2, max_new_tokens=recipe["sampling"]["max_new_tokens"], seed=seed)
+
+    def measure(self, sparsity: str) -> dict[str, Any]:
+        start, policy = time.perf_counter(), parse_sparsity(sparsity)
+        prompts = [list(problem.prompt_ids or ()) for problem in self.problems]
+        rollouts = self.engine.generate(prompts, self.sampling, policy, progress=False)
+        generated = time.perf_counter() - start
+        alphas = self.engine.acceptance(rollouts, policy)
+        tail = Bins(width=1 << 20, count=1).tail(rollouts, alphas)
+        ratios = [d.logprobs - r.logprobs for d, r in zip(self.engine.score(rollouts), rollouts)]
+        vetoed = [int((ratio < VETO).sum()) for ratio in ratios]
+        right: dict[bool, list[float]] = {True: [], False: []}
+        for rollout in rollouts:
+            right[is_guess(rollout)].append(self.score(rollout))
+        held = sum(rollout.kv.mean_tokens * len(rollout) for rollout in rollouts)
+        read = sum(rollout.kv.mean_read_tokens * len(rollout) for rollout in rollouts)
+        whole = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
+        return {
+            "bed": self.bed.name, "seed": self.seed, "sparsity": sparsity,
+            "accuracy": mean(right[False] + right[True]), "careful": mean(right[False]), "guess": mean(right[True]),
+            "careful_share": len(right[False]) / len(rollouts), "rollouts": len(rollouts),
+            "length": mean([float(len(rollout)) for rollout in rollouts]),
+            "careful_length": mean([float(len(rollout)) for rollout in rollouts if not is_guess(rollout)]),
+            "kv_saved": 1 - held / whole, "kv_unread": 1 - read / whole,
+            "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
+            "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
+            "tail": float(tail.value[0]), "tail_low": float(tail.lower[0]), "tail_high": float(tail.upper[0]),
+            "generate_s": generated,
+        }  # fmt: skip
+
+    def score(self, rollout: Rollout) -> float:
+        return Pointer.score(rollout.text or "", self.problems[rollout.prompt_index].record())
+
+
+def is_guess(rollout: Rollout) -> bool:
+    return (rollout.text or "").lstrip().startswith("=")
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def grid(bed: Bed, methods: tuple[str, ...] = EVICTORS) -> list[str]:
+    evictors = [bed.evictor(method, budget) for method in methods for budget in bed.budgets]
+    return ["dense", *evictors, *(bed.selector(budget) for budget in bed.read_budgets)]
+
+
+def print_step(what: str, step: int, most: int, loss: float) -> None:
+    if step % 25 == 0 or step == most:
+        print(f"  {what}: step {step}, loss {loss:.4f}", flush=True)
+
+
+def measured(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(bed: Bed, seed: int, work: Path, policies: list[str], prompts: int | None = None) -> list[dict[str, Any]]:
+    """Rows of a seed; what was measured before is not measured again."""
+    path = work / "probe.jsonl"
+    done = {(row["seed"], row["sparsity"]) for row in measured(path)}
+    left = [policy for policy in policies if (seed, policy) not in done]
+    probe = Probe(bed, seed, work, prompts) if left else None
+    for policy in left:
+        assert probe is not None
+        row = probe.measure(policy)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {name: f"{value:.3f}" for name, value in row.items() if isinstance(value, float)}
+        print(f"{policy:34} " + " ".join(f"{name} {shown[name]}" for name in shown if "_s" not in name), flush=True)
+    return [row for row in measured(path) if row["seed"] == seed]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bed", choices=BEDS, required=True)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--methods", default=",".join(EVICTORS))
+    parser.add_argument("--prompts", type=int, help="problems to probe on; by default the bed's")
+    parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
+    options = parser.parse_args()
+    bed, work = BEDS[options.bed], options.work / options.bed
+    work.mkdir(parents=True, exist_ok=True)
+    for seed in range(options.seeds):
+        start = time.perf_counter()
+        prepared(bed, seed, work, print_step)
+        print(f"warm-up: {time.perf_counter() - start:.0f} s", flush=True)
+        run(bed, seed, work, grid(bed, tuple(options.methods.split(","))), options.prompts)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

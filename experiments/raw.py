@@ -1,0 +1,45 @@
+"""A run folder as one JSON line, small enough to keep beside the page that shows it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arms import Arm
+from beds import Bed
+
+METRICS = (
+    "reward/mean", "response/length_mean", "mismatch/veto_rate", "mismatch/kl_k3", "mismatch/rejected",
+    "mismatch/rerolled", "mismatch/alpha_p05", "kv/saved", "kv/bytes_peak", "policy/entropy", "policy/grad_norm",
+    "time/rollout", "time/score", "time/update", "time/distill", "time/step",
+)  # fmt: skip
+
+
+def write_raw(question: str, bed: Bed, arms: Sequence[Arm], seeds: Sequence[int], work: Path, out: Path) -> None:
+    """`<out>/<question>/<bed>.jsonl`: a line for every run of the question that has begun."""
+    found = [raw_run(bed, arm, seed, work) for arm in arms for seed in seeds]
+    path = out / question / f"{bed.name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in found if row is not None))
+
+
+def raw_run(bed: Bed, arm: Arm, seed: int, work: Path) -> dict[str, Any] | None:
+    folder = work / "runs" / f"{arm.name}-s{seed}"
+    if not (folder / "status.json").exists():
+        return None
+    steps, evals = rows(folder / "metrics.jsonl"), rows(folder / "evals.jsonl")
+    return {
+        "bed": bed.name, "arm": arm.name, "sparsity": arm.sparsity, "correction": arm.correction, "seed": seed,
+        "state": json.loads((folder / "status.json").read_text())["state"], "settings": arm.settings,
+        "evals": [{name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")}
+                  for row in evals],
+        "steps": {name: [short(row.get(name)) for row in steps] for name in METRICS if any(name in r for r in steps)},
+    }  # fmt: skip
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,0 +1,141 @@
+"""Run the arms of one question, several side by side, and write their raw results.
+
+    python experiments/run.py --bed tiny --question collapse --seeds 3
+    python experiments/run.py --bed smollm2 --question collapse --seeds 1 --jobs 4 --seconds 500 --out OUT
+
+A run is a folder of `alula train` under --work; a finished one is not repeated, an unfinished one is resumed. When
+--seconds are over, running arms are stopped with a checkpoint, and the same command goes on from there. What is
+missing, the warm-up and the probe that chooses the budgets, is made first. --out receives one JSON line a run.
+"""
+
+import argparse
+import json
+import multiprocessing
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import probe
+from arms import ONE_SEED, QUESTIONS, Arm
+from beds import BEDS, Bed, prepared
+from choice import chosen_budgets
+from raw import write_raw
+
+import alula.rl.trainer  # noqa: F401  imported once, before the forks
+from alula.config_file import load_config
+
+FORK = multiprocessing.get_context("fork")
+"""Every run is a child of its own: nothing of CUDA is touched in the parent."""
+
+
+@dataclass(frozen=True)
+class Run:
+    bed: Bed
+    arm: Arm
+    seed: int
+    work: Path
+    settings: tuple[str, ...] = ()
+    """On top of everything, for trying out."""
+
+    @property
+    def folder(self) -> Path:
+        return self.work / "runs" / f"{self.arm.name}-s{self.seed}"
+
+    @property
+    def log(self) -> Path:
+        return self.work / "logs" / f"{self.folder.name}.log"
+
+    @property
+    def finished(self) -> bool:
+        status = self.folder / "status.json"
+        return status.exists() and json.loads(status.read_text())["state"] == "finished"
+
+    def __call__(self) -> None:
+        import torch
+
+        from alula.rl.trainer import Trainer
+
+        torch.set_num_threads(1)
+        start, data = prepared(self.bed, self.seed, self.work, probe.print_step), self.work / f"data-{self.seed}"
+        settings = [f"model.source={start / 'model'}", f"data.source={data / 'train.jsonl'}", f"seed={self.seed}",
+                    f"eval.data.source={data / 'held.jsonl'}", f"out={self.folder}"]  # fmt: skip
+        config = load_config(self.bed.recipe, [*settings, *self.arm.settings, *self.settings])
+        with self.log.open("a") as log:
+            try:
+                Trainer(config, resume=self.folder.exists(), stream=log).run()
+            except BaseException:
+                traceback.print_exc(file=log)
+                raise SystemExit(1) from None
+
+
+def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
+    child = FORK.Process(target=function, args=arguments)
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise SystemExit(f"{function.__name__} failed")
+
+
+def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
+    """`jobs` at a time until all are finished or the time is over."""
+    left, busy = [run for run in runs if not run.finished], list[tuple[Run, BaseProcess, float]]()
+    asked = False
+    while left or busy:
+        while left and len(busy) < jobs and time.perf_counter() < deadline:
+            run = left.pop(0)
+            child = FORK.Process(target=run)
+            child.start()
+            busy.append((run, child, time.perf_counter()))
+        time.sleep(0.2)
+        if time.perf_counter() > deadline:
+            left.clear()
+            for _, child, _ in [] if asked else busy:
+                child.terminate()  # SIGTERM: the trainer writes a checkpoint and ends
+            asked = True
+        for entry in [entry for entry in busy if not entry[1].is_alive()]:
+            run, child, start = entry
+            busy.remove(entry)
+            state = {0: "done" if run.finished else "stopped"}.get(
+                child.exitcode or 0, f"failed, see logs: {run.folder}"
+            )
+            print(f"{run.folder.name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bed", choices=BEDS, required=True)
+    parser.add_argument("--question", required=True, help=f"of {', '.join(QUESTIONS)}; several with commas")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--arms", help="only arms whose name contains one of these, separated by commas")
+    parser.add_argument("--budget", type=int, help="of the evictors, in place of the probe's choice")
+    parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run, for trying out")
+    options = parser.parse_args()
+    deadline = time.perf_counter() + options.seconds
+    bed, work = BEDS[options.bed], options.work / options.bed
+    (work / "logs").mkdir(parents=True, exist_ok=True)
+    for seed in range(options.seeds):
+        in_a_child(prepared, bed, seed, work, probe.print_step)
+    if options.budget is None:
+        for seed in range(options.seeds if bed.warm_seeds else 1):
+            in_a_child(probe.run, bed, seed, work, probe.grid(bed))
+    budgets = chosen_budgets(bed, work, options.budget)
+    print(f"budgets: {budgets}", flush=True)
+    for question in options.question.split(","):
+        arms = QUESTIONS[question](bed, budgets)
+        wanted = [a for a in arms if not options.arms or any(part in a.name for part in options.arms.split(","))]
+        seeds = range(1 if question in ONE_SEED else options.seeds)
+        runs = [Run(bed, arm, seed, work, tuple(options.settings)) for seed in seeds for arm in wanted]
+        run_all(runs, options.jobs, deadline)
+        write_raw(question, bed, arms, list(seeds), work, options.out)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    main()

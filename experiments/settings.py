@@ -1,0 +1,24 @@
+"""From an arm to the settings of `alula train`."""
+
+from typing import Any
+
+import yaml
+from beds import Bed
+
+from alula.config_file import Loader
+from alula.sparsity.parse import parse_sparsity
+
+
+def recipe_settings(bed: Bed) -> dict[str, Any]:
+    return yaml.load(bed.recipe.read_text(), Loader)
+
+
+def sparsity_settings(text: str) -> list[str]:
+    """`rkv:24+4,window=4` as the command line spells a policy -> overrides of a recipe."""
+    policy, found = parse_sparsity(text), []
+    if evict := policy.evict:
+        fields = ("method", "budget", "buffer", "window", "sinks", "protect_prompt")
+        found += [f"sparsity.evict.{name}={getattr(evict, name)}" for name in fields]
+    if select := policy.select:
+        found += [f"sparsity.select.{name}={getattr(select, name)}" for name in vars(select)]
+    return found
