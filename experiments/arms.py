@@ -21,6 +21,7 @@ ABLATIONS = {
     "sparse-rl-code": "sparse-rl-code",
 }
 CORRECTIONS = PRESETS | ABLATIONS
+OTHERS = ("snapkv", "streaming", "keydiff")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def main_collapse(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 
 def other_compressors(bed: Bed, budgets: Budgets) -> list[Arm]:
-    return collapse(bed, budgets, ("snapkv", "streaming", "keydiff"))
+    return collapse(bed, budgets, OTHERS)
 
 
 def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
@@ -102,3 +103,5 @@ QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
 }
 ONE_SEED = ("threshold",)
 """A dose-response: many budgets, one run each."""
+PROBED = {"threshold": ("rkv", "block-topk"), "compressors": OTHERS}
+"""Compressors that must be probed before a question's runs; for the others `rkv`."""

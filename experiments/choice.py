@@ -11,11 +11,12 @@ TEMPTING = 0.7
 
 
 def chosen_budgets(bed: Bed, work: Path, budget: int | None = None) -> dict[str, int]:
-    """For every evictor the largest budget that tempts on every seed that was probed; where none does, the smallest."""
+    """For every evictor that was probed, the largest budget that tempts on every seed; where none does, the smallest."""
     if budget is not None:
         return dict.fromkeys(EVICTORS, budget)
     rows = measured(work / "probe.jsonl")
-    return {method: largest_tempting(bed, rows, method) for method in EVICTORS}
+    probed = [method for method in EVICTORS if any(row["sparsity"].startswith(method) for row in rows)]
+    return {method: largest_tempting(bed, rows, method) for method in probed}
 
 
 def largest_tempting(bed: Bed, rows: list[dict[str, Any]], method: str) -> int:

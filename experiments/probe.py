@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,14 @@ def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def grid(bed: Bed, methods: tuple[str, ...] = EVICTORS) -> list[str]:
-    evictors = [bed.evictor(method, budget) for method in methods for budget in bed.budgets]
-    return ["dense", *evictors, *(bed.selector(budget) for budget in bed.read_budgets)]
+def grid(bed: Bed, methods: Sequence[str] = (*EVICTORS, "block-topk")) -> list[str]:
+    found = ["dense"]
+    for method in methods:
+        if method in EVICTORS:
+            found += [bed.evictor(method, budget) for budget in bed.budgets]
+        else:
+            found += [bed.selector(budget) for budget in bed.read_budgets]
+    return found
 
 
 def print_step(what: str, step: int, most: int, loss: float) -> None:
@@ -115,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bed", choices=BEDS, required=True)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--methods", default=",".join(EVICTORS))
+    parser.add_argument("--methods", default=",".join((*EVICTORS, "block-topk")))
     parser.add_argument("--prompts", type=int, help="problems to probe on; by default the bed's")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     options = parser.parse_args()
@@ -125,7 +131,7 @@ def main() -> None:
         start = time.perf_counter()
         prepared(bed, seed, work, print_step)
         print(f"warm-up: {time.perf_counter() - start:.0f} s", flush=True)
-        run(bed, seed, work, grid(bed, tuple(options.methods.split(","))), options.prompts)
+        run(bed, seed, work, grid(bed, options.methods.split(",")), options.prompts)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import probe
-from arms import ONE_SEED, QUESTIONS, Arm
+from arms import ONE_SEED, PROBED, QUESTIONS, Arm
 from beds import BEDS, Bed, prepared
 from choice import chosen_budgets
 from raw import write_raw
@@ -122,12 +122,12 @@ def main() -> None:
     (work / "logs").mkdir(parents=True, exist_ok=True)
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
-    if options.budget is None:
-        for seed in range(options.seeds if bed.warm_seeds else 1):
-            in_a_child(probe.run, bed, seed, work, probe.grid(bed))
-    budgets = chosen_budgets(bed, work, options.budget)
-    print(f"budgets: {budgets}", flush=True)
     for question in options.question.split(","):
+        if options.budget is None:
+            for seed in range(options.seeds if bed.warm_seeds else 1):
+                in_a_child(probe.run, bed, seed, work, probe.grid(bed, PROBED.get(question, ("rkv",))))
+        budgets = chosen_budgets(bed, work, options.budget)
+        print(f"{question}, budgets {budgets}", flush=True)
         arms = QUESTIONS[question](bed, budgets)
         wanted = [a for a in arms if not options.arms or any(part in a.name for part in options.arms.split(","))]
         seeds = range(1 if question in ONE_SEED else options.seeds)
