@@ -11,7 +11,7 @@ TEMPTING = 0.7
 
 
 def chosen_budgets(bed: Bed, work: Path, budget: int | None = None) -> dict[str, int]:
-    """For every evictor that was probed, the largest budget that tempts on every seed; where none does, the smallest."""
+    """The largest budget of every probed evictor that tempts on every seed; where none does, the smallest."""
     if budget is not None:
         return dict.fromkeys(EVICTORS, budget)
     rows = measured(work / "probe.jsonl")

@@ -74,7 +74,10 @@ class Run:
 def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
     child = FORK.Process(target=function, args=arguments)
     child.start()
-    child.join()
+    try:
+        child.join()
+    finally:
+        child.terminate()
     if child.exitcode:
         raise SystemExit(f"{function.__name__} failed")
 
@@ -89,7 +92,10 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
             child = FORK.Process(target=run)
             child.start()
             busy.append((run, child, time.perf_counter()))
-        time.sleep(0.2)
+        try:
+            time.sleep(0.2)
+        except KeyboardInterrupt:
+            deadline = 0.0
         if time.perf_counter() > deadline:
             left.clear()
             for _, child, _ in [] if asked else busy:
