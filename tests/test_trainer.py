@@ -14,10 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import toy
 from alula.engine.rollout import Rollout, Sampling
+from alula.errors import SettingError
 from alula.rl.clock import Clock
+from alula.rl.distributed import World
 from alula.rl.experience import Experience, minibatches
 from alula.rl.held_out import HeldOut, joined
 from alula.rl.plan_check import plan
+from alula.rl.trainer import check_shares
 from alula.sparsity.policy import DENSE
 
 CALM = "learner.eps=1e-4"
@@ -173,22 +176,43 @@ def test_without_a_difference_between_the_policies_every_correction_is_none(tmp_
 
 
 @pytest.mark.parametrize("correction", ["sparse-rl", "none", "{preset: sparse-rl, inner: accepted, veto: 0.9}", "mis"])
-def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, correction, monkeypatch):
+def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, correction):
     settings = (CALM, "learner.updates=1", f"objective.correction={correction}", "objective.kl=0")
     _, _, scored, two_passes, _ = one_step(toy.quick(tmp_path / "two", *settings))
     passes = []
 
-    def count(run):
-        monkeypatch.setattr(run.learner, "score", lambda *a, **o: passes.append(a))
+    def watch(run):
+        score = run.learner.score
+
+        def watched(rollouts, *arguments, **options):
+            passes.append(rollouts)
+            return score(rollouts, *arguments, **options)
+
+        run.learner.score = watched
 
     config = toy.quick(tmp_path / "one", *settings, "objective.one_update=true")
-    before, _, learned, one_pass, _ = one_step(config, count)
-    assert passes == []
+    before, batch, learned, one_pass, _ = one_step(config, watch)
     assert not close(before, one_pass)
     assert close(two_passes, one_pass)
-    taught = [i for i, advantage in enumerate(scored.advantages.tolist()) if advantage]  # the others have no ξ here
-    assert [learned.vetoed[i] for i in taught] == [scored.vetoed[i] for i in taught]
-    assert learned.corrected is not None
+    [left_out] = passes  # only what the update does not compute, for the metrics' sake
+    silent = [i for i, advantage in enumerate(learned.advantages.tolist()) if advantage == 0]
+    assert 0 < len(silent) < 16
+    assert left_out == [batch.rollouts[i] for i in silent]
+    assert learned.vetoed == scored.vetoed
+    assert learned.taught == scored.taught
+    two, one = (
+        {name: value for name, value in toy.rows(tmp_path / run, "metrics.jsonl")[0].items() if "mismatch/" in name}
+        for run in ("two", "one")
+    )
+    assert len(two) > 12
+    assert one == pytest.approx(two, abs=1e-5), "the mismatch is the whole step's in both modes"
+
+
+def test_one_update_mode_scores_nothing_where_the_update_computes_everything(tmp_path):
+    settings = ("learner.updates=1", "objective.kl=0", "objective.one_update=true", "objective.skip_no_signal=false")
+    _, batch, *_ = one_step(toy.quick(tmp_path / "run", *settings))
+    assert batch.left_out == {}
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/kl_k3"] > 0
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -285,6 +309,19 @@ def test_dynamic_sampling_has_a_cap(tmp_path):
     _, batch, _, _, _ = one_step(config)
     assert batch.drawn_groups == 12
     assert len(batch.rollouts) == 8
+
+
+def test_reroll_and_dynamic_sampling_report_the_mismatch_of_every_round(tmp_path):
+    """What was sampled, of the groups that were chosen, whichever round drew them."""
+    sparse_signal = ("sampling.prompts=4", "sampling.n=2", "rewards.use=['task:successor']", "sampling.dynamic=true")
+    rerolled = ("objective.correction={preset: reroll, veto: 0.9}", "sampling.max_rounds=30")
+    _, batch, _, _, _ = one_step(toy.quick(tmp_path / "run", *sparse_signal, *rerolled))
+    assert batch.drawn_groups > 4
+    assert 0 < sum(batch.rerolled) < 8
+    row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
+    assert row["mismatch/veto_rate"] == row["mismatch/rerolled"] == sum(batch.rerolled) / 8
+    log_xi = [value for one in batch.as_sampled for value in one.tolist()]
+    assert row["mismatch/kl_k1"] == pytest.approx(-statistics.fmean(log_xi), abs=1e-7)
 
 
 # -- parts --------------------------------------------------------------------------------------------------
@@ -414,6 +451,24 @@ def test_every_loss_trains(tmp_path, loss):
     before, _, learned, after, _ = one_step(toy.quick(tmp_path / "run", *settings, "objective.kl=0", toy.DENSE))
     assert all(update.taken for update in learned.updates)
     assert not close(before, after)
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "said"),
+    [
+        (5, (), "sampling.prompts=4: each of the 5 ranks"),
+        (3, (), "learner.updates=2: one of the 3 ranks has only 1 groups"),
+        (2, (), None),
+        (3, ("learner.minibatch=rollouts",), None),
+    ],
+)
+def test_every_rank_has_a_part_of_every_update(tmp_path, size, overrides, said):
+    config = toy.quick(tmp_path, *overrides)
+    if said is None:
+        check_shares(config, World(size=size))
+    else:
+        with pytest.raises(SettingError, match=said):
+            check_shares(config, World(size=size))
 
 
 WORKER = """

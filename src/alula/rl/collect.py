@@ -117,11 +117,12 @@ class Collector:
         self.say("scoring")
         with clock.phase("score"), self.engine_asleep():
             found.dense = [scores.logprobs for scores in self.learner.score(found.rollouts, temperature)]
+        sparse = found.sparse(device)
+        found.as_sampled = [dense - sampled for dense, sampled in zip(found.dense, sparse)]
         corrected = correct(
-            torch.cat(found.dense), torch.cat(found.sparse(device)), found.sequence(device), self.correction,
-            sequences=len(found.rollouts), reduce=self.world.sum,
+            torch.cat(found.dense), torch.cat(sparse), found.sequence(device), self.correction,
+            sequences=len(found.rollouts),
         )  # fmt: skip
-        found.sampled_mismatch = corrected.metrics
         vetoed = {i: (found.rollouts[i], k) for i, k in enumerate(corrected.first_vetoed.tolist()) if k >= 0}
         found.rerolled = [i in vetoed for i in range(len(found.rollouts))]
         self.say("rerolls")

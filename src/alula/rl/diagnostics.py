@@ -16,13 +16,34 @@ REFERENCE_VETO = 1e-4
 """Sparse-RL's threshold: what the veto rates count under a correction that has no veto of its own."""
 
 
-def percentiles(values: Tensor, at: tuple[int, ...] = PERCENTILES) -> Tensor:
-    """Percentiles of `values` [T], T ≥ 1, linear between neighbours (torch.quantile stops at 2^24 values)."""
-    ordered = values.sort().values
-    rank = torch.tensor(at, dtype=torch.float64, device=values.device) / 100 * (len(values) - 1)
-    below = rank.long()
-    above = (below + 1).clamp(max=len(values) - 1)
-    return torch.lerp(ordered[below].double(), ordered[above].double(), rank - below)
+def percentiles(values: Tensor, at: tuple[int, ...] = PERCENTILES, reduce: Reduce | None = None) -> Tensor:
+    """Percentiles of float64 `values` [T], of all ranks together with `reduce`; linear between neighbours, 1 where
+    there is no value at all. (torch.quantile stops at 2^24 values.)"""
+    count = torch.tensor([len(values)], device=values.device)
+    last = (reduce(count) if reduce else count) - 1
+    place = torch.tensor(at, dtype=torch.float64, device=values.device) / 100 * last.clamp(min=0)
+    below = place.long()
+    neighbours = torch.cat([below, torch.minimum(below + 1, last)])
+    lower, upper = order_statistics(values, neighbours, reduce).chunk(2)
+    return torch.where(last >= 0, torch.lerp(lower, upper, place - below), 1.0)
+
+
+def order_statistics(values: Tensor, places: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """The values at `places` (from 0, ascending) of all ranks' float64 `values` sorted together.
+
+    Bisection over the 2^64 bit patterns, which as integers (those of negative numbers mirrored) have the order of the
+    numbers: every round sums over ranks how many values do not exceed the middle. Exact, and only counts are sent.
+    """
+    mirror = torch.iinfo(torch.int64).max
+    bits = values.view(torch.int64)
+    keys = torch.where(bits < 0, bits ^ mirror, bits).sort().values
+    low, high = torch.full_like(places, ~mirror), torch.full_like(places, mirror)
+    for _ in range(64):
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean without overflow
+        counts = torch.searchsorted(keys, middle, right=True)
+        reached = (reduce(counts) if reduce else counts) > places
+        low, high = torch.where(reached, low, middle + 1), torch.where(reached, middle, high)
+    return torch.where(high < 0, high ^ mirror, high).view(torch.float64)
 
 
 def mismatch_metrics(
@@ -42,7 +63,7 @@ def mismatch_metrics(
         ess               (Σ ξ)² / (T Σ ξ²), in (0, 1]: share of the tokens that the weights leave in effect
         xi_mean, xi_min, xi_max, xi_p1, xi_p5, xi_p50, xi_p95, xi_p99
 
-    With `reduce` they are over all ranks, except the extremes and the percentiles, which are this rank's.
+    With `reduce` they are over all ranks.
     """
     safe = log_ratio.double().clamp(-clamp, clamp)
     xi = safe.exp()
@@ -60,9 +81,9 @@ def mismatch_metrics(
             xi.square().sum(),
         ]
     )
-    extremes = torch.cat([torch.stack([xi.min(), xi.max()]), percentiles(xi)]) if len(xi) else xi.new_ones(7)
+    points = percentiles(xi, (0, 100, *PERCENTILES), reduce)
     rollouts, tokens, vetoes, lows, k1, k3, xi_sum, xi_squares, *rest = torch.cat(
-        [reduce(sums) if reduce else sums, extremes]
+        [reduce(sums) if reduce else sums, points]
     ).tolist()
     tokens, rollouts = max(tokens, 1.0), max(rollouts, 1.0)
     return {

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alula.data.dataset import Example, shuffled
 from alula.engine.rollout import Rollout
+from alula.rl import ragged
 
 
 @dataclass
@@ -29,8 +30,10 @@ class Experience:
     reference: list[Tensor] = field(default_factory=list)
     """Log-probs under the initial policy, where there is a KL."""
     rerolled: list[bool] = field(default_factory=list)
-    sampled_mismatch: dict[str, float] = field(default_factory=dict)
-    """Mismatch of the rollouts as they were sampled, where some were rerolled since."""
+    as_sampled: list[Tensor] = field(default_factory=list)
+    """log ξ of each rollout as it was sampled, where some were rerolled since."""
+    left_out: dict[int, Tensor] = field(default_factory=dict)
+    """In one-update mode: old log-probs of the rollouts that the update does not compute."""
     drawn_groups: int = 0
     silent_groups: int = 0
     """How many of them had equal rewards, before dynamic sampling chose."""
@@ -45,12 +48,11 @@ class Experience:
 
     def sparse(self, device: torch.device) -> list[Tensor]:
         """Log-probs under the policy that sampled."""
-        return [r.logprobs.to(device) for r in self.rollouts if r.logprobs is not None]
+        return [rollout.sampler_logprobs().to(device) for rollout in self.rollouts]
 
     def sequence(self, device: torch.device) -> Tensor:
         """int64 [T]: the rollout of each token."""
-        lengths = torch.tensor([len(r) for r in self.rollouts], device=device)
-        return torch.repeat_interleave(torch.arange(len(self.rollouts), device=device), lengths)
+        return ragged.sequence([len(rollout) for rollout in self.rollouts], device)
 
     def taught(self, mask_truncated: bool) -> Tensor:
         """bool [N]: rollouts that may teach something: not broken off, and not cut off where that is masked."""
@@ -67,15 +69,15 @@ class Experience:
         return Experience(
             pick(self.rollouts), pick(self.examples), pick(self.rewards),
             {name: pick(values) for name, values in self.parts.items()}, self.failures, self.n,
-            pick(self.dense), pick(self.reference), pick(self.rerolled), self.sampled_mismatch,
-            self.drawn_groups, self.silent_groups,
+            pick(self.dense), pick(self.reference), pick(self.rerolled), pick(self.as_sampled),
+            drawn_groups=self.drawn_groups, silent_groups=self.silent_groups,
         )  # fmt: skip
 
     @classmethod
     def join(cls, rounds: list["Experience"]) -> "Experience":
         whole = rounds[0]
         for other in rounds[1:]:
-            for name in ("rollouts", "examples", "rewards", "failures", "dense", "reference", "rerolled"):
+            for name in ("rollouts", "examples", "rewards", "failures", "dense", "rerolled", "as_sampled"):
                 getattr(whole, name).extend(getattr(other, name))
             for name, values in other.parts.items():
                 whole.parts[name].extend(values)

@@ -1,7 +1,16 @@
 """Rollouts of unequal lengths without padding: tokens [T] and `sequence` [T], the rollout of each."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def sequence(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [T]: the rollout of each token, for rollouts of these lengths one after another."""
+    return torch.repeat_interleave(
+        torch.arange(len(lengths), device=device), torch.tensor(lengths, dtype=torch.int64, device=device)
+    )
 
 
 def flatten(mask: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:

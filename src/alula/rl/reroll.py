@@ -28,13 +28,11 @@ def continuations(engine: Engine, rollouts: Mapping[int, tuple[Rollout, int]], s
 
 def spliced(rollout: Rollout, first: int, suffix: Rollout, tokenizer: object) -> Rollout:
     """The prefix as the sparse policy sampled it, the suffix as the dense one did, each with its own log-probs."""
-    assert rollout.logprobs is not None
-    assert suffix.logprobs is not None
     tokens = rollout.token_ids[:first] + suffix.token_ids
     return replace(
         rollout,
         token_ids=tokens,
-        logprobs=torch.cat([rollout.logprobs[:first], suffix.logprobs]),
+        logprobs=torch.cat([rollout.sampler_logprobs()[:first], suffix.sampler_logprobs()]),
         finish=suffix.finish,
         text=tokenizer.decode(tokens, skip_special_tokens=True),  # type: ignore[attr-defined]
         kv=kv_of_both(rollout, first, suffix),

@@ -22,8 +22,10 @@ MISMATCH = {
     "xi_p50": "xi_p50",
     "xi_p95": "xi_p95",
     "xi_p99": "xi_p99",
+    "rejected_rate": "rejected",
+    "masked_token_rate": "masked_token",
+    "capped_token_rate": "capped_token",
 }
-DROPPED = {"rejected_rate": "rejected", "masked_token_rate": "masked_token", "capped_token_rate": "capped_token"}
 POLICY = {"entropy": "entropy", "clip_fraction": "clip_fraction", "update_kl": "update_kl", "kl": "kl_ref"}
 
 
@@ -41,10 +43,7 @@ def step_metrics(
     """The same on every rank, clocks aside, which are this rank's."""
     metrics = rollout_metrics(config, batch, world, peak_bytes) | update_metrics(learned.updates)
     metrics["policy/taught"] = whole_sum(world, learned.taught) / whole_sum(world, len(batch.rollouts))
-    if learned.corrected is not None:
-        sampled = batch.sampled_mismatch or learned.corrected.metrics
-        metrics |= {f"mismatch/{ours}": sampled[theirs] for theirs, ours in MISMATCH.items()}
-        metrics |= {f"mismatch/{ours}": learned.corrected.metrics[theirs] for theirs, ours in DROPPED.items()}
+    metrics |= {f"mismatch/{ours}": learned.mismatch[theirs] for theirs, ours in MISMATCH.items()}
     metrics["data/epoch"] = epoch
     metrics |= {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
     metrics["time/step"] = clock.total

@@ -51,10 +51,7 @@ class Trainer:
     def __init__(self, config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> None:
         self.config = config
         self.world = world = start(config.model.device)
-        require(
-            config.sampling.prompts >= world.size,
-            f"sampling.prompts={config.sampling.prompts}: each of the {world.size} ranks needs at least one.",
-        )
+        check_shares(config, world)
         self.out = Path(config.out)
         self.record = Record(config, world, stream)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, self.record.say)
@@ -297,6 +294,19 @@ class Trainer:
         if self.distill:
             self.distill.publish()
         self.record.say(f"continuing after step {self.step}.")
+
+
+def check_shares(config: RunConfig, world: World) -> None:
+    """Every rank needs prompts, and something of each optimizer step."""
+    prompts, updates, unit = config.sampling.prompts, config.learner.updates, config.learner.minibatch
+    share = prompts // world.size
+    require(share >= 1, f"sampling.prompts={prompts}: each of the {world.size} ranks needs at least one; raise it.")
+    items = share * (config.sampling.n if unit == "rollouts" else 1)
+    require(
+        updates <= items,
+        f"learner.updates={updates}: one of the {world.size} ranks has only {items} {unit} per step to share out; "
+        "lower it, or raise sampling.prompts.",
+    )
 
 
 def matrix_rate(world: World) -> float | None:

@@ -9,6 +9,7 @@ from alula.config import RunConfig
 from alula.rl import ragged
 from alula.rl.advantages import group_advantages
 from alula.rl.correction import Corrected, correct
+from alula.rl.diagnostics import mismatch_metrics
 from alula.rl.experience import Experience, minibatches
 from alula.rl.learner import Learner, LossFn, Update
 from alula.rl.losses import Divisors, divisors, policy_loss
@@ -20,8 +21,8 @@ class Learned:
     """What a step did to the policy."""
 
     updates: list[Update]
-    corrected: Corrected | None
-    """None where nothing was scored: one-update mode without a rollout that teaches."""
+    mismatch: dict[str, float]
+    """Of the whole step on all ranks, as it was sampled; and what the correction dropped of it."""
     flops: float
     taught: int
     """Rollouts of this rank that the policy's gradient came from."""
@@ -40,28 +41,36 @@ class Updater:
         self.one_update = config.objective.one_update
 
     def score(self, batch: Experience) -> None:
-        """Dense old log-probs (in one-update mode the update gives them), and those of the reference."""
+        """Dense old log-probs, and those of the reference.
+
+        In one-update mode the update itself gives the old log-probs of what it computes; only what it leaves out is
+        scored, so that the mismatch is measured on the whole step all the same.
+        """
         temperature = self.config.sampling.temperature
-        if not self.one_update and not batch.dense:
+        if self.one_update:
+            computed = self._computed(self._advantages(batch, None) != 0)
+            rows = (~computed).nonzero().squeeze(-1).tolist()
+            scored = self.learner.score([batch.rollouts[i] for i in rows], temperature)
+            batch.left_out = {i: scores.logprobs for i, scores in zip(rows, scored)}
+        elif not batch.dense:
             batch.dense = [scores.logprobs for scores in self.learner.score(batch.rollouts, temperature)]
         if self.loss.kl > 0:
             initial = self.learner.score(batch.rollouts, temperature, reference=True)
             batch.reference = [scores.logprobs for scores in initial]
 
     def learn(self, batch: Experience, seed: tuple[int, ...]) -> Learned:
-        device, settings = self.world.device, self.config.objective
+        device = self.world.device
         step = minibatches(batch, self.config.learner.updates, self.config.learner.minibatch, seed).to(device)
         sequence, sparse, count = batch.sequence(device), batch.sparse(device), len(batch.rollouts)
-        corrected = None
-        if not self.one_update:
-            corrected = correct(
-                torch.cat(batch.dense), torch.cat(sparse), sequence, self.correction,
+
+        def corrected_from(dense: list[Tensor]) -> Corrected:
+            return correct(
+                torch.cat(dense), torch.cat(sparse), sequence, self.correction,
                 sequences=count, step=step, reduce=self.world.sum,
             )  # fmt: skip
-        counted = None if self.correction.vetoed_in_baseline or corrected is None else corrected.keep.cpu()
-        rewards = torch.tensor(batch.rewards, dtype=torch.float32)
-        advantages = group_advantages(rewards, batch.group, settings.advantage, counted)
-        advantages = torch.where(batch.taught(settings.mask_truncated), advantages, 0.0).to(device)
+
+        corrected = None if self.one_update else corrected_from(batch.dense)
+        advantages = self._advantages(batch, corrected)
         whole = divisors(
             self.loss, self.correction, sequence, count, corrected, step=step, reduce=self.world.sum
         )  # fmt: skip
@@ -69,14 +78,10 @@ class Updater:
         lengths = [len(rollout) for rollout in batch.rollouts]
         weights = None if corrected is None else list(corrected.weights.split(lengths))
         kept = None if corrected is None else list(corrected.token_keep.split(lengths))
-        teaching = self._teaching(advantages, corrected, sequence)
-        skips = settings.skip_no_signal and self.loss.kl == 0
-        chosen = teaching if skips else torch.ones_like(teaching)
-        vetoed = [False] * count if corrected is None else (corrected.first_vetoed >= 0).tolist()
-        learned = Learned([], corrected, 0.0, int(teaching.sum()), vetoed, advantages)
-        own_logprobs: list[tuple[int, Tensor]] = []
+        computed = self._computed(self._teaching(advantages, corrected, sequence))
+        updates, flops, own_logprobs = [], 0.0, dict(batch.left_out)
         for number in range(self.config.learner.updates):
-            members = (chosen & (step == number)).nonzero().squeeze(-1)
+            members = (computed & (step == number)).nonzero().squeeze(-1)
             rows = members.tolist()
             rollouts = [batch.rollouts[i] for i in rows]
             loss_fn = self._loss_fn(
@@ -89,15 +94,26 @@ class Updater:
                 [batch.reference[i] for i in rows] if batch.reference else None,
             )
             update = self.learner.update(rollouts, loss_fn, self.config.sampling.temperature)
-            learned.updates.append(update)
-            learned.flops += self.learner.flops(rollouts).total
-            own_logprobs += zip(rows, update.logprobs)
-        if self.one_update:
-            learned.corrected = self._measured(sparse, own_logprobs)
-            if learned.corrected is not None:
-                for (i, _), first in zip(own_logprobs, learned.corrected.first_vetoed.tolist()):
-                    vetoed[i] = first >= 0
-        return learned
+            updates.append(update)
+            flops += self.learner.flops(rollouts).total
+            own_logprobs |= zip(rows, update.logprobs)
+        if corrected is None:
+            corrected = corrected_from([own_logprobs[i] for i in range(count)])
+        teaching = self._teaching(advantages, corrected, sequence)
+        vetoed = (corrected.first_vetoed >= 0).tolist()
+        return Learned(updates, self._mismatch(batch, corrected), flops, int(teaching.sum()), vetoed, advantages)
+
+    def _advantages(self, batch: Experience, corrected: Corrected | None) -> Tensor:
+        settings = self.config.objective
+        counted = None if self.correction.vetoed_in_baseline or corrected is None else corrected.keep.cpu()
+        rewards = torch.tensor(batch.rewards, dtype=torch.float32)
+        advantages = group_advantages(rewards, batch.group, settings.advantage, counted)
+        return torch.where(batch.taught(settings.mask_truncated), advantages, 0.0).to(self.world.device)
+
+    def _computed(self, teaching: Tensor) -> Tensor:
+        """bool [N]: the rollouts that the update computes: with a KL all of them, since it teaches too."""
+        skips = self.config.objective.skip_no_signal and self.loss.kl == 0
+        return teaching if skips else torch.ones_like(teaching)
 
     def _teaching(self, advantages: Tensor, corrected: Corrected | None, sequence: Tensor) -> Tensor:
         """bool [N]: a rollout of advantage 0 or without a kept token has a policy gradient of exactly 0."""
@@ -153,18 +169,13 @@ class Updater:
         share = accepted / torch.tensor(packed.response_lengths, device=accepted.device)
         return Divisors(own.policy * share, own.kl * share if self.correction.mask_kl else own.kl)
 
-    def _measured(self, sparse: list[Tensor], own: list[tuple[int, Tensor]]) -> Corrected | None:
-        """One-update mode: ξ of the rollouts that were trained on, from the training forward's log-probs."""
-        if not self.world.largest(len(own)):
-            return None
+    def _mismatch(self, batch: Experience, corrected: Corrected) -> dict[str, float]:
+        """The mismatch of what was sampled, before a reroll repaired it, and what was dropped of what came out."""
+        if not batch.as_sampled:
+            return corrected.metrics
         device = self.world.device
-        empty = torch.empty(0, device=device)
-        lengths = torch.tensor([len(logprobs) for _, logprobs in own], dtype=torch.int64, device=device)
-        return correct(
-            torch.cat([empty, *(logprobs for _, logprobs in own)]),
-            torch.cat([empty, *(sparse[i] for i, _ in own)]),
-            torch.repeat_interleave(torch.arange(len(own), device=device), lengths),
-            self.correction,
-            sequences=len(own),
-            reduce=self.world.sum,
-        )
+        sequence = ragged.sequence([len(one) for one in batch.as_sampled], device)
+        return corrected.metrics | mismatch_metrics(
+            torch.cat(batch.as_sampled), sequence, len(batch.rollouts), self.correction.veto, self.correction.clamp,
+            self.world.sum,
+        )  # fmt: skip
