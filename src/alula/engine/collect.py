@@ -55,26 +55,25 @@ def account(part: Part, made: int, page: int) -> None:
 def extend(sequence: Sequence, arrays: dict[str, np.ndarray]) -> bool:
     """Append new tokens up to the first that ends the sequence; says whether one did."""
     request = sequence.request
-    k = request.sampling.topk_logprobs
-    for i, (token, logprob) in enumerate(zip(arrays["token"].tolist(), arrays["logprob"].tolist())):
-        if not np.isfinite(logprob):
-            sequence.finish = "error"
-            return True
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        if k:
-            sequence.topk.append((arrays["topk_id"][i, :k], arrays["topk_logprob"][i, :k]))
-        if request.teacher:
-            sequence.acceptance.append(float(arrays["acceptance"][i]))
-        if sequence.keeps_hidden:
-            sequence.hidden.append(arrays["hidden"][i].copy())
-        if request.forced is None and token in request.stop:
-            sequence.finish = "stop"
-            return True
-        if len(sequence.tokens) >= request.sampling.max_new_tokens:
-            sequence.finish = "length"
-            return True
-    return False
+    tokens, logprobs = arrays["token"].tolist(), arrays["logprob"]
+    made = len(tokens)
+    room = request.sampling.max_new_tokens - len(sequence.tokens)
+    if made >= room:
+        made, sequence.finish = room, "length"
+    if request.forced is None and not request.stop.isdisjoint(tokens[:made]):
+        made, sequence.finish = 1 + next(i for i, token in enumerate(tokens) if token in request.stop), "stop"
+    finite = np.isfinite(logprobs[:made])
+    if not finite.all():
+        made, sequence.finish = int(finite.argmin()), "error"
+    sequence.tokens += tokens[:made]
+    sequence.logprobs += logprobs[:made].tolist()
+    if k := request.sampling.topk_logprobs:
+        sequence.topk.append((arrays["topk_id"][:made, :k], arrays["topk_logprob"][:made, :k]))
+    if request.teacher:
+        sequence.acceptance += arrays["acceptance"][:made].tolist()
+    if sequence.keeps_hidden:
+        sequence.hidden.append(arrays["hidden"][:made].copy())
+    return sequence.finish is not None
 
 
 def as_rollout(sequence: Sequence, shape: Shape, tokenizer: Any, version: int) -> Rollout:
@@ -98,12 +97,12 @@ def as_rollout(sequence: Sequence, shape: Shape, tokenizer: Any, version: int) -
         selected=sequence.selected or None,
     )
     if sequence.topk:
-        rollout.topk_ids = torch.from_numpy(np.stack([ids for ids, _ in sequence.topk]))
-        rollout.topk_logprobs = torch.from_numpy(np.stack([values for _, values in sequence.topk]))
+        rollout.topk_ids = torch.from_numpy(np.concatenate([ids for ids, _ in sequence.topk]))
+        rollout.topk_logprobs = torch.from_numpy(np.concatenate([values for _, values in sequence.topk]))
     if sequence.acceptance:
         rollout.acceptance = torch.tensor(sequence.acceptance, dtype=torch.float32)
     if sequence.hidden:
-        rollout.hidden = torch.from_numpy(np.stack(sequence.hidden)).view(shape.dtype)
+        rollout.hidden = torch.from_numpy(np.concatenate(sequence.hidden)).view(shape.dtype)
     if sequence.history is not None:
         rollout.history = seen_history(sequence)
     return rollout

@@ -69,6 +69,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Ids and log-probs [tokens, k] of each chunk; `hidden` likewise."""
     acceptance: list[float] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)
     finish: Finish | None = None
