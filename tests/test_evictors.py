@@ -1,15 +1,17 @@
 """Evictors against their formulas, written out as loops over Python numbers."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 
 from alula.errors import SettingError
+from alula.ops.compact import PagedKeys
 from alula.sparsity.evict import METHODS, Cached, Evictor, build, keep
 from alula.sparsity.policy import Evict
 
@@ -26,26 +28,35 @@ def cached(method: str, *, rows=2, layers=2, kv_heads=2, group=2, n=30, dim=8, s
     queries = torch.randn(count, kv_heads * group, evictor.queries, dim, generator=random) * 2
     attention = torch.rand(count, kv_heads, n, generator=random)
     return evictor, Cached(
-        keys=keys,
+        paged=in_pages(keys, layers),
         queries=queries if evictor.queries else None,
         attention=attention if evictor.accumulates else None,
         scaling=dim**-0.5,
-        layers=layers,
         row_keys=torch.randint(2**62, (rows,), generator=random).repeat_interleave(layers),
         position=torch.randint(n, n + 1000, (rows,), generator=random).repeat_interleave(layers),
     )
 
 
-def only(kv: Cached, part: slice) -> Cached:
+def in_pages(keys: torch.Tensor, layers: int, page: int = 4) -> PagedKeys:
+    """keys [C·L, Hkv, n, D] cut into pages that lie in no order; what is past the end of a sequence is NaN."""
+    n = keys.shape[2]
+    cut = pad(keys.unflatten(0, (-1, layers)), (0, 0, 0, -n % page), value=math.nan).unflatten(3, (-1, page))
+    pool = cut.permute(1, 0, 3, 2, 4, 5).flatten(1, 2)  # [L, C · pages, Hkv, page, D]
+    order = torch.randperm(pool.shape[1], generator=torch.Generator().manual_seed(n)).to(keys.device)
+    table = order.argsort().int().view(-1, pool.shape[1] * layers // len(keys))
+    return PagedKeys(pool[:, order].contiguous(), table, n)
+
+
+def only(kv: Cached, row: int) -> Cached:
+    """One of the sequences, alone."""
+
+    def part(tensor):
+        return None if tensor is None else tensor[row * kv.layers : (row + 1) * kv.layers]
+
     return Cached(
-        kv.keys[part],
-        None if kv.queries is None else kv.queries[part],
-        None if kv.attention is None else kv.attention[part],
-        kv.scaling,
-        kv.layers,
-        kv.row_keys[part],
-        kv.position[part],
-    )
+        PagedKeys(kv.paged.pool, kv.paged.table[row : row + 1], kv.paged.n),
+        part(kv.queries), part(kv.attention), kv.scaling, part(kv.row_keys), part(kv.position),
+    )  # fmt: skip
 
 
 # --- the formulas, literally -----------------------------------------------------------------------------------
@@ -204,7 +215,7 @@ def test_h2o_ranks_by_attention_received_over_all_queries():
                 attention = softmax([kv.scaling * dot(queries[t, h, g].tolist(), k) for k in seen])
                 for j, weight in enumerate(attention):
                     received[h][j] += weight
-    kv = Cached(kv.keys, None, torch.tensor([received]), kv.scaling, 1, kv.row_keys, kv.position)
+    kv = replace(kv, attention=torch.tensor([received]))
     kept = keep(evictor.score(kv), count=7, sinks=1, window=2)
     for h in range(2):
         assert kept[0, h].tolist() == best_slots(received[h], 12, 7, 1, 2)
@@ -235,7 +246,7 @@ def test_random_is_a_hash_of_rollout_layer_head_slot_and_length():
                 x = splitmix64(int(kv.row_keys[r])) ^ int(kv.position[r])
                 x = splitmix64(splitmix64(splitmix64(x) ^ (r % 2)) ^ h) ^ j
                 assert scores[r, h, j].item() == (splitmix64(x) >> 40) / 2**24
-    later = evictor.score(Cached(kv.keys, None, None, 1.0, 2, kv.row_keys, kv.position + 1))
+    later = evictor.score(replace(kv, position=kv.position + 1))
     assert len(torch.cat([scores, later]).unique()) == 2 * scores.numel()
 
 
@@ -266,7 +277,7 @@ def test_rounds_of_eviction_keep_the_formulas_tokens(name, group):
         length = budget + (turn + 1) * buffer
         queries = torch.randn(rows, heads * group, WINDOW, dim, generator=random)
         keys = everything.gather(2, positions[..., None].expand(-1, -1, -1, dim))
-        kv = Cached(keys, queries, None, dim**-0.5, 1, torch.zeros(rows).long(), torch.full((rows,), length))
+        kv = Cached(in_pages(keys, 1), queries, None, dim**-0.5, None, None)
         kept = keep(evictor.score(kv), count=budget, sinks=sinks, window=WINDOW)
         positions = positions.gather(-1, kept.long())
         for r in range(rows):
@@ -303,11 +314,10 @@ def test_scores_are_fp32_finite_repeatable_and_leave_their_input_alone(name):
 def test_a_sequence_is_scored_alike_in_any_company(name, dtype):
     evictor, kv = cached(name, rows=3)
     queries = None if kv.queries is None else kv.queries.to(dtype)
-    kv = Cached(kv.keys.to(dtype), queries, kv.attention, kv.scaling, 2, kv.row_keys, kv.position)
+    kv = replace(kv, paged=in_pages(kv.keys.to(dtype), kv.layers), queries=queries)
     together = evictor.score(kv)
     for row in range(3):
-        part = slice(2 * row, 2 * row + 2)
-        assert torch.equal(evictor.score(only(kv, part)), together[part])
+        assert torch.equal(evictor.score(only(kv, row)), together[2 * row : 2 * row + 2])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -324,7 +334,7 @@ def test_queries_in_any_order_give_the_same_choice(name):
     if kv.queries is None:
         assert evictor.queries == 0
         return
-    turned = Cached(kv.keys, kv.queries.roll(1, 2), kv.attention, kv.scaling, 2, kv.row_keys, kv.position)
+    turned = replace(kv, queries=kv.queries.roll(1, 2))
     torch.testing.assert_close(evictor.score(turned), evictor.score(kv), rtol=1e-5, atol=1e-8)
 
 

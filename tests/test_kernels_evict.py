@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from alula.ops.compact import install
+from alula.ops.compact import PagedKeys, install
 from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
 from alula.ops.mix import pool_and_mix, pool_and_mix_torch
 from alula.ops.redundancy import alignment_torch, alignment_triton, redundancy_torch, redundancy_triton
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
 from alula.sparsity.evict import METHODS, Cached, keep
-from test_evictors import best_slots, cached
+from test_evictors import best_slots, cached, in_pages, only
 
 pytestmark = pytest.mark.kernels
 
@@ -69,7 +69,7 @@ def test_importance(group, count, n, dim, dtype):
         some_keys(4, n, dim, dtype=dtype).unflatten(0, (2, 2)),
     )
     expected = mean_attention_torch(queries, keys, dim**-0.5, count)
-    actual = mean_attention_triton(queries, keys, dim**-0.5, count)
+    actual = mean_attention_triton(queries, in_pages(keys, 2), dim**-0.5, count)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     assert (actual[..., n - count :] == 0).all()
 
@@ -78,7 +78,8 @@ def test_importance_of_a_window_that_one_program_cannot_hold():
     queries, keys = some_queries(1, 4, 40, 16), some_keys(1, 60, 16)[None]
     for window in (0, 40):
         expected = mean_attention_torch(queries, keys, 0.3, window)
-        torch.testing.assert_close(mean_attention_triton(queries, keys, 0.3, window), expected, rtol=1e-4, atol=1e-6)
+        actual = mean_attention_triton(queries, in_pages(keys, 1), 0.3, window)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's, about lanes past the end of a row
@@ -96,7 +97,8 @@ def test_pool_and_mix_gives_the_bits_that_torch_gives(n, kernel):
 def test_scores_do_not_overflow_where_logits_are_large():
     queries, keys = some_queries(1, 2, 8, 16) * 1000, some_keys(1, 70, 16)[None]
     expected = mean_attention_torch(queries, keys, 1.0, 8)
-    torch.testing.assert_close(mean_attention_triton(queries, keys, 1.0, 8), expected, rtol=1e-3, atol=1e-6)
+    actual = mean_attention_triton(queries, in_pages(keys, 1), 1.0, 8)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n", "count", "first", "window"), [
@@ -147,20 +149,20 @@ def test_every_evictor_chooses_alike_with_and_without_kernels(name, monkeypatch)
 def test_a_sequence_is_scored_alike_in_any_company(name):
     evictor, kv = cached(name, rows=2, layers=1, n=70)
     kv = on_device(kv)
-    together = evictor.score(kv)
-    alone = Cached(
-        kv.keys[1:], None if kv.queries is None else kv.queries[1:], None if kv.attention is None else kv.attention[1:],
-        kv.scaling, 1, kv.row_keys[1:], kv.position[1:],
-    )  # fmt: skip
-    assert torch.equal(evictor.score(alone), together[1:])
+    assert torch.equal(evictor.score(only(kv, 1)), evictor.score(kv)[1:])
 
 
-def test_importance_takes_views():
-    """Keys cut from a longer buffer, queries of a ring: layouts that are not contiguous."""
-    queries, keys = some_queries(2, 4, 8, 16), some_keys(4, 80, 16).unflatten(0, (2, 2))
-    cut, ring = keys[:, :, :70], queries.transpose(1, 2).contiguous().transpose(1, 2)
-    expected = importance(queries, cut.contiguous(), 0.25, 8, 7)
-    assert torch.equal(importance(ring, cut, 0.25, 8, 7), expected)
+def test_importance_is_the_same_for_any_pages():
+    """Pages of any size, in a table that is part of a wider one; queries that are not contiguous."""
+    queries, keys = some_queries(4, 4, 8, 16), some_keys(8, 70, 16).unflatten(0, (4, 2))
+    expected = importance(queries, in_pages(keys, 2, page=70), 0.25, 8, 7)
+    ring = queries.transpose(1, 2).contiguous().transpose(1, 2)
+    for page in (1, 16):
+        paged = in_pages(keys, 2, page)
+        wide = torch.full((2, 80), 10**6, dtype=torch.int32, device=DEVICE)
+        wide[:, 3 : 3 + paged.table.shape[1]] = paged.table
+        paged = PagedKeys(paged.pool, wide[:, 3:], 70)
+        assert torch.equal(importance(ring, paged, 0.25, 8, 7), expected)
 
 
 @pytest.mark.gpu
@@ -172,9 +174,8 @@ def test_real_sizes_in_bf16(n, dim):
     for group, count in ((2, 8), (7, 16), (4, 32), (8, 64)):
         queries = some_queries(8, 8 * group, count, dim, torch.bfloat16)
         expected = mean_attention_torch(queries, keys, dim**-0.5, count)
-        torch.testing.assert_close(
-            mean_attention_triton(queries, keys, dim**-0.5, count), expected, rtol=1e-3, atol=1e-6
-        )
+        actual = mean_attention_triton(queries, in_pages(keys, 4, page=16), dim**-0.5, count)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -193,6 +194,6 @@ def on_device(kv: Cached, device: str = DEVICE) -> Cached:
         return None if tensor is None else tensor.to(device)
 
     return Cached(
-        move(kv.keys), move(kv.queries), move(kv.attention), kv.scaling, kv.layers,
-        move(kv.row_keys), move(kv.position),
+        PagedKeys(move(kv.paged.pool), move(kv.paged.table), kv.paged.n), move(kv.queries), move(kv.attention),
+        kv.scaling, move(kv.row_keys), move(kv.position),
     )  # fmt: skip

@@ -267,9 +267,9 @@ class _ChurnClock:
         aged = any(len(group.request.prompt_ids) > FRESH for group in scheduler.waiting)
         return not aged or self.unchanged >= 4
 
-    def timed_evict(self, event: Any) -> Any:
+    def timed_evict(self, event: Any, table: Any) -> Any:
         before = self.mark()
-        out = self.evict(event)
+        out = self.evict(event, table)
         if self.started:
             self.evictions.append((before, self.mark()))
             self.events += len(event.rows)

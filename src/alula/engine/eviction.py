@@ -8,7 +8,7 @@ from alula.engine.cache import Cache
 from alula.engine.rows import Rows
 from alula.engine.scheduler import Event
 from alula.engine.transfer import on_device
-from alula.ops.compact import compact, gather_keys, install
+from alula.ops.compact import PagedKeys, compact, install
 from alula.sparsity.evict import build, keep
 from alula.sparsity.evict.base import Cached
 
@@ -16,36 +16,44 @@ SCORING_BYTES = 1 << 30
 """Most bytes of gathered keys at a time."""
 
 
+def upload(events: list[Event], device: torch.device) -> list[Tensor]:
+    """For each event int32 [C, 1 + old + new]: batch row, pages to read, pages to write. All in one copy."""
+    if not events:
+        return []
+    tables = [
+        np.concatenate([np.asarray(event.rows, np.int32)[:, None], table_of(event.old), table_of(event.new)], 1)
+        for event in events
+    ]
+    parts = on_device(np.concatenate([table.ravel() for table in tables]), device).split([t.size for t in tables])
+    return [part.view(table.shape) for part, table in zip(parts, tables)]
+
+
 @torch.inference_mode()
-def evict(cache: Cache, rows: Rows, event: Event) -> Tensor:
-    """Score, choose and compact; returns the kept slots int32 [C, L, Hkv, keep]."""
+def evict(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor:
+    """Score, choose and compact, given what `upload` brought; returns the kept slots int32 [C, L, Hkv, keep]."""
     each = event.n * cache.shape.token_bytes // 2
     together = max(1, SCORING_BYTES // each)
-    kept = [_evict_rows(cache, rows, event, i, i + together) for i in range(0, len(event.rows), together)]
+    kept = [_evict_rows(cache, rows, event, part) for part in table.split(together)]
     return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
-def _evict_rows(cache: Cache, rows: Rows, event: Event, first: int, last: int) -> Tensor:
+def _evict_rows(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor:
     shape = cache.shape
     settings = event.sequences[0].request.sparsity.evict
     assert settings is not None
     evictor = build(settings)
-    old, new = (table_of(pages[first:last]) for pages in (event.old, event.new))
-    index = np.asarray(event.rows[first:last], np.int32)[:, None]
-    upload = on_device(np.concatenate([index, old, new], 1), cache.device)
-    row = upload[:, 0]
-    old_pages, new_pages = upload[:, 1 : 1 + old.shape[1]], upload[:, 1 + old.shape[1] :]
+    read = 1 + max(map(len, event.old))
+    row, old_pages, new_pages = table[:, 0], table[:, 1:read], table[:, read:]
     queries = attention_sums = None
     if evictor.queries:
         queries = of_rows(cache.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
     if evictor.accumulates:
         attention_sums = of_rows(cache.accumulated[..., : event.n], row)  # type: ignore[index]
     kv = Cached(
-        keys=gather_keys(cache.keys, old_pages, event.n).flatten(0, 1),
+        paged=PagedKeys(cache.keys, old_pages, event.n),
         queries=queries,
         attention=attention_sums,
         scaling=shape.scaling,
-        layers=shape.layers,
         row_keys=rows.key[row].repeat_interleave(shape.layers) if evictor.seeded else None,
         position=rows.position[row].long().repeat_interleave(shape.layers) if evictor.seeded else None,
     )

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from alula.engine import attention
 from alula.engine.cache import Cache
-from alula.engine.eviction import evict
+from alula.engine.eviction import evict, upload
 from alula.engine.features import Features
 from alula.engine.fuse import fuse_projections, keep_one_of_each
 from alula.engine.prompts import Prompts, attend_prompts, packed, uncached
@@ -159,13 +159,13 @@ class Runner:
         self.rows.upload(chunk.position, chunk.kv_len, chunk.remaining, chunk.forced)
         if features.teacher:
             self._teach(chunk, bucket)
-        events: dict[int, list[Event]] = {}
-        for event in chunk.events:
-            events.setdefault(event.step, []).append(event)
+        events: dict[int, list[tuple[Event, Tensor]]] = {}
+        for event, table in zip(chunk.events, upload(chunk.events, self.device)):
+            events.setdefault(event.step, []).append((event, table))
         kept, selected = [], []
         for step in range(chunk.steps):
-            for event in events.get(step, ()):
-                chosen = self.evict(event)
+            for event, table in events.get(step, ()):
+                chosen = self.evict(event, table)
                 if any(s.request.record for s in event.sequences):
                     kept.append((event, to_host(chosen)))
             if graph is not None:
@@ -287,6 +287,6 @@ class Runner:
         return self._graphs[name]
 
     @torch.inference_mode()
-    def evict(self, event: Event) -> Tensor:
+    def evict(self, event: Event, table: Tensor) -> Tensor:
         """The kept slots int32 [C, L, Hkv, keep] of the event's sequences, compacted."""
-        return evict(self.cache, self.rows, event)
+        return evict(self.cache, self.rows, event, table)

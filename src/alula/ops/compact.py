@@ -1,9 +1,33 @@
 """Move KV between pages: read a sequence's keys as one piece, copy the kept tokens into fresh pages, use those."""
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
+
+
+@dataclass(frozen=True)
+class PagedKeys:
+    """The first n keys of some sequences, where the cache holds them."""
+
+    pool: Tensor
+    """[L, P, Hkv, page, D]"""
+    table: Tensor
+    """int32 [C, pages]"""
+    n: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """R = C·L (row after row), Hkv, n."""
+        return len(self.table) * self.pool.shape[0], self.pool.shape[2], self.n
+
+    @cached_property
+    def gathered(self) -> Tensor:
+        """[R, Hkv, n, D]: copied together once, by the first who asks."""
+        return gather_keys(self.pool, self.table, self.n).flatten(0, 1)
 
 
 def gather_keys(keys: Tensor, table: Tensor, n: int) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from alula.errors import require
+from alula.ops.compact import PagedKeys
 
 
 @dataclass(frozen=True)
@@ -15,19 +16,32 @@ class Cached:
     rotated at its original position.
     """
 
-    keys: Tensor
-    """[R, Hkv, n, D] in the model's dtype"""
+    paged: PagedKeys
+    """the keys where they lie, in the model's dtype; R = C·L"""
     queries: Tensor | None
     """[R, Hq, W, D] the last `Evictor.queries` rotated queries, in any order; None where that is 0"""
     attention: Tensor | None
     """fp32 [R, Hkv, n] attention received so far; None unless `Evictor.accumulates`"""
     scaling: float
     """what attention multiplies its logits with"""
-    layers: int
     row_keys: Tensor | None
     """int64 [R] a random key per rollout, the same in all of its layers; None unless `Evictor.seeded`"""
     position: Tensor | None
     """int64 [R] the sequence's length, evicted tokens included; None unless `Evictor.seeded`"""
+
+    @property
+    def keys(self) -> Tensor:
+        """[R, Hkv, n, D], copied together by the first who asks"""
+        return self.paged.gathered
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """R, Hkv, n: the shape of the scores"""
+        return self.paged.shape
+
+    @property
+    def layers(self) -> int:
+        return self.paged.pool.shape[0]
 
 
 @dataclass(frozen=True)

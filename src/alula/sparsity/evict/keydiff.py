@@ -19,4 +19,4 @@ class KeyDiff(Evictor):
         aligned = alignment(kv.keys.flatten(0, 1))
         # Σ_j k̂_j · Σ_i k̂_i is the squared length of the anchor.
         length = aligned.sum(-1, keepdim=True).clamp_min(1e-12).sqrt()
-        return (-aligned / length).view(kv.keys.shape[:-1])
+        return (-aligned / length).view(kv.shape)

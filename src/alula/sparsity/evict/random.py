@@ -21,8 +21,8 @@ class Random(Evictor):
     def score(self, kv: Cached) -> Tensor:
         assert kv.row_keys is not None
         assert kv.position is not None
-        rows, heads, n, _ = kv.keys.shape
-        device = kv.keys.device
+        rows, heads, n = kv.shape
+        device = kv.row_keys.device
         counter = mix(kv.row_keys) ^ kv.position
         counter = mix(counter) ^ (torch.arange(rows, device=device) % kv.layers)
         counter = mix(counter)[:, None] ^ torch.arange(heads, device=device)

@@ -41,6 +41,6 @@ class RKV(Evictor):
 
     def score(self, kv: Cached) -> Tensor:
         assert kv.queries is not None
-        attention = importance(kv.queries, kv.keys, kv.scaling, self.window, kernel=1).flatten(0, 1)
+        attention = importance(kv.queries, kv.paged, kv.scaling, self.window, kernel=1).flatten(0, 1)
         redundant = redundancy(kv.keys.flatten(0, 1), self.threshold).softmax(-1)
-        return pool_and_mix(attention, redundant, self.kernel, self.mix).view(kv.keys.shape[:-1])
+        return pool_and_mix(attention, redundant, self.kernel, self.mix).view(kv.shape)

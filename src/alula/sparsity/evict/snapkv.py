@@ -30,4 +30,4 @@ class SnapKV(Evictor):
 
     def score(self, kv: Cached) -> Tensor:
         assert kv.queries is not None
-        return importance(kv.queries, kv.keys, kv.scaling, self.window, self.kernel)
+        return importance(kv.queries, kv.paged, kv.scaling, self.window, self.kernel)

@@ -17,5 +17,5 @@ class Streaming(Evictor):
     """
 
     def score(self, kv: Cached) -> Tensor:
-        rows, heads, n, _ = kv.keys.shape
-        return torch.arange(n, dtype=torch.float32, device=kv.keys.device).expand(rows, heads, n).contiguous()
+        rows, heads, n = kv.shape
+        return torch.arange(n, dtype=torch.float32, device=kv.paged.pool.device).expand(rows, heads, n).contiguous()

@@ -22,8 +22,8 @@ class TOVA(Evictor):
 
     def score(self, kv: Cached) -> Tensor:
         assert kv.queries is not None
-        kv_heads = kv.keys.shape[1]
+        kv_heads = kv.shape[1]
         # A KV head's query heads, taken as so many queries of a group of one.
         as_queries = kv.queries.squeeze(2).unflatten(1, (kv_heads, -1))
-        per_head = importance(as_queries, kv.keys, kv.scaling, window=0, kernel=1)
+        per_head = importance(as_queries, kv.paged, kv.scaling, window=0, kernel=1)
         return per_head.mean(1, keepdim=True).expand(-1, kv_heads, -1).contiguous()
