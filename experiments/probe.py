@@ -30,14 +30,15 @@ VETO = math.log(1e-4)
 
 
 class Probe:
-    """A warmed-up model on problems that no run trains or is evaluated on, `n` answers to each."""
+    """A model, by default the warmed-up one, on problems that no run trains or is evaluated on, two answers to each."""
 
-    def __init__(self, bed: Bed, seed: int, work: Path, prompts: int | None = None) -> None:
+    def __init__(self, bed: Bed, seed: int, work: Path, prompts: int | None = None, model: Path | None = None) -> None:
         self.bed, self.seed = bed, seed
         recipe = recipe_settings(bed)
         options = {**recipe["engine"], "max_rows": recipe["sampling"]["prompts"] * recipe["sampling"]["n"]}
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.engine = Engine.load(str(prepared(bed, seed, work, print_step) / "model"), device=device, **options)
+        source = model or prepared(bed, seed, work, print_step) / "model"
+        self.engine = Engine.load(str(source), device=device, **options)
         problems = bed.task.dataset(prompts or bed.probe_prompts, 3000 + seed)
         self.problems = prepare(problems, self.engine.tokenizer, chat=False)
         self.sampling = Sampling(n=2, max_new_tokens=recipe["sampling"]["max_new_tokens"], seed=seed)

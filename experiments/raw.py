@@ -23,6 +23,14 @@ def write_raw(question: str, bed: Bed, arms: Sequence[Arm], seeds: Sequence[int]
     path.write_text("".join(json.dumps(row) + "\n" for row in found if row is not None))
 
 
+def write_probe(bed: Bed, work: Path, out: Path) -> None:
+    """`<out>/probe/<bed>.jsonl`: what is known of every budget before training."""
+    path = out / "probe" / f"{bed.name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = ({name: short(value) for name, value in row.items()} for row in rows(work / "probe.jsonl"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
 def raw_run(bed: Bed, arm: Arm, seed: int, work: Path) -> dict[str, Any] | None:
     folder = work / "runs" / f"{arm.name}-s{seed}"
     if not (folder / "status.json").exists():

@@ -22,7 +22,7 @@ import probe
 from arms import ONE_SEED, PROBED, QUESTIONS, Arm
 from beds import BEDS, Bed, prepared
 from choice import chosen_budgets
-from raw import write_raw
+from raw import write_probe, write_raw
 
 import alula.rl.trainer  # noqa: F401  imported once, before the forks
 from alula.config_file import load_config
@@ -104,9 +104,7 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
         for entry in [entry for entry in busy if not entry[1].is_alive()]:
             run, child, start = entry
             busy.remove(entry)
-            state = {0: "done" if run.finished else "stopped"}.get(
-                child.exitcode or 0, f"failed, see logs: {run.folder}"
-            )
+            state = f"failed, see {run.log}" if child.exitcode else "done" if run.finished else "stopped"
             print(f"{run.folder.name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -139,6 +137,7 @@ def main() -> None:
         seeds = range(1 if question in ONE_SEED else options.seeds)
         runs = [Run(bed, arm, seed, work, tuple(options.settings)) for seed in seeds for arm in wanted]
         run_all(runs, options.jobs, deadline)
+        write_probe(bed, work, options.out)
         write_raw(question, bed, arms, list(seeds), work, options.out)
 
 

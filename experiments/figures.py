@@ -1,0 +1,140 @@
+"""Figures from the raw files, as SVG beside them.
+
+python experiments/figures.py                 # all
+python experiments/figures.py collapse tiny   # of one question on one bed
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import judge
+from judge import Row
+from tables import RESULTS, by_arm, raw
+
+from alula.mismatch.plot import COLOURS, Line, chart
+
+BED_NAMES = {"tiny": "tiny bed", "smollm2": "SmolLM2-135M"}
+
+
+def over_steps(runs: Sequence[Row], colour: str, points: Callable[[Row], list[tuple[int, float]]]) -> Line:
+    """Mean over seeds, with a band from the lowest to the highest seed."""
+    by_step: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in points(run):
+            by_step.setdefault(step, []).append(value)
+    steps = [step for step in sorted(by_step) if len(by_step[step]) == len(runs)]
+    values = [by_step[step] for step in steps]
+    return Line(runs[0]["arm"], steps, [*map(fmean, values)], [*map(min, values)], [*map(max, values)], colour)
+
+
+def smoothed(metric: str, width: int = 5) -> Callable[[Row], list[tuple[int, float]]]:
+    def points(run: Row) -> list[tuple[int, float]]:
+        values = run["steps"][metric]
+        return [(i + 1, fmean(values[max(0, i + 1 - width) : i + 1])) for i in range(len(values))]
+
+    return points
+
+
+def learning(question: str, bed: str) -> dict[str, str]:
+    """Accuracy, reward and length over training, an arm a line."""
+    arms = list(by_arm(raw(question, bed)).values())
+    where = BED_NAMES[bed]
+    drawn = {
+        "accuracy": (f"Held-out accuracy of the dense policy, {where}", "accuracy", judge.dense_accuracy),
+        "reward": (f"Reward of the rollouts, {where}", "mean of five steps", smoothed("reward/mean")),
+        "length": (f"Response length, {where}", "tokens, mean of five steps", smoothed("response/length_mean")),
+    }
+    return {
+        name: chart(title, "step", unit, [over_steps(runs, COLOURS[i % 8], points) for i, runs in enumerate(arms)])
+        for name, (title, unit, points) in drawn.items()
+    }
+
+
+def probed(question: str, bed: str) -> dict[str, str]:
+    """What a budget does before any training."""
+    rows = raw("probe", bed)
+
+    def lines(name: str) -> list[Line]:
+        found: dict[str, dict[float, list[float]]] = {}
+        for row in rows:
+            method, _, rest = row["sparsity"].partition(":")
+            if method != "dense" and row[name] is not None:
+                budget = float(rest.split("+")[0].split(",")[0])
+                found.setdefault(method, {}).setdefault(budget, []).append(row[name])
+        return [
+            Line(method, [*by], [fmean(v) for v in by.values()], [min(v) for v in by.values()],
+                 [max(v) for v in by.values()], COLOURS[i], dots=True)
+            for i, (method, by) in enumerate(found.items())
+        ]  # fmt: skip
+
+    where = BED_NAMES[bed]
+    return {
+        "careful": chart(f"Careful chains that are right, {where}", "budget (KV tokens)", "share", lines("careful")),
+        "tail": chart(f"Tail of acceptance, {where}", "budget (KV tokens)", "5th percentile", lines("tail")),
+    }
+
+
+def dose(question: str, bed: str) -> dict[str, str]:
+    """The outcome against the tail before training: eviction and selection."""
+    tails = {(row["sparsity"], row["seed"]): row["tail"] for row in raw("probe", bed)}
+    hazards = {(row["sparsity"], row["seed"]): row["vetoed_rollouts"] for row in raw("probe", bed)}
+    kinds: dict[str, list[Row]] = {}
+    for run in raw(question, bed):
+        kinds.setdefault(run["sparsity"].partition(":")[0], []).append(run)
+
+    def lines(known: dict[tuple[str, int], float]) -> list[Line]:
+        drawn = []
+        for i, (kind, runs) in enumerate(kinds.items()):
+            points = sorted((known[run["sparsity"], run["seed"]], judge.final(run)) for run in runs)
+            drawn.append(Line(kind, [x for x, _ in points], [y for _, y in points], colour=COLOURS[i], dots=True))
+        starts = [judge.start(run) for runs in kinds.values() for run in runs]
+        edges = [min(known.values()), max(known.values())]
+        return [*drawn, Line("start", edges, [fmean(starts)] * 2, colour="#999999", dashed=True)]
+
+    where = BED_NAMES[bed]
+    return {
+        "tail": chart(f"Outcome against the tail, {where}", "tail before training", "final accuracy", lines(tails)),
+        "vetoed": chart(f"Outcome against vetoes, {where}", "vetoed rollouts before training", "final accuracy",
+                        lines(hazards)),
+    }  # fmt: skip
+
+
+def saving(question: str, bed: str) -> dict[str, str]:
+    """Final accuracy against the KV that the budget saves before training, a line a correction."""
+    saved = {row["sparsity"]: row["kv_saved"] for row in raw("probe", bed)}
+    found: dict[str, dict[float, list[float]]] = {}
+    for run in raw(question, bed):
+        if run["sparsity"] != "dense":
+            found.setdefault(run["correction"], {}).setdefault(saved[run["sparsity"]], []).append(judge.final(run))
+    lines = []
+    for i, (name, by) in enumerate(found.items()):
+        xs = sorted(by)
+        lines.append(Line(name, xs, [fmean(by[x]) for x in xs], [min(by[x]) for x in xs], [max(by[x]) for x in xs],
+                          COLOURS[i], dots=True))  # fmt: skip
+    return {"saved": chart(f"Final accuracy against KV saved, {BED_NAMES[bed]}", "KV saved before training",
+                           "final accuracy", lines)}  # fmt: skip
+
+
+FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
+    "collapse": learning, "compressors": learning, "correction": learning, "distill": learning,
+    "probe": probed, "threshold": dose, "budget": saving,
+}  # fmt: skip
+
+
+def draw(question: str, bed: str) -> None:
+    if raw(question, bed):
+        for name, svg in FIGURES[question](question, bed).items():
+            (RESULTS / question / f"{bed}-{name}.svg").write_text(svg)
+
+
+def main() -> None:
+    questions = [sys.argv[1]] if len(sys.argv) > 1 else list(FIGURES)
+    beds = [sys.argv[2]] if len(sys.argv) > 2 else list(BED_NAMES)
+    for question in questions:
+        for bed in beds:
+            draw(question, bed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""How runs are judged; fixed before any of them was made.
+
+collapse      the dense policy's held-out accuracy is below its start at two or more later evaluations
+final         the dense policy's held-out accuracy at the last evaluation
+interval      over seeds, mean ± t·s/√n at 95 %
+equivalence   to the dense arm: the 90 % interval of the paired differences lies within ± MARGIN (two one-sided tests)
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+MARGIN = 0.05
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+T90 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
+"""Student's t, two-sided, by the number of seeds."""
+
+Row = dict[str, Any]
+"""A line of a raw file: one run."""
+
+
+def dense_accuracy(run: Row) -> list[tuple[int, float]]:
+    return [(row["step"], row["accuracy"]) for row in run["evals"] if row["policy"] == "dense"]
+
+
+def start(run: Row) -> float:
+    return dense_accuracy(run)[0][1]
+
+
+def final(run: Row) -> float:
+    return dense_accuracy(run)[-1][1]
+
+
+def collapsed(run: Row) -> bool:
+    _, *later = dense_accuracy(run)
+    return sum(accuracy < start(run) for _, accuracy in later) >= 2
+
+
+def over_run(run: Row, metric: str) -> float:
+    values = [value for value in run["steps"].get(metric, []) if value is not None]
+    return fmean(values) if values else 0.0
+
+
+def at_end(run: Row, metric: str) -> float:
+    """Mean of the last eighth of the steps."""
+    values = run["steps"][metric]
+    return fmean(values[-max(1, len(values) // 8) :])
+
+
+def interval(values: Sequence[float], t: dict[int, float] = T95) -> tuple[float, float]:
+    """Mean and half-width; of a single run the half-width is infinite."""
+    if len(values) < 2:
+        return fmean(values), float("inf")
+    return fmean(values), t[len(values)] * stdev(values) / sqrt(len(values))
+
+
+def against(arm: Sequence[Row], dense: Sequence[Row]) -> tuple[float, float]:
+    """Paired difference of the final accuracies over the seeds that both have: mean and half-width at 90 %."""
+    base = {run["seed"]: final(run) for run in dense}
+    return interval([final(run) - base[run["seed"]] for run in arm if run["seed"] in base], T90)
+
+
+def equivalent(difference: tuple[float, float]) -> bool:
+    return abs(difference[0]) + difference[1] <= MARGIN

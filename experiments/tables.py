@@ -1,0 +1,135 @@
+"""Markdown tables from the raw files, written into the pages between `<!-- table NAME -->` and `<!-- end -->`.
+
+python experiments/tables.py            # every page
+python experiments/tables.py collapse   # one
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+
+import judge
+from judge import Row
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def raw(question: str, bed: str) -> list[Row]:
+    path = RESULTS / question / f"{bed}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def by_arm(runs: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for run in runs:
+        found.setdefault(run["arm"], []).append(run)
+    return found
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def percent(mean: float, half: float = float("inf")) -> str:
+    return f"{100 * mean:.0f} %" if not isfinite(half) else f"{100 * mean:.0f} ± {100 * half:.0f} %"
+
+
+def outcome_table(bed: str, question: str) -> str:
+    """A row an arm: what became of the dense policy, and what the rollouts were like."""
+    arms = by_arm(raw(question, bed))
+    dense = arms.get("dense-naive") or by_arm(raw("collapse", bed)).get("dense-naive", [])
+    head = ["arm", "start", "final", "every seed", "collapsed", "final − dense (90 %)", "vetoed", "length, last",
+            "KV saved", "reward, last"]  # fmt: skip
+    rows = []
+    for name, runs in arms.items():
+        difference = judge.against(runs, dense)
+        same = " =" if judge.equivalent(difference) else ""
+        rows.append([
+            name, percent(fmean(map(judge.start, runs))), percent(*judge.interval([*map(judge.final, runs)])),
+            " ".join(f"{100 * judge.final(run):.0f}" for run in runs),
+            f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
+            "" if name == "dense-naive" else percent(*difference) + same,
+            percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
+            f"{fmean(judge.at_end(run, 'response/length_mean') for run in runs):.0f}",
+            percent(fmean(judge.over_run(run, "kv/saved") for run in runs)),
+            f"{fmean(judge.at_end(run, 'reward/mean') for run in runs):.2f}",
+        ])  # fmt: skip
+    return markdown(head, rows)
+
+
+def probe_table(bed: str, question: str) -> str:
+    """Means over seeds."""
+    head = ["policy", "careful chains right", "all right", "KV saved", "KV not read", "vetoed rollouts",
+            "vetoes per 1000 tokens", "tail"]  # fmt: skip
+    found: dict[str, list[Row]] = {}
+    for row in raw("probe", bed):
+        found.setdefault(row["sparsity"], []).append(row)
+
+    def mean(rows: list[Row], name: str) -> float:
+        return fmean(row[name] for row in rows if row[name] is not None)
+
+    rows = [
+        [policy.split(",")[0], *(percent(mean(rows, n)) for n in ("careful", "accuracy", "kv_saved", "kv_unread",
+         "vetoed_rollouts")), f"{1000 * mean(rows, 'veto_hazard'):.1f}", f"{mean(rows, 'tail'):.3f}"]
+        for policy, rows in found.items()
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def threshold_table(bed: str, question: str) -> str:
+    """Each budget's tail before training against what became of the run."""
+    tails = {(row["sparsity"], row["seed"]): row for row in raw("probe", bed)}
+    rows = []
+    for run in raw(question, bed):
+        before = tails[run["sparsity"], run["seed"]]
+        rows.append([
+            run["sparsity"].split(",")[0],
+            f"{before['tail']:.3f} [{before['tail_low']:.3f}, {before['tail_high']:.3f}]",
+            percent(before["vetoed_rollouts"]), percent(before["careful"] or 0.0), percent(judge.start(run)),
+            percent(judge.final(run)), "yes" if judge.collapsed(run) else "no",
+            percent(before["kv_unread"]),
+        ])  # fmt: skip
+    head = ["policy", "tail before (95 %)", "vetoed before", "careful right before", "start", "final", "collapsed",
+            "KV not read"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def robustness_table(bed: str, question: str) -> str:
+    """Rows: how a model was trained. Columns: how it is evaluated. Mean over seeds."""
+    rows = raw(question, bed)
+    columns = list(dict.fromkeys(row["sparsity"] for row in rows))
+    cells: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        cells.setdefault(row["arm"], {}).setdefault(row["sparsity"], []).append(row["accuracy"])
+    body = [[arm, *(percent(fmean(found[c])) for c in columns)] for arm, found in cells.items()]
+    return markdown(["trained", *(column.split(",")[0] for column in columns)], body)
+
+
+TABLES: dict[str, Callable[[str, str], str]] = {
+    "outcome": outcome_table,
+    "probe": probe_table,
+    "threshold": threshold_table,
+    "robustness": robustness_table,
+}
+MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""`<!-- table KIND BED QUESTION -->`"""
+
+
+def fill(page: Path) -> None:
+    text = page.read_text()
+    page.write_text(MARK.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3], m[4])}\n{m[5]}", text))
+
+
+def main() -> None:
+    pages = [RESULTS / f"{name}.md" for name in sys.argv[1:]] or sorted(RESULTS.glob("*.md"))
+    for page in pages:
+        fill(page)
+
+
+if __name__ == "__main__":
+    main()

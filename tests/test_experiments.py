@@ -1,0 +1,101 @@
+"""The evidence pipeline in miniature: warm-up, probe, runs side by side, raw lines, tables, figures."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
+
+import figures
+import judge
+import run
+import tables
+from arms import QUESTIONS
+from beds import BEDS, TINY
+from choice import chosen_budgets
+
+from alula.config_file import load_config
+from alula.demo.tiny_model import WarmUp
+
+BUDGETS = {"rkv": 32, "snapkv": 32, "streaming": 32, "keydiff": 32}
+
+
+def outcome(seed, *accuracy):
+    evals = [{"step": 8 * i, "policy": "dense", "accuracy": a} for i, a in enumerate(accuracy)]
+    return {"seed": seed, "evals": evals}
+
+
+def test_collapse_is_two_evaluations_below_the_start():
+    assert not judge.collapsed(outcome(0, 0.8, 0.7, 0.9, 0.9))
+    assert judge.collapsed(outcome(0, 0.8, 0.7, 0.9, 0.79))
+    assert not judge.collapsed(outcome(0, 0.8, 0.8, 0.8, 0.8))
+
+
+def test_intervals_over_seeds():
+    values = [0.5, 0.6, 0.9]
+    mean, half = judge.interval(values)
+    assert mean == pytest.approx(np.mean(values))
+    assert half == pytest.approx(4.302653 * np.std(values, ddof=1) / np.sqrt(3), rel=1e-4)
+    assert judge.interval([0.5])[1] == float("inf")
+    dense = [outcome(seed, 0.7, 0.9 + 0.01 * seed) for seed in range(3)]
+    near = [outcome(seed, 0.7, 0.89 + 0.01 * seed) for seed in range(3)]
+    assert judge.equivalent(judge.against(near, dense))
+    assert not judge.equivalent(judge.against([outcome(seed, 0.7, 0.8) for seed in range(3)], dense))
+    assert not judge.equivalent(judge.against(near[:1], dense))  # one seed shows nothing
+
+
+@pytest.mark.parametrize("bed", BEDS.values(), ids=BEDS)
+def test_every_arm_is_a_valid_recipe_of_its_own(bed):
+    for question, arms_of in QUESTIONS.items():
+        arms = arms_of(bed, dict.fromkeys(BUDGETS, bed.budgets[3]))
+        configs = [load_config(bed.recipe, ["model.source=x", "data.source=x", "out=x", *arm.settings]) for arm in arms]
+        assert len({arm.name for arm in arms}) == len(arms), question
+        assert len({config.model_dump_json() for config in configs}) == len(arms), question
+
+
+def test_the_budget_is_the_largest_that_tempts_on_every_seed(tmp_path):
+    rows = [
+        {"seed": seed, "sparsity": TINY.evictor("rkv", budget), "careful": budget / 100 + seed * 0.05}
+        for seed in range(2) for budget in TINY.budgets
+    ]  # fmt: skip
+    (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # hint 0.5: tempting below 0.35, so the second seed allows budgets below 30
+    assert chosen_budgets(TINY, tmp_path) == {"rkv": 28}
+
+
+@pytest.mark.slow
+def test_from_warm_up_to_figure(tmp_path, monkeypatch):
+    warm = WarmUp(problems=32, batch=8, careful_steps=2, mixture_steps=2)
+    small = replace(TINY, warm=warm, budgets=(16, 24, 32), train_problems=32, held_out=8, probe_prompts=2)
+    monkeypatch.setitem(BEDS, "tiny", small)
+    for module in (tables, figures):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    command = ["run.py", "--bed", "tiny", "--question", "collapse", "--seeds", "1", "--jobs", "2",
+               "--arms", "dense-naive,reroll", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "results"),
+               "steps=2", "sampling.prompts=2", "eval.every=1", "eval.size=4"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", command)
+    run.main()
+
+    found = {row["arm"]: row for row in tables.raw("collapse", "tiny")}
+    assert [name.rpartition("-")[2] for name in found] == ["naive", "reroll"]
+    assert all(row["state"] == "finished" and len(row["steps"]["reward/mean"]) == 2 for row in found.values())
+    dense, reroll = found.values()
+    assert dense["evals"][0] == reroll["evals"][0]  # the same model and problems
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("metrics.jsonl")}
+    run.main()
+    assert {path: path.stat().st_mtime_ns for path in written} == written  # finished runs are left alone
+
+    page = tmp_path / "results" / "collapse.md"
+    page.write_text("<!-- table outcome tiny collapse -->\nold\n<!-- end -->\n")
+    tables.fill(page)
+    assert "| dense-naive |" in page.read_text()
+    assert "old" not in page.read_text()
+    for question in ("collapse", "probe"):
+        figures.draw(question, "tiny")
+    assert {path.stem for path in (tmp_path / "results").rglob("*.svg")} == {
+        "tiny-accuracy", "tiny-reward", "tiny-length", "tiny-careful", "tiny-tail",
+    }  # fmt: skip
