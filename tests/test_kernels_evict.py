@@ -5,6 +5,12 @@ import math
 import pytest
 import torch
 
+from alula import Evict, Sampling, Sparsity
+from alula.engine.cache import Cache, Shape
+from alula.engine.eviction import evict, upload
+from alula.engine.rows import Rows
+from alula.engine.scheduler import Event
+from alula.engine.sequence import Request, Sequence
 from alula.ops.compact import PagedKeys, install
 from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
 from alula.ops.mix import pool_and_mix, pool_and_mix_torch
@@ -163,6 +169,34 @@ def test_importance_is_the_same_for_any_pages():
         wide[:, 3 : 3 + paged.table.shape[1]] = paged.table
         paged = PagedKeys(paged.pool, wide[:, 3:], 70)
         assert torch.equal(importance(ring, paged, 0.25, 8, 7), expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch):
+    """Two rows in other places than their numbers, page tables of different lengths, one upload with another event."""
+    shape = Shape(2, 4, 2, 16, torch.float32, 0.25)
+    request = Request(0, [5] * 6, Sampling(), Sparsity(evict=Evict(name, 20, window=4, sinks=2)), frozenset(), 0)
+    sequences = [Sequence(request, sample) for sample in range(2)]
+    pages = torch.randperm(59, generator=torch.Generator().manual_seed(0)).add(1).tolist()
+    first = Event(0, sequences[:1], 30, 20, [pages[:8]], [pages[8:13]], [3])
+    event = Event(0, sequences, 37, 20, [pages[13:23], pages[23:34]], [pages[34:39], pages[39:45]], [4, 1])
+    results = []
+    for kernels in "01":
+        monkeypatch.setenv("ALULA_TRITON_INTERPRET", kernels)
+        device = torch.device(DEVICE if kernels == "1" else "cpu")
+        cache, rows = Cache(shape, 60, 4, 6, device), Rows(6, 12, 1, device, torch.float32, 8)
+        cache.prepare(summary_kinds=0, ring=4, accumulated_tokens=40)
+        random = torch.Generator().manual_seed(1)
+        for state in (cache.keys, cache.values, cache.ring, cache.accumulated):
+            state.copy_(torch.rand(state.shape, generator=random) - 0.5)
+        rows.key.copy_(torch.randint(2**62, (6,), generator=random))
+        tables = upload([first, event], device)
+        kept = evict(cache, rows, event, tables[1])
+        results.append([kept, cache.keys, cache.values, cache.accumulated, rows.table, rows.ints])
+        assert rows.kv_len.tolist() == [0, 20, 0, 0, 20, 0]
+        assert rows.table[4].tolist() == event.new[0] + [0] * 7
+        assert rows.table[1].tolist() == event.new[1] + [0] * 6
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(*results))
 
 
 @pytest.mark.gpu
