@@ -1,6 +1,7 @@
 """`alula eval` from the command line: several policies, one table, results on disk."""
 
 import json
+import shutil
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +42,27 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
     assert [r["sparsity"] for r in results] == ["dense", "streaming 6+2"]
     assert all(r["problems"] == 6 and r["k"] == 2 and 0 <= r["accuracy"] <= 1 for r in results)
     assert results[0]["kv"]["saved"] == 0 < results[1]["kv"]["saved"]
-    assert "streaming" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "streaming" in shown
+    assert "maj@2" in shown
+
+
+def test_models_are_named_as_they_were_given_and_tasks_take_options(folder, tmp_path):
+    """Every run exports a folder called `model`: its name alone would put two of them into one row."""
+    other = tmp_path / "other" / "model"
+    shutil.copytree(folder, other)
+    out = tmp_path / "new" / "found.json"
+    run("eval", folder, other, "--data", "task:copy-last", "--option", "symbols=4", "--option", "prefix=2",
+        "--limit", 6, "--max-new-tokens", 2, "--kv-memory", "8MiB", "--out", out)  # fmt: skip
+    assert [r["model"] for r in json.loads(out.read_text())] == [str(folder), str(other)]
+
+
+def test_reasoning_gym_is_graded_by_its_own_verifier(folder, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    out = tmp_path / "found.json"
+    run("eval", folder, "--data", "reasoning-gym:chain_sum", "--limit", 2, "--max-new-tokens", 2, "--kv-memory",
+        "8MiB", "--out", out)  # fmt: skip
+    assert list(json.loads(out.read_text())[0]["parts"]) == ["reasoning-gym:chain_sum"]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +71,8 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
         (("--data", "task:copy-lost"), "did you mean 'copy-last'"),
         (("--data", "task:copy-last", "--sparsity", "rvk:64"), "did you mean 'rkv'"),
         (("--data", "task:copy-last", "--k", 4), "--temperature"),
+        (("--data", "task:copy-last", "--option", "symbls=4"), "did you mean 'symbols'"),
+        (("--data", "task:copy-last", "--option", "symbols"), "name=value"),
     ],
 )
 def test_a_wrong_word_is_one_sentence(folder, capsys, words, said):

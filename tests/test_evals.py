@@ -1,5 +1,6 @@
 """Evaluation: metrics against brute force, and a whole evaluation of rollouts with known outcomes."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -165,10 +166,12 @@ def test_tables_of_models_and_sparsities(data):
         sparse = evaluate(fake_engine([]), data, rewards, 3, model="M", sparsity="rkv 64+16")
         first = evaluate(fake_engine([]), Dataset(data[:1], "one"), rewards, 1, model="M", sparsity="dense")
     lines = markdown([dense, sparse, first]).splitlines()
-    head = "| model | sparsity | sums (avg@3) | one (pass@1) | average | tokens | KV saved | peak KV |"
+    head = "| model | sparsity | sums (avg@3) | maj@3 | pass@3 | one (pass@1) | average | tokens | KV saved | peak KV |"
     assert lines[0] == head
-    assert lines[2] == "| M | dense | 50.0 ± 16.7 | 100.0 | 75.0 | 15 | 50 % | 300 |"
-    assert lines[3] == "| M | rkv 64+16 | 50.0 ± 16.7 | - | - | 20 | 50 % | 300 |"
+    assert lines[2] == "| M | dense | 50.0 ± 16.7 | 50.0 | 100.0 | 100.0 | 75.0 | 15 | 50 % | 300 |"
+    assert lines[3] == "| M | rkv 64+16 | 50.0 ± 16.7 | 50.0 | 100.0 | - | - | 20 | 50 % | 300 |"
+    other = markdown([first, dataclasses.replace(dense, model="N")]).splitlines()
+    assert other[2] == "| M | dense | 100.0 | - | - | - | - | 10 | 50 % | 100 |"
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table([dense, sparse, first]))
     assert "50.0 ± 16.7" in console.export_text()

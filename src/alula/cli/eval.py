@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ def evaluate(
     sparsity: Annotated[list[str] | None, typer.Option(help="dense, rkv:512+128, block-topk:1024; repeat.")] = None,
     k: Annotated[int, typer.Option(help="Answers per problem.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Only this many problems of each data set.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of a generated task, such as symbols=4; repeat.")
+    ] = None,
     reward: Annotated[
         str | None, typer.Option(help="What says that an answer is right; by default math, or the task's own.")
     ] = None,
@@ -52,8 +55,11 @@ def evaluate(
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
 
-    sets = [load(source, split=split, data_dir=data_dir, size=limit, seed=seed) for source in data]
+    options = dict(parse_option(text) for text in option or [])
+    sets = [load(source, split=split, data_dir=data_dir, size=limit, seed=seed, options=options) for source in data]
     sampling = Sampling(n=k, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     results: list[EvalResult] = []
     for model in models:
         engine = Engine.load(
@@ -62,30 +68,44 @@ def evaluate(
         )  # fmt: skip
         for source, dataset in zip(data, sets):
             for policy in policies:
-                name = reward or (source if source.startswith("task:") else "math")
-                results.append(one(engine, dataset, policy, sampling, name, chat))
-                typer.echo(f"{engine.name}, {dataset.name}, {policy.describe()}: {results[-1].accuracy:.1%}", err=True)
+                name = reward or (source if source.startswith(("task:", "reasoning-gym:")) else "math")
+                results.append(one(model, engine, dataset, policy, sampling, name, chat))
+                typer.echo(f"{model}, {dataset.name}, {policy.describe()}: {results[-1].accuracy:.1%}", err=True)
                 if out is not None:  # after each, so that nothing is lost
                     out.write_text(json.dumps([r.to_dict() for r in results], indent=1) + "\n")
     from rich.console import Console
 
-    from alula.evals import table
+    from alula.evals import markdown, table
 
-    Console().print(table(results))
+    console = Console()
+    if console.is_terminal:
+        console.print(table(results))
+    else:
+        typer.echo(markdown(results))
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    from alula.config_file import parse_yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise SettingError(f"--option {text!r}: write name=value.")
+    return name, parse_yaml(value, f"--option {text!r}")
 
 
 def one(
-    engine: "Engine", dataset: "Dataset", policy: "Sparsity", sampling: "Sampling", reward: str, chat: bool | None
-) -> "EvalResult":
+    model: str, engine: "Engine", dataset: "Dataset", policy: "Sparsity", sampling: "Sampling", reward: str,
+    chat: bool | None,
+) -> "EvalResult":  # fmt: skip
     from alula.data import prepare
     from alula.evals import evaluate as run
     from alula.rewards import Rewards, RewardSpec
 
     if engine.tokenizer is None:
-        raise SettingError(f"{engine.name} has no tokenizer, which data sets of text need.")
+        raise SettingError(f"model {model!r} has no tokenizer, which data sets of text need; use a model that has one.")
     prepared = prepare(dataset, engine.tokenizer, chat=chat)
     with Rewards([RewardSpec(reward)]) as rewards:
         return run(
             lambda prompts, n: engine.generate(prompts, sampling, policy), prepared, rewards, sampling.n,
-            model=engine.name, sparsity=policy.describe(),
+            model=model, sparsity=policy.describe(),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Several results side by side: one row per model and sparsity, one column per data set."""
+"""Several results side by side: one row per model and sparsity, the columns of each data set together."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +17,11 @@ def table(results: Sequence[EvalResult]) -> "Table":
     head, rows = cells(results)
     view = Table()
     for i, title in enumerate(head):
-        view.add_column(title, justify="left" if i < 2 else "right")
+        # On a narrow terminal titles and the model's name are folded: a number must stay whole.
+        width = max(len(row[i]) for row in rows)
+        view.add_column(
+            title, justify="left" if i < 2 else "right", overflow="fold", min_width=min(width, 8) if i == 0 else width
+        )
     for row in rows:
         view.add_row(*row)
     return view
@@ -30,29 +34,37 @@ def markdown(results: Sequence[EvalResult]) -> str:
 
 
 def cells(results: Sequence[EvalResult]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows. Accuracies are in percent, ± one standard error; the average is over data sets and is only
-    given where a row has all of them. Length and KV are averages over the row's data sets, the peak the largest."""
+    """Head and rows. Accuracies are in percent, ± one standard error; with several answers per problem, majority
+    vote and pass@k stand beside them. The average is of the accuracies over data sets, only given where a row has all
+    of them. Length and KV are averages over the row's data sets, the peak the largest."""
     data = list(dict.fromkeys((r.data, r.k) for r in results))
     rows = []
     for model, sparsity in dict.fromkeys((r.model, r.sparsity) for r in results):
         mine = {(r.data, r.k): r for r in results if (r.model, r.sparsity) == (model, sparsity)}
         row = [model, sparsity]
-        row += [accuracy(mine[d]) if d in mine else "-" for d in data]
+        for name, k in data:
+            found = mine.get((name, k))
+            row += ["-"] * len(titles(name, k)) if found is None else accuracies(found)
         if len(data) > 1:
             whole = len(mine) == len(data)
             row.append(f"{100 * mean([r.accuracy for r in mine.values()]):.1f}" if whole else "-")
-        found = list(mine.values())
         row += [
-            f"{mean([r.lengths.mean for r in found]):.0f}",
-            f"{100 * mean([r.kv.saved for r in found]):.0f} %",
-            str(max(r.kv.peak_tokens for r in found)),
+            f"{mean([r.lengths.mean for r in mine.values()]):.0f}",
+            f"{100 * mean([r.kv.saved for r in mine.values()]):.0f} %",
+            str(max(r.kv.peak_tokens for r in mine.values())),
         ]
         rows.append(row)
-    titles = [f"{name} ({'pass@1' if k == 1 else f'avg@{k}'})" for name, k in data]
     average = ["average"] if len(data) > 1 else []
-    return ["model", "sparsity", *titles, *average, "tokens", "KV saved", "peak KV"], rows
+    head = [title for name, k in data for title in titles(name, k)]
+    return ["model", "sparsity", *head, *average, "tokens", "KV saved", "peak KV"], rows
 
 
-def accuracy(result: EvalResult) -> str:
+def titles(name: str, k: int) -> list[str]:
+    return [f"{name} (pass@1)"] if k == 1 else [f"{name} (avg@{k})", f"maj@{k}", f"pass@{k}"]
+
+
+def accuracies(result: EvalResult) -> list[str]:
+    """One cell for each of `titles`."""
     error = "" if result.error is None else f" ± {100 * result.error:.1f}"
-    return f"{100 * result.accuracy:.1f}{error}"
+    several = [] if result.k == 1 else [f"{100 * share:.1f}" for share in (result.maj_at_k, result.pass_at_k)]
+    return [f"{100 * result.accuracy:.1f}{error}", *several]
