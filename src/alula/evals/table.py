@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 def table(results: Sequence[EvalResult]) -> "Table":
     """For the terminal."""
+    from rich.box import SIMPLE
     from rich.table import Table
 
     head, rows = cells(results)
-    view = Table()
+    view = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
     for i, title in enumerate(head):
         # On a narrow terminal titles and the model's name are folded: a number must stay whole.
         width = max(len(row[i]) for row in rows)
