@@ -1,41 +1,42 @@
 """DistillSparse on a real model: `python benchmarks/distill.py --data-dir DATA --out results/distill-h200.json`.
 
-Sections, each alone with `--only agreement,acceptance,overhead,decode`; results are merged into the output file.
+Sections, each alone with `--only agreement,overhead,...`; results are merged into the output file.
 
-    agreement   log-probs of the learner's sparse forward against the engine's, with and without φ
-    acceptance  tail and mean of acceptance on held-out prompts before and after `--seconds` of distillation, for two
-                budgets of a selector and of an evictor and several seeds; then both policies at a ladder of budgets,
-                with the rollout speed of each: the largest sparsity that meets a threshold before and after
-    overhead    a distillation step against a learner update on the same rollouts, by fraction and teacher
-    decode      decode steps with φ merged against those without
+    agreement      log-probs of the learner's sparse forward against the engine's, with and without φ
+    overhead       a distillation step against a learner update on the same rollouts, by fraction and teacher
+    decode         decode steps with φ merged against those without
+    select, evict  tail and mean of acceptance on held-out prompts before and after `--seconds` of distillation, for
+                   two budgets and several seeds; then a ladder of budgets, with the rollout speed of each: the
+                   largest sparsity that meets a threshold before and after
+
+A bare shape (`--model shape:qwen2.5-1.5b`) has random prompts, which is enough for overhead and decode.
 """
 
 import argparse
-import gc
-import json
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from sections import arguments, record, release
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench import StepBench
 from alula.data import Dataset, load, prepare
+from alula.data.dataset import Example
 from alula.distill.adapter import fresh
 from alula.distill.alone import Rollouts, asleep, distill_alone, generate
 from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
-from alula.distill.measure import Acceptance
 from alula.engine.rollout import Rollout
+from alula.mismatch.measure import Bins, own_rollouts
 from alula.model import LoadedModel, load_model
 from alula.rl.correction import Correction
 from alula.rl.learner import Learner
 from alula.rl.learner_config import LearnerConfig
 from alula.rl.losses import Loss, divisors, policy_loss
+from alula.sparsity.policy import DENSE
 
 Row = dict[str, Any]
 THRESHOLDS = (0.70, 0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92)
@@ -53,11 +54,16 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.loaded: LoadedModel = load_model(options.model, device=options.device, dtype=options.dtype)
-        data = load(options.data, split="train", data_dir=options.data_dir, answer="")
-        self.data: Dataset = prepare(data, self.loaded.tokenizer, max_prompt_tokens=512)
-        self.training, held_out = self.data.split(options.held_out, seed=0)
+        self.training, held_out = self.data().split(options.held_out, seed=0)
         self.held_out = [list(example.prompt_ids or ()) for example in held_out]
         self.rollouts = Rollouts(prompts=options.prompts, samples=1, max_new_tokens=options.tokens, temperature=1.0)
+
+    def data(self) -> Dataset:
+        if self.loaded.tokenizer is not None:
+            data = load(self.options.data, split="train", data_dir=self.options.data_dir, answer="")
+            return prepare(data, self.loaded.tokenizer, max_prompt_tokens=512)
+        ids = torch.randint(2, self.loaded.model.config.vocab_size, (4 * self.options.held_out, 64)).tolist()
+        return Dataset(tuple(Example("", prompt_ids=tuple(prompt)) for prompt in ids), "random prompts")
 
     def engine(self, adapter: Any = None) -> Engine:
         o = self.options
@@ -103,60 +109,63 @@ class Bench:
             del engine, distiller
             release()
 
-    def acceptance(self) -> Iterator[Row]:
-        kinds = {"select": (select, self.options.select_budgets), "evict": (evict, self.options.evict_budgets)}
-        for kind in self.options.kinds.split(","):
-            make, budgets = kinds[kind]
-            self._distil(make, budgets[0], seed=99, ladder=False, limit=1)  # compiles what the clock should not see
-            for budget in budgets:
-                for seed in range(self.options.seeds):
-                    yield self._distil(make, budget, seed, ladder=seed == 0)
-                    release()
+    def select(self) -> Iterator[Row]:
+        return self.acceptance(select, self.options.select_budgets)
 
-    def _distil(self, make: Any, budget: int, seed: int, ladder: bool, limit: int | None = None) -> Row:
-        """`--seconds` of distillation, or `limit` steps."""
-        policy = make(budget)
+    def evict(self) -> Iterator[Row]:
+        return self.acceptance(evict, self.options.evict_budgets)
+
+    def acceptance(self, make: Callable[[int], Sparsity], budgets: list[int]) -> Iterator[Row]:
+        nothing = fresh(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
+        engine = self.engine(nothing)
+        self._distil(engine, make(budgets[0]), seed=99, limit=1)  # compiles what the clock should not see
+        engine.update_sparse_adapter(nothing)
+        speeds = {budget: self._speed(engine, make(budget)) for budget in self.options.ladder}
+        without = self._ladder(engine, make)
+        yield {"kind": "speed", "dense_tokens_per_s": self._speed(engine, DENSE), "tokens_per_s": speeds}
+        for budget in budgets:
+            for seed in range(self.options.seeds):
+                row = {"kind": "acceptance", "budget": budget} | self._distil(engine, make(budget), seed)
+                if seed == 0:
+                    row["ladder"] = {"before": without, "after": self._ladder(engine, make)}
+                    row["sparsest"] = [sparsest(tau, row["ladder"], speeds) for tau in THRESHOLDS]
+                yield row
+
+    def _distil(self, engine: Engine, policy: Sparsity, seed: int, limit: int | None = None) -> Row:
+        """`--seconds` of distillation from nothing, or `limit` steps."""
         distiller = Distiller(self.loaded.model, self.config(seed=seed))
-        engine = self.engine(distiller.adapter())
-        ladders = {0: self._ladder(engine, make)} if ladder else {}
+        engine.update_sparse_adapter(distiller.adapter())
         before = self._measured(engine, policy, seed)
         losses: list[float] = []
         steps, started = 0, time.perf_counter()
-        rollouts = replace(self.rollouts, seed=1000 * (seed + 1))
         while time.perf_counter() - started < self.options.seconds and steps != limit:
-            round_ = replace(rollouts, seed=rollouts.seed + steps)
+            round_ = replace(self.rollouts, seed=1000 * (seed + 1) + steps)
             distill_alone(engine, distiller, policy, self.training, 1, round_,
                           lambda _, row: losses.append(row["distill/kl"]))  # fmt: skip
             steps += 1
         spent = time.perf_counter() - started
         after = self._measured(engine, policy, seed)
-        row: Row = {"kind": "acceptance", "sparsity": policy.describe(), "budget": budget, "seed": seed}
-        row |= {"steps": steps, "seconds": spent, "kl_by_step": losses}
-        row |= {"before": before.metrics(), "after": after.metrics()}
-        if ladder:
-            ladders[1] = self._ladder(engine, make)
-            row["ladder"] = {"before": ladders[0], "after": ladders[1]}
-            row["sparsest"] = [sparsest(tau, ladders[0], ladders[1]) for tau in THRESHOLDS]
-        return row
+        return {"sparsity": policy.describe(), "seed": seed, "steps": steps, "seconds": spent, "kl_by_step": losses,
+                "before": before, "after": after}  # fmt: skip
 
-    def _measured(self, engine: Engine, policy: Sparsity, seed: int) -> Acceptance:
-        """The engine's own acceptance: forced decoding against the dense pass."""
-        made = generate(engine, self.held_out, policy, self.rollouts, 1, seed=-1 - seed)
-        return Acceptance.of(made, engine.acceptance(made, policy), [torch.zeros(1)])
+    def _measured(self, engine: Engine, policy: Sparsity, seed: int) -> Row:
+        """Exact acceptance on rollouts of its own from the held-out prompts; the tail's interval is over prompts."""
+        sampling = Sampling(max_new_tokens=self.options.tokens, seed=-1 - seed)
+        made, alphas = own_rollouts(engine, self.held_out, sampling, policy)
+        [tail] = Bins(1 << 20, 1).tail(made, alphas)
+        mean = torch.cat(alphas).mean().item()
+        return {"tail": tail.value, "lower": tail.lower, "upper": tail.upper, "mean": mean, "tokens": tail.tokens}
 
-    def _ladder(self, engine: Engine, make: Any) -> list[Row]:
-        """Acceptance and rollout speed at every budget, on rollouts of its own."""
-        rows = []
-        for budget in self.options.ladder:
-            policy = make(budget)
-            found = self._measured(engine, policy, 0)
-            prompts = (self.held_out * self.options.rows)[: self.options.rows]
-            sampling = Sampling(max_new_tokens=self.options.speed_tokens, ignore_eos=True, seed=5)
-            engine.generate(prompts, replace(sampling, max_new_tokens=32), policy)
-            seconds = self.seconds(lambda p=policy, s=sampling, q=prompts: engine.generate(q, s, p))
-            speed = self.options.rows * self.options.speed_tokens / seconds
-            rows.append({"budget": budget, "tail": found.tail, "mean": found.mean, "tokens_per_s": speed})
-        return rows
+    def _ladder(self, engine: Engine, make: Callable[[int], Sparsity]) -> list[Row]:
+        return [{"budget": budget} | self._measured(engine, make(budget), 0) for budget in self.options.ladder]
+
+    def _speed(self, engine: Engine, policy: Sparsity) -> float:
+        """Rollout tokens per second at full batch; φ is merged, so it has no part in it (see `decode`)."""
+        prompts = (self.held_out * self.options.rows)[: self.options.rows]
+        sampling = Sampling(max_new_tokens=self.options.speed_tokens, ignore_eos=True, seed=5)
+        engine.generate(prompts, replace(sampling, max_new_tokens=32), policy)
+        seconds = self.seconds(lambda: engine.generate(prompts, sampling, policy))
+        return self.options.rows * self.options.speed_tokens / seconds
 
     def overhead(self) -> Iterator[Row]:
         """On rollouts of the engine, ignoring the end of a text so that lengths are those asked for."""
@@ -194,7 +203,7 @@ class Bench:
             return policy_loss(logprobs, batch.flat(old), batch.rows(advantages)[batch.sequence],
                                torch.ones_like(logprobs), batch.sequence, loss, whole.rows(index))  # fmt: skip
 
-        return min(self.seconds(lambda: learner.update(made, loss_fn)) for _ in range(4))
+        return min(self.seconds(lambda: learner.update(made, loss_fn)) for _ in range(3))
 
     def _step_seconds(self, made: list[Rollout], fraction: float, settings: Row, update: float) -> Row:
         config = self.config(minibatches=1, loss="both", **settings)
@@ -202,7 +211,7 @@ class Bench:
         some = made[: max(1, round(fraction * len(made)))]
         advantages = torch.linspace(-1, 1, len(some))
         teacher = Learner(self.loaded.model).score(some) if settings["teacher"] == "before" else None
-        spent = min(self.seconds(lambda: distiller.step(some, advantages, teacher)) for _ in range(4))
+        spent = min(self.seconds(lambda: distiller.step(some, advantages, teacher)) for _ in range(3))
         return {"fraction": fraction, "distil_s": spent, "of_update": spent / update}
 
     def decode(self) -> Iterator[Row]:
@@ -223,12 +232,12 @@ class Bench:
         yield {"kind": "merge", "seconds": self.seconds(lambda: engine.update_sparse_adapter(adapter))}
 
 
-def sparsest(tau: float, before: list[Row], after: list[Row]) -> Row:
-    """The smallest budget of each ladder whose tail meets tau, and its rollout speed."""
+def sparsest(tau: float, ladder: dict[str, list[Row]], speeds: dict[int, float]) -> Row:
+    """The smallest budget whose tail meets tau, before and after, and the rollout speed there."""
     found: Row = {"tau": tau}
-    for name, ladder in (("before", before), ("after", after)):
-        best = min((row for row in ladder if row["tail"] >= tau), key=lambda row: row["budget"], default=None)
-        found |= {f"{name}_budget": best and best["budget"], f"{name}_tokens_per_s": best and best["tokens_per_s"]}
+    for when, rungs in ladder.items():
+        budget = min((rung["budget"] for rung in rungs if rung["tail"] >= tau), default=None)
+        found |= {f"{when}_budget": budget, f"{when}_tokens_per_s": budget and speeds[budget]}
     return found
 
 
@@ -237,23 +246,15 @@ def _logprobs(rollout: Rollout) -> torch.Tensor:
     return rollout.logprobs
 
 
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-SECTIONS = ("agreement", "overhead", "decode", "acceptance")
+SECTIONS = ("agreement", "overhead", "decode", "select", "evict")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser = arguments(SECTIONS, __doc__)
     parser.add_argument("--model", default=".cache/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--data", default="gsm8k")
     parser.add_argument("--data-dir", default=None)
@@ -263,13 +264,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="sequences that decode together")
     parser.add_argument("--prompts", type=int, default=256, help="prompts per distillation step")
     parser.add_argument("--held-out", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=1024, help="longest answer")
-    parser.add_argument("--kinds", default="select,evict", help="of sparse policy, for acceptance")
+    parser.add_argument("--tokens", type=int, default=768, help="longest answer")
     parser.add_argument("--seconds", type=float, default=30, help="of distillation, per budget and seed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--select-budgets", type=numbers, default=[64, 128])
     parser.add_argument("--evict-budgets", type=numbers, default=[64, 128])
-    parser.add_argument("--ladder", type=numbers, default=[48, 64, 96, 128, 256])
+    parser.add_argument("--ladder", type=numbers, default=[64, 96, 128, 256])
     parser.add_argument("--speed-tokens", type=int, default=1024)
     parser.add_argument("--overhead-prompts", type=int, default=32)
     parser.add_argument("--overhead-tokens", type=int, default=1024)
@@ -277,28 +277,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--token-budget", type=int, default=32768)
     options = parser.parse_args()
-    results = json.loads(options.out.read_text()) if options.out.exists() else {}
     bench = Bench(options)
-    machine = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "only", "data_dir")}
-    for name in options.only.split(","):
-        start, rows = time.perf_counter(), []
-        results[name] = {"machine": machine, "settings": settings, "rows": rows}
-        try:
-            for row in getattr(bench, name)():
-                rows.append(row)
-                options.out.write_text(json.dumps(results, indent=1) + "\n")  # after every row: a run may be cut off
-                print(json.dumps({k: v for k, v in row.items() if k not in ("kl_by_step", "ladder")}), flush=True)
-        except Exception as error:  # one section's failure must not cost the others' results
-            rows.append({"error": f"{type(error).__name__}: {error}"})
-            traceback.print_exc(limit=8)
-        release()
-        print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    record({name: getattr(bench, name) for name in SECTIONS}, options, {}, settings=settings)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,25 @@
 """Sparrow's numbers on one GPU: `python benchmarks/sparrow.py --out benchmarks/results/sparrow-h200.json`.
 
 Random weights of real shapes, bf16. Each section runs alone with `--only decode,share,...`; results are merged into
-the output file, and the Markdown tables made from it are printed (`--table` prints them without running anything).
+the output file; `python benchmarks/table.py` makes the Markdown tables of docs/benchmarks.md from it.
 ALULA_SMOLLM2 names SmolLM2-135M-Instruct's GGUF file for the section on a real model.
 """
 
-import argparse
-import gc
-import json
 import os
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from sections import release, run
 
 from alula import Engine, Evict, Schedule, Select, Sparsity
-from alula.bench import Ceilings, StepBench, churn, measure_ceilings, rollouts
+from alula.bench import Ceilings, StepBench, churn, rollouts
 from alula.engine import runner as engine_runner
 from alula.engine.pages import pages_for
 from alula.mismatch.calibrate import Grid, Text, calibrate
@@ -32,6 +29,7 @@ from alula.mismatch.measure import Bins, measure_own
 from alula.mismatch.plan import Workload, plan
 from alula.mismatch.timings import timing_record
 from alula.mismatch.verify import Verification, policy_of
+from alula.model import load_model
 from alula.sparsity.policy import DENSE
 
 DEVICE = torch.device("cuda")
@@ -49,7 +47,6 @@ def published(model: str, tau: str = "0.86") -> Sparsity:
 def engine(model: str, batch: int, longest: int, buckets: tuple[int, ...] = ()) -> Engine:
     """An engine whose pool holds `batch` rows of `longest` tokens, with decode steps of exactly that many rows."""
     from alula.engine.engine import shape_of
-    from alula.model import load_model
 
     loaded = load_model(f"shape:{model}", device=str(DEVICE))
     pages = batch * pages_for(longest + 2 * LOOKAHEAD, PAGE) + 2
@@ -66,9 +63,8 @@ def step(one: Engine, batch: int, context: int, sparsity: Sparsity, ceilings: Ce
     return {"ms": seconds * 1e3, "floor_ms": floor * 1e3, "timing": record}
 
 
-def decode(ceilings: Ceilings) -> list[Row]:
+def decode(ceilings: Ceilings) -> Iterator[Row]:
     """Decoding to 32k under the published schedules: Σ over 16 bins of the step at the bin's centre."""
-    found = []
     for model, batch in MODELS.items():
         one = engine(model, batch, CENTRES[-1])
         sparse = published(model)
@@ -82,58 +78,56 @@ def decode(ceilings: Ceilings) -> list[Row]:
             )
         row["ratio"] = row["dense_ms"] / row["sparse_ms"]
         row["floor_ratio"] = row["dense_floor_ms"] / row["sparse_floor_ms"]
-        found.append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "bins"}), flush=True)
+        yield row
         del one
         release()
-    return found
 
 
-def generation(ceilings: Ceilings) -> list[Row]:
+def generation(ceilings: Ceilings) -> Iterator[Row]:
     """One real generation to 8k against the sum of the bins' steps."""
     model, prompt, longest = "qwen3-1.7b", 16, 4 * BIN
     batch = MODELS[model]
     one = engine(model, batch, longest)
-    found = []
     for name, sparsity in (("dense", DENSE), ("0.86", published(model))):
         for context in (500, 1000, 2000, 4000, longest - LOOKAHEAD):  # every graph that the generation will need
             StepBench(one, batch, context, sparsity).seconds(chunks=1)
-        steps = [step(one, batch, context, sparsity, ceilings)["ms"] for context in CENTRES[:4]]
+        steps = [step(one, batch, context, sparsity, ceilings)["ms"] for context in CENTRES[: longest // BIN]]
         rollouts(one, batch, prompt, 2 * LOOKAHEAD, sparsity)
         real = rollouts(one, batch, prompt, longest - prompt, sparsity, seed=1)
         summed = sum(steps) * BIN / 1e3 * (longest - prompt) / longest
-        found.append({"kind": "generation to 8k", "model": model, "policy": name, "batch": batch, "sum_s": summed,
-                      "real_s": real["seconds"], "off": real["seconds"] / summed - 1})  # fmt: skip
-    return found
+        yield {"kind": "generation to 8k", "model": model, "policy": name, "batch": batch, "sum_s": summed,
+               "real_s": real["seconds"], "off": real["seconds"] / summed - 1}  # fmt: skip
 
 
-def both(ceilings: Ceilings) -> list[Row]:
-    """Steady decoding up to 32k in one pool: evicting to a large budget and reading a small one gives more rows."""
-    model, longest = "qwen3-1.7b", 32000
-    held = 8192
-    evict = Evict("snapkv", held, buffer=128)
+def both(ceilings: Ceilings) -> Iterator[Row]:
+    """Steady decoding up to 32k in one pool: evicting to a large budget and reading a small one gives more rows.
+
+    Page summaries come out of the same memory. Random weights have no tail worth the name: which evictor keeps the
+    tail of the selection is what `real` measures.
+    """
+    model, longest, memory = "qwen3-1.7b", 32000, 80 << 30
+    evictors = {held: Evict("snapkv", held, buffer=128) for held in (8192, 16384)}
+    select, loaded = published(model), load_model(f"shape:{model}", device=str(DEVICE))
     policies = {
         "dense": DENSE,
-        "select 0.86": published(model),
-        f"snapkv {held}": Sparsity(evict=evict),
-        f"snapkv {held} & select 0.86": replace(published(model), evict=evict),
+        "select 0.86": select,
+        "snapkv 8192": Sparsity(evict=evictors[8192]),
+        **{f"snapkv {held} & select 0.86": replace(select, evict=evict) for held, evict in evictors.items()},
     }
-    found: list[Row] = []
+    dense = 0.0
     for name, sparsity in policies.items():
-        one = Engine.load(f"shape:{model}", device=str(DEVICE), page=PAGE, kv_memory="80GiB", max_rows=256,
-                          max_length=longest + 64)  # fmt: skip
-        each = pages_for(held + 128, PAGE) + 1 if sparsity.evict else pages_for(longest // 2, PAGE)
-        rows = min(256, (one.pool.usable - 2 * each) // each)
+        pool = memory * 2 * PAGE // (2 * PAGE + 1) if sparsity.select else memory  # a summary is half a token's KV
+        one = Engine(loaded, page=PAGE, kv_memory=pool, max_rows=256, max_length=longest + 64)
+        held = sparsity.evict.budget + sparsity.evict.buffer + PAGE if sparsity.evict else longest // 2
+        rows = min(256, one.pool.usable // pages_for(held, PAGE) - 2)
         row = churn(one, sparsity, longest=longest, rows=rows, steps=512)
-        found.append({"kind": "steady to 32k", "policy": name, **row})
-        found[-1]["against_dense"] = row["tokens_per_s"] / found[0]["tokens_per_s"]
-        print(json.dumps(found[-1]), flush=True)
+        dense = dense or row["tokens_per_s"]
+        yield {**row, "kind": "steady to 32k", "policy": name, "against_dense": row["tokens_per_s"] / dense}
         del one
         release()
-    return found
 
 
-def share(ceilings: Ceilings) -> list[Row]:
+def share(ceilings: Ceilings) -> Iterator[Row]:
     """What scoring and choosing pages take of the sparse step at 32k: the same step with the choice already made."""
     model, context = "qwen3-1.7b", 32000
     batch = MODELS[model]
@@ -168,12 +162,11 @@ def share(ceilings: Ceilings) -> list[Row]:
     finally:
         engine_runner.select_pages = real
         one.runner._graphs.clear()
-    return [{"kind": "scoring and top-k", "model": model, "batch": batch, "context": context,
-             "step_ms": with_choice * 1e3, "without_ms": without * 1e3,
-             "share": 1 - without / with_choice}]  # fmt: skip
+    yield {"kind": "scoring and top-k", "model": model, "batch": batch, "context": context,
+           "step_ms": with_choice * 1e3, "without_ms": without * 1e3, "share": 1 - without / with_choice}  # fmt: skip
 
 
-def cost(ceilings: Ceilings) -> list[Row]:
+def cost(ceilings: Ceilings) -> Iterator[Row]:
     """The fitted cost model on steps that it has not seen."""
     model, batches = "qwen3-1.7b", (4, 8, 16, 32)
     one = engine(model, batches[-1], 32000, batches[:-1])
@@ -185,28 +178,26 @@ def cost(ceilings: Ceilings) -> list[Row]:
     fitted = fit([steps[i] for i in seen], shape)
     unseen = [Timing.from_dict(steps[i]) for i in held_out]
     analytic = AnalyticCost(shape, Hardware(ceilings.matrix / 1e12, ceilings.bandwidth / 1e12))
-    return [{"kind": "cost model", "model": model, "fitted_on": len(seen), "held_out": len(unseen),
-             "median_error": median_error(fitted, unseen), "analytic_error": median_error(analytic, unseen),
-             "constants": fitted.constants, "steps": steps}]  # fmt: skip
+    yield {"kind": "cost model", "model": model, "fitted_on": len(seen), "held_out": len(unseen),
+           "median_error": median_error(fitted, unseen), "analytic_error": median_error(analytic, unseen),
+           "constants": fitted.constants, "steps": steps}  # fmt: skip
 
 
-def calibration(ceilings: Ceilings) -> list[Row]:
+def calibration(ceilings: Ceilings) -> Iterator[Row]:
     """SmolLM2-135M's shape: 8 budgets, 2k tokens, 64 prompts; text, floor and all budgets."""
     rng = np.random.default_rng(0)
     prompts = tuple(tuple(row) for row in rng.integers(0, 49000, (64, 64)).tolist())
-    found = []
     with tempfile.TemporaryDirectory() as folder:
         one = Engine.load("shape:smollm2-135m", device=str(DEVICE), page=PAGE, kv_memory="60GiB", max_rows=512,
                           max_length=2112)  # fmt: skip
         for run in ("first", "second"):  # the first compiles and captures
             start = time.perf_counter()
             measured = calibrate_smollm2(one, prompts, Path(folder) / f"{run}.json")
-            found.append({"kind": "calibration", "run": run, "seconds": time.perf_counter() - start,
-                          "budgets": len(measured.measured), "tokens": measured.notes["tokens"]})  # fmt: skip
-    return found
+            yield {"kind": "calibration", "run": run, "seconds": time.perf_counter() - start,
+                   "budgets": len(measured.measured), "tokens": measured.notes["tokens"]}  # fmt: skip
 
 
-BUDGETS = (128, 192, 256, 384, 512, 768, 1024, 1536)
+BUDGETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def calibrate_smollm2(one: Engine, prompts: tuple[tuple[int, ...], ...], work: Path) -> Calibration:
@@ -224,12 +215,12 @@ TOPICS = ("sailing", "bread", "the telegraph", "bees", "glass", "mountains", "cl
           "windmills", "chess", "salt", "rivers")  # fmt: skip
 
 
-def real_model(ceilings: Ceilings) -> list[Row]:
+def real_model(ceilings: Ceilings) -> Iterator[Row]:
     """SmolLM2-135M-Instruct: calibrate, plan, and measure the plan again on its own rollouts of other prompts."""
     path = os.environ.get("ALULA_SMOLLM2")
     if not path:
         print("real: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file", file=sys.stderr)
-        return []
+        return
     one = Engine.load(path, device=str(DEVICE), page=PAGE, kv_memory="40GiB", max_rows=768, max_length=2112)
     texts = [[{"role": "user", "content": form.format(topic)}] for topic in TOPICS for form in FORMS]
     ids = [tuple(one.tokenize(text)) for text in texts]
@@ -245,81 +236,17 @@ def real_model(ceilings: Ceilings) -> list[Row]:
     tail = measure_own(one, text.prompts, text.sampling, policy_of(made.schedule), Bins(256, 8))
     checked = Verification(made.schedule, made.tau, tail)
     print(checked.table(), flush=True)
-    return [{"kind": "real model", "model": one.name, "calibration_s": seconds, "tau": made.tau, "floor": made.floor,
-             "schedule": made.schedule.to_dict(), "predicted_speedup": made.speedup, "violated": checked.violated,
-             "table": checked.table(), "calibration": found.to_dict(), "verification": checked.to_dict()}]  # fmt: skip
+    yield {"kind": "real model", "model": one.name, "policy": made.configuration.describe(),
+           "calibration_s": seconds, "tau": made.tau, "floor": made.floor,
+           "schedule": made.schedule.to_dict(), "predicted_speedup": made.speedup, "violated": checked.violated,
+           "table": checked.table(), "calibration": found.to_dict(), "verification": checked.to_dict()}  # fmt: skip
 
 
-SECTIONS: dict[str, Callable[[Ceilings], list[Row]]] = {
+SECTIONS = {
     "calibration": calibration, "real": real_model, "share": share, "cost": cost, "decode": decode,
     "generation": generation, "both": both,
 }  # fmt: skip
 
-REACH = {"qwen3-1.7b": (2.3, 2.8), "qwen3-4b": (2.0, 2.4), "qwen3-8b": (1.75, 2.1)}
-
-
-def table(results: dict[str, Any]) -> str:
-    """The Markdown table of everything in the results."""
-    lines = ["| what | measured | reach | better |", "|---|---:|---:|---:|"]
-
-    def rows(section: str) -> list[Row]:
-        return [row for row in results.get(section, []) if "error" not in row]
-
-    for row in rows("decode"):
-        reach, better = REACH[row["model"]]
-        lines.append(f"| decode to 32k at 0.86, {row['model']}, batch {row['batch']} (floor {row['floor_ratio']:.2f}x) "
-                     f"| {row['ratio']:.2f}x | {reach}x | {better}x |")  # fmt: skip
-    for row in rows("generation"):
-        lines.append(f"| one generation to 8k against the sum, {row['policy']} | {row['off']:+.1%} | 10% | |")
-    for row in rows("both"):
-        lines.append(f"| steady to 32k, {row['policy']}, {row['mean_rows']:.0f} rows | {row['against_dense']:.2f}x "
-                     "| reported | 4x |")  # fmt: skip
-    for row in rows("share"):
-        lines.append(f"| scoring + top-k of the sparse step at 32k | {row['share']:.1%} | 20% | 10% |")
-    for row in rows("cost"):
-        lines.append(f"| cost model on held-out steps (analytic: {row['analytic_error']:.1%}) "
-                     f"| {row['median_error']:.1%} | 10% | 5% |")  # fmt: skip
-    for row in rows("calibration"):
-        lines.append(f"| calibration, 8 budgets, 2k tokens, 64 prompts, {row['run']} run | {row['seconds']:.0f} s "
-                     "| 60 s | 20 s |")  # fmt: skip
-    for row in rows("real"):
-        lines.append(f"| {row['model']}: bins of the plan below tau {row['tau']:.3f} on fresh prompts "
-                     f"| {len(row['violated'])} | 0 | |")  # fmt: skip
-    return "\n".join(lines)
-
-
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(SECTIONS))
-    parser.add_argument("--table", action="store_true")
-    arguments = parser.parse_args()
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    if arguments.table:
-        print(table(results))
-        return
-    ceilings = measure_ceilings(DEVICE)
-    release()
-    results["machine"] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                          "copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}  # fmt: skip
-    for name in arguments.only.split(","):
-        start = time.perf_counter()
-        try:
-            results[name] = SECTIONS[name](ceilings)
-        except Exception as error:  # one section's failure must not cost the others' results
-            results[name] = [{"error": f"{type(error).__name__}: {error}"}]
-            traceback.print_exc(limit=8)
-        release()
-        print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
-
 
 if __name__ == "__main__":
-    main()
+    run(SECTIONS, __doc__)

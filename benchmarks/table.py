@@ -6,7 +6,7 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results")
 
 
-def engine_table(results: dict) -> list[tuple[str, str, str]]:
+def engine_table(results: dict) -> list[tuple[str, ...]]:
     rows = {name: section["rows"] for name, section in results.items()}
     steps = {(r["batch"], r["context"], r["sparsity"]): r for r in rows["steps"] if r["kind"] == "decode step"}
     large, kernel, hf = rows["large"][0], rows["kernel"][0], rows["transformers"][0]
@@ -46,7 +46,7 @@ def engine_table(results: dict) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
-def training_table(results: dict) -> list[tuple[str, str, str]]:
+def training_table(results: dict) -> list[tuple[str, ...]]:
     rows = []
     for r in results["learner"]["rows"]:
         given = r["settings"]
@@ -71,12 +71,94 @@ def training_table(results: dict) -> list[tuple[str, str, str]]:
     return rows
 
 
-def show(title: str, rows: list[tuple[str, str, str]]) -> None:
-    print(f"\n| {title} | measured | reach; better |\n|---|---|---|")
-    for what, measured, wanted in rows:
-        print(f"| {what} | {measured} | {wanted} |")
+REACH = {"qwen3-1.7b": "2.3 ×; 2.8 ×", "qwen3-4b": "2.0 ×; 2.4 ×", "qwen3-8b": "1.75 ×; 2.1 ×"}
+
+
+def sparrow_table(results: dict) -> list[tuple[str, ...]]:
+    rows = {name: section["rows"] for name, section in results.items()}
+    found = []
+    for r in rows["decode"]:
+        what = f"decoding to 32k at the published 0.86, {r['model']}, batch {r['batch']}, against own dense"
+        found.append((what, f"{r['ratio']:.2f} × (floors allow {r['floor_ratio']:.2f})", REACH[r["model"]]))
+    for r in rows["generation"]:
+        what = f"one real generation to 8k against the sum of steps, 1.7b, {r['policy']}"
+        found.append((what, f"{r['off']:+.1%}", "10 %"))
+    for r in rows["both"][1:]:
+        what = f"steady decoding to 32k in 80 GiB, 1.7b, {r['policy']}, against own dense"
+        found.append((what, f"{r['against_dense']:.2f} × ({r['mean_rows']:.0f} rows)", "reported; 4 ×"))
+    share, cost = rows["share"][0], rows["cost"][0]
+    found.append(("scoring + top-k, share of the sparse step at 32k", f"{share['share']:.1%}", "20 %; 10 %"))
+    error = f"{cost['median_error']:.1%} (analytic form: {cost['analytic_error']:.0%})"
+    found.append(("cost model on held-out steps, median error", error, "10 %; 5 %"))
+    for r in rows["calibration"]:
+        what = f"calibration, smollm2-135m, 8 budgets, 2k tokens, 64 prompts, {r['run']} run"
+        found.append((what, f"{r['seconds']:.0f} s", "60 s; 20 s"))
+    return found
+
+
+def distill_table(results: dict) -> list[tuple[str, ...]]:
+    rows = {name: section["rows"] for name, section in results.items()}
+    found = []
+    for r in rows["agreement"]:
+        what = f"learner's sparse forward against the engine, {r['sparsity']}, {'with' if r['adapter'] else 'no'} φ"
+        found.append((what, f"mean {r['mean']:.4f}, p99 {r['p99']:.3f}", "0.02"))
+    for r in rows["overhead"]:
+        how = f"{r['fraction']:.0%} of rollouts, {r['divergence']}, teacher {r['teacher']}"
+        found.append((f"distilling, {r['sparsity']}, {how}", f"{r['of_update']:.0%} of a learner update", "60 %"))
+    for r in rows["decode"]:
+        if r["kind"] == "decode":
+            times = f"{r['slower']:+.1%} ({r['with_ms']:.2f} / {r['without_ms']:.2f} ms)"
+            found.append((f"decode step with φ against without, {r['sparsity']}", times, "3 %"))
+    return found
+
+
+def distilled(results: dict) -> list[tuple[str, ...]]:
+    """Tail and mean on held-out prompts before and after distillation, per budget and seed."""
+    return [
+        (r["sparsity"], f"{r['seed']}", f"{r['steps']}", f"{r['before']['tail']:.4f} → {r['after']['tail']:.4f}",
+         f"{r['before']['mean']:.4f} → {r['after']['mean']:.4f}")
+        for section in ("select", "evict") for r in results[section]["rows"] if r["kind"] == "acceptance"
+    ]  # fmt: skip
+
+
+def sparser(results: dict) -> list[tuple[str, ...]]:
+    """The smallest budget whose tail meets tau before and after, and its rollout speed against dense."""
+    found = []
+    for section in ("select", "evict"):
+        speed, *rows = results[section]["rows"]
+        for r in rows:
+            for s in r.get("sparsest", ()):
+                budgets, speeds = (
+                    [s[f"{when}_{name}"] for when in ("before", "after")] for name in ("budget", "tokens_per_s")
+                )
+                ratios = [f"{x / speed['dense_tokens_per_s']:.2f} ×" if x else "–" for x in speeds]
+                found.append((f"{r['sparsity']}, τ = {s['tau']:.2f}", " → ".join(str(b or "–") for b in budgets),
+                              " → ".join(ratios)))  # fmt: skip
+    return found
+
+
+def show(rows: list[tuple[str, ...]], *titles: str) -> None:
+    print(f"\n| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+MEASURED = ("measured", "reach; better")
+
+
+def main() -> None:
+    found = {path.name.removesuffix("-h200.json"): json.loads(path.read_text()) for path in RESULTS.glob("*-h200.json")}
+    tables = {"engine": engine_table, "training": training_table, "sparrow": sparrow_table, "distill": distill_table}
+    for name, table in tables.items():
+        if name in found:
+            show(table(found[name]), name, *MEASURED)
+    if "sparrow" in found:
+        for row in found["sparrow"]["real"]["rows"]:
+            print(f"\n{row['policy']}, τ = {row['tau']:.3f}, on fresh prompts\n\n{row['table']}")
+    if "distill" in found:
+        show(distilled(found["distill"]), "distilled", "seed", "steps", "tail", "mean")
+        show(sparser(found["distill"]), "distilled at", "smallest budget", "rollout speed against dense")
 
 
 if __name__ == "__main__":
-    show("engine", engine_table(json.loads((RESULTS / "engine-h200.json").read_text())))
-    show("training", training_table(json.loads((RESULTS / "training-h200.json").read_text())))
+    main()
