@@ -5,9 +5,10 @@ Sections, each alone with `--only agreement,overhead,...`; results are merged in
     agreement      log-probs of the learner's sparse forward against the engine's, with and without φ
     overhead       a distillation step against a learner update on the same rollouts, by fraction and teacher
     decode         decode steps with φ merged against those without
+    speed          rollout speed at every budget of the ladder
     select, evict  tail and mean of acceptance on held-out prompts before and after `--seconds` of distillation, for
-                   two budgets and several seeds; then a ladder of budgets, with the rollout speed of each: the
-                   largest sparsity that meets a threshold before and after
+                   two budgets and several seeds, and over a ladder of budgets: which sparsity meets a threshold
+                   before and after. These two may share a GPU with other work; the others may not
 
 A bare shape (`--model shape:qwen2.5-1.5b`) has random prompts, which is enough for overhead and decode.
 """
@@ -39,7 +40,6 @@ from alula.rl.losses import Loss, divisors, policy_loss
 from alula.sparsity.policy import DENSE
 
 Row = dict[str, Any]
-THRESHOLDS = (0.70, 0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92)
 
 
 def select(budget: int) -> Sparsity:
@@ -120,15 +120,12 @@ class Bench:
         engine = self.engine(nothing)
         self._distil(engine, make(budgets[0]), seed=99, limit=1)  # compiles what the clock should not see
         engine.update_sparse_adapter(nothing)
-        speeds = {budget: self._speed(engine, make(budget)) for budget in self.options.ladder}
         without = self._ladder(engine, make)
-        yield {"kind": "speed", "dense_tokens_per_s": self._speed(engine, DENSE), "tokens_per_s": speeds}
         for budget in budgets:
             for seed in range(self.options.seeds):
                 row = {"kind": "acceptance", "budget": budget} | self._distil(engine, make(budget), seed)
                 if seed == 0:
                     row["ladder"] = {"before": without, "after": self._ladder(engine, make)}
-                    row["sparsest"] = [sparsest(tau, row["ladder"], speeds) for tau in THRESHOLDS]
                 yield row
 
     def _distil(self, engine: Engine, policy: Sparsity, seed: int, limit: int | None = None) -> Row:
@@ -158,6 +155,13 @@ class Bench:
 
     def _ladder(self, engine: Engine, make: Callable[[int], Sparsity]) -> list[Row]:
         return [{"budget": budget} | self._measured(engine, make(budget), 0) for budget in self.options.ladder]
+
+    def speed(self) -> Iterator[Row]:
+        engine = self.engine()
+        for kind, make in (("dense", lambda _: DENSE), ("select", select), ("evict", evict)):
+            for budget in self.options.ladder if kind != "dense" else [0]:
+                speed = self._speed(engine, make(budget))
+                yield {"kind": "speed", "policy": kind, "budget": budget, "tokens_per_s": speed}
 
     def _speed(self, engine: Engine, policy: Sparsity) -> float:
         """Rollout tokens per second at full batch; φ is merged, so it has no part in it (see `decode`)."""
@@ -232,15 +236,6 @@ class Bench:
         yield {"kind": "merge", "seconds": self.seconds(lambda: engine.update_sparse_adapter(adapter))}
 
 
-def sparsest(tau: float, ladder: dict[str, list[Row]], speeds: dict[int, float]) -> Row:
-    """The smallest budget whose tail meets tau, before and after, and the rollout speed there."""
-    found: Row = {"tau": tau}
-    for when, rungs in ladder.items():
-        budget = min((rung["budget"] for rung in rungs if rung["tail"] >= tau), default=None)
-        found |= {f"{when}_budget": budget, f"{when}_tokens_per_s": budget and speeds[budget]}
-    return found
-
-
 def _logprobs(rollout: Rollout) -> torch.Tensor:
     assert rollout.logprobs is not None
     return rollout.logprobs
@@ -250,7 +245,7 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-SECTIONS = ("agreement", "overhead", "decode", "select", "evict")
+SECTIONS = ("agreement", "overhead", "decode", "speed", "select", "evict")
 
 
 def main() -> None:

@@ -123,17 +123,18 @@ def distilled(results: dict) -> list[tuple[str, ...]]:
 
 def sparser(results: dict) -> list[tuple[str, ...]]:
     """The smallest budget whose tail meets tau before and after, and its rollout speed against dense."""
+    speeds = {(r["policy"], r["budget"]): r["tokens_per_s"] for r in results["speed"]["rows"]}
     found = []
     for section in ("select", "evict"):
-        speed, *rows = results[section]["rows"]
-        for r in rows:
-            for s in r.get("sparsest", ()):
-                budgets, speeds = (
-                    [s[f"{when}_{name}"] for when in ("before", "after")] for name in ("budget", "tokens_per_s")
-                )
-                ratios = [f"{x / speed['dense_tokens_per_s']:.2f} ×" if x else "–" for x in speeds]
-                found.append((f"{r['sparsity']}, τ = {s['tau']:.2f}", " → ".join(str(b or "–") for b in budgets),
-                              " → ".join(ratios)))  # fmt: skip
+        for r in results[section]["rows"]:
+            for tau in THRESHOLDS if "ladder" in r else ():
+                met = [
+                    min((rung["budget"] for rung in r["ladder"][when] if rung["tail"] >= tau), default=None)
+                    for when in ("before", "after")
+                ]
+                ratios = [f"{speeds[section, b] / speeds['dense', 0]:.2f} ×" if b else "–" for b in met]
+                budgets = " → ".join(str(b or "–") for b in met)
+                found.append((f"{r['sparsity']}, τ = {tau:.2f}", budgets, " → ".join(ratios)))
     return found
 
 
@@ -143,6 +144,7 @@ def show(rows: list[tuple[str, ...]], *titles: str) -> None:
         print(f"| {' | '.join(row)} |")
 
 
+THRESHOLDS = (0.70, 0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92)
 MEASURED = ("measured", "reach; better")
 
 
