@@ -9,7 +9,7 @@ from settings import sparsity_settings
 from alula.sparsity.parse import parse_sparsity
 
 Budgets = Mapping[str, int]
-"""Compressor -> the budget that the probe chose."""
+"""Compressor -> the budget that the probe chose for a seed."""
 
 PRESETS = {"naive": "none", "sparse-rl": "sparse-rl", "tis": "tis", "reroll": "reroll"}
 ABLATIONS = {
@@ -26,6 +26,8 @@ OTHERS = ("snapkv", "streaming", "keydiff")
 
 @dataclass(frozen=True)
 class Arm:
+    label: str
+    """The same for all seeds, whose budgets may differ."""
     sparsity: str
     """As the command line spells it."""
     correction: str
@@ -47,14 +49,14 @@ class Arm:
         return [*sparsity_settings(self.sparsity), f"objective.correction={CORRECTIONS[self.correction]}", *self.extra]
 
 
-DENSE = Arm("dense", "naive")
+DENSE = Arm("dense", "dense", "naive")
 
 
 def collapse(bed: Bed, budgets: Budgets, methods: tuple[str, ...]) -> list[Arm]:
     """Does training on sparse rollouts collapse, and does a correction save it?"""
-    arms = [DENSE, Arm("dense", "sparse-rl")]
+    arms = [DENSE, Arm("dense, sparse-rl", "dense", "sparse-rl")]
     for method in methods:
-        arms += [Arm(bed.evictor(method, budgets[method]), name) for name in PRESETS]
+        arms += [Arm(f"{method} {name}", bed.evictor(method, budgets[method]), name) for name in PRESETS]
     return arms
 
 
@@ -68,29 +70,31 @@ def other_compressors(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
     """What matters in Sparse-RL's correction?"""
-    return [Arm(bed.evictor("rkv", budgets["rkv"]), name) for name in ABLATIONS]
+    return [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in ("naive", *ABLATIONS)]
 
 
 def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
-    """Accuracy against KV saved, at four budgets from the chosen one up."""
-    first = bed.budgets.index(budgets["rkv"])
-    four = [bed.budgets[min(first + step, len(bed.budgets) - 1)] for step in (-1, 0, 2, 4)]
-    names = ("naive", "sparse-rl", "reroll")
-    return [DENSE, *(Arm(bed.evictor("rkv", size), name) for size in dict.fromkeys(four) for name in names)]
+    """Accuracy against KV saved, at four budgets: the chosen one, one below it and two above."""
+    first, arms = bed.budgets.index(budgets["rkv"]), [DENSE]
+    for step in (-1, 0, 1, 3):
+        size = bed.budgets[max(0, min(first + step, len(bed.budgets) - 1))]
+        for name in ("naive", "sparse-rl", "reroll"):
+            arms.append(Arm(f"rkv chosen {step:+d}, {name}", bed.evictor("rkv", size), name))
+    return arms
 
 
 def threshold(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does the tail before training predict the outcome, the same for eviction as for selection?"""
-    evict = [Arm(bed.evictor("rkv", size), "tis") for size in bed.budgets]
-    return evict + [Arm(bed.selector(size), "tis") for size in bed.read_budgets]
+    evict = [Arm(f"rkv {size}", bed.evictor("rkv", size), "tis") for size in bed.budgets]
+    return evict + [Arm(f"block-topk {size}", bed.selector(size), "tis") for size in bed.read_budgets]
 
 
 def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does an adapter of the sparse policy change the outcome at the same budget?"""
     extra = ("distill.rank=8", "distill.lr=1e-3", "distill.fraction=1.0", "distill.activation_checkpointing=false")
-    policy = bed.evictor("rkv", budgets["rkv"])
-    names = ("naive", "sparse-rl", "tis")
-    return [Arm(policy, name) for name in names] + [Arm(policy, name, extra, "distill") for name in names]
+    policy, names = bed.evictor("rkv", budgets["rkv"]), ("naive", "sparse-rl", "tis")
+    without = [Arm(name, policy, name) for name in names]
+    return without + [Arm(f"{name}, distilled", policy, name, extra, "distill") for name in names]
 
 
 QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {

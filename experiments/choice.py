@@ -7,23 +7,26 @@ from beds import Bed
 from probe import EVICTORS, measured
 
 TEMPTING = 0.7
-"""Of the hint's accuracy: below it the shortcut is worth more, beyond the probe's noise."""
+"""Times the hint's accuracy: below that the shortcut is worth more, beyond the probe's noise."""
 
 
-def chosen_budgets(bed: Bed, work: Path, budget: int | None = None) -> dict[str, int]:
-    """The largest budget of every probed evictor that tempts on every seed; where none does, the smallest."""
+def chosen_budgets(bed: Bed, seed: int, work: Path, budget: int | None = None) -> dict[str, int]:
+    """Of every evictor that was probed the largest budget that tempts the seed's model; where none does, the smallest.
+
+    Models of different seeds spread their attention differently: at one budget chains may break in one and hold in
+    another, so it is the temptation that is held equal, not the budget.
+    """
     if budget is not None:
         return dict.fromkeys(EVICTORS, budget)
-    rows = measured(work / "probe.jsonl")
+    warm_seed = seed if bed.warm_seeds else 0
+    rows = [row for row in measured(work / "probe.jsonl") if row["seed"] == warm_seed]
     probed = [method for method in EVICTORS if any(row["sparsity"].startswith(method) for row in rows)]
     return {method: largest_tempting(bed, rows, method) for method in probed}
 
 
 def largest_tempting(bed: Bed, rows: list[dict[str, Any]], method: str) -> int:
-    careful: dict[int, list[float]] = {budget: [] for budget in bed.budgets}
-    for row in rows:
-        for budget in bed.budgets:
-            if row["sparsity"] == bed.evictor(method, budget) and row["careful"] is not None:
-                careful[budget].append(row["careful"])
-    tempting = [b for b, found in careful.items() if found and max(found) < TEMPTING * bed.task.hint]
+    careful = {row["sparsity"]: row["careful"] or 0.0 for row in rows}
+    policies = {budget: bed.evictor(method, budget) for budget in bed.budgets}
+    limit = TEMPTING * bed.task.hint
+    tempting = [b for b, policy in policies.items() if careful.get(policy, 1.0) < limit]
     return max(tempting, default=bed.budgets[0])

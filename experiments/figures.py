@@ -101,19 +101,19 @@ def dose(question: str, bed: str) -> dict[str, str]:
 
 
 def saving(question: str, bed: str) -> dict[str, str]:
-    """Final accuracy against the KV that the budget saves before training, a line a correction."""
-    saved = {row["sparsity"]: row["kv_saved"] for row in raw("probe", bed)}
-    found: dict[str, dict[float, list[float]]] = {}
-    for run in raw(question, bed):
-        if run["sparsity"] != "dense":
-            found.setdefault(run["correction"], {}).setdefault(saved[run["sparsity"]], []).append(judge.final(run))
+    """Final accuracy against the KV that a budget saves before training, a line a correction, a point a dose."""
+    saved = {(row["sparsity"], row["seed"]): row["kv_saved"] for row in raw("probe", bed)}
+    found: dict[str, list[tuple[float, list[float]]]] = {}
+    for runs in by_arm(raw(question, bed)).values():
+        if runs[0]["sparsity"] != "dense":
+            x = fmean(saved[run["sparsity"], run["seed"]] for run in runs)
+            found.setdefault(runs[0]["correction"], []).append((x, [*map(judge.final, runs)]))
     lines = []
-    for i, (name, by) in enumerate(found.items()):
-        xs = sorted(by)
-        lines.append(Line(name, xs, [fmean(by[x]) for x in xs], [min(by[x]) for x in xs], [max(by[x]) for x in xs],
-                          COLOURS[i], dots=True))  # fmt: skip
-    return {"saved": chart(f"Final accuracy against KV saved, {BED_NAMES[bed]}", "KV saved before training",
-                           "final accuracy", lines)}  # fmt: skip
+    for i, (name, points) in enumerate(found.items()):
+        xs, ys = zip(*sorted(points))
+        lines.append(Line(name, xs, [*map(fmean, ys)], [*map(min, ys)], [*map(max, ys)], COLOURS[i], dots=True))
+    title = f"Final accuracy against KV saved, {BED_NAMES[bed]}"
+    return {"saved": chart(title, "KV saved before training", "final accuracy", lines)}
 
 
 FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {

@@ -15,9 +15,9 @@ METRICS = (
 )  # fmt: skip
 
 
-def write_raw(question: str, bed: Bed, arms: Sequence[Arm], seeds: Sequence[int], work: Path, out: Path) -> None:
+def write_raw(question: str, bed: Bed, runs: Sequence[tuple[Arm, int]], work: Path, out: Path) -> None:
     """`<out>/<question>/<bed>.jsonl`: a line for every run of the question that has begun."""
-    found = [raw_run(bed, arm, seed, work) for arm in arms for seed in seeds]
+    found = [raw_run(bed, arm, seed, work) for arm, seed in runs]
     path = out / question / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in found if row is not None))
@@ -37,7 +37,7 @@ def raw_run(bed: Bed, arm: Arm, seed: int, work: Path) -> dict[str, Any] | None:
         return None
     steps, evals = rows(folder / "metrics.jsonl"), rows(folder / "evals.jsonl")
     return {
-        "bed": bed.name, "arm": arm.name, "sparsity": arm.sparsity, "correction": arm.correction, "seed": seed,
+        "bed": bed.name, "arm": arm.label, "sparsity": arm.sparsity, "correction": arm.correction, "seed": seed,
         "state": json.loads((folder / "status.json").read_text())["state"], "settings": arm.settings,
         "evals": [{name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")}
                   for row in evals],

@@ -1,15 +1,14 @@
-"""Models trained dense and sparse, each evaluated dense and under every compressor: does the training transfer?
+"""Models trained dense and sparse, each evaluated dense and under other compressors: does the training transfer?
 
     python experiments/robustness.py --bed tiny --seeds 3
 
 Takes the models that `run.py --question collapse` left, and the problems of the probe, which no run has seen. The
-policies are the dense one, every evictor at the budget chosen for it and, for rkv, at a smaller and a larger budget,
-and a selector.
+policies are the dense one, evictors at the budget that rkv trained with, rkv also at a smaller and a larger budget, and
+a selector that reads about as much.
 """
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,13 +18,17 @@ from choice import chosen_budgets
 from probe import Probe
 from raw import rows, short
 
+EVICTORS = ("rkv", "snapkv", "h2o", "streaming", "keydiff")
 
-def policies(bed: Bed, budgets: Mapping[str, int]) -> list[str]:
-    place = bed.budgets.index(budgets["rkv"])
-    around = [bed.budgets[i] for i in (max(place - 2, 0), min(place + 2, len(bed.budgets) - 1))]
-    evictors = [(method, budget) for method, budget in budgets.items()] + [("rkv", budget) for budget in around]
-    read = bed.read_budgets[len(bed.read_budgets) // 2]
-    return ["dense", *(bed.evictor(*pair) for pair in evictors), bed.selector(read)]
+
+def policies(bed: Bed, budget: int) -> dict[str, str]:
+    """Title -> policy."""
+    place = bed.budgets.index(budget)
+    smaller, larger = (bed.budgets[max(0, min(place + step, len(bed.budgets) - 1))] for step in (-1, 2))
+    read = min(bed.read_budgets, key=lambda size: abs(size - budget))
+    found = {"dense": "dense"} | {method: bed.evictor(method, budget) for method in EVICTORS}
+    found |= {"rkv, smaller": bed.evictor("rkv", smaller), "rkv, larger": bed.evictor("rkv", larger)}
+    return found | {"block-topk": bed.selector(read)}
 
 
 def main() -> None:
@@ -36,23 +39,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     bed, work = BEDS[options.bed], options.work / options.bed
-    budgets = chosen_budgets(bed, work)
     path = options.out / "robustness" / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = {(row["arm"], row["seed"], row["sparsity"]) for row in rows(path)}
-    starts = [("start", seed, work / f"start-{seed if bed.warm_seeds else 0}") for seed in range(options.seeds)]
-    trained = [(arm.name, seed, work / "runs" / f"{arm.name}-s{seed}")
-               for arm in QUESTIONS["collapse"](bed, budgets) for seed in range(options.seeds)]  # fmt: skip
-    for arm, seed, folder in starts + trained:
-        left = [policy for policy in policies(bed, budgets) if (arm, seed, policy) not in done]
-        if not left or not (folder / "model").exists():
-            continue
-        probe = Probe(bed, seed, work, model=folder / "model")
-        with path.open("a") as file:
-            for policy in left:
-                found = {name: short(value) for name, value in probe.measure(policy).items()}
-                file.write(json.dumps({"arm": arm} | found) + "\n")
-        print(arm, seed, flush=True)
+    done = {(row["arm"], row["seed"], row["policy"]) for row in rows(path)}
+    for seed in range(options.seeds):
+        budgets = chosen_budgets(bed, seed, work)
+        models = {"start": work / f"start-{seed if bed.warm_seeds else 0}"}
+        models |= {a.label: work / "runs" / f"{a.name}-s{seed}" for a in QUESTIONS["collapse"](bed, budgets)}
+        for arm, folder in models.items():
+            wanted = policies(bed, budgets["rkv"]).items()
+            left = {title: policy for title, policy in wanted if (arm, seed, title) not in done}
+            if not left or not (folder / "model").exists():
+                continue
+            probe = Probe(bed, seed, work, model=folder / "model")
+            with path.open("a") as file:
+                for title, policy in left.items():
+                    found = {name: short(value) for name, value in probe.measure(policy).items()}
+                    file.write(json.dumps({"arm": arm, "policy": title} | found) + "\n")
+            print(arm, seed, flush=True)
 
 
 if __name__ == "__main__":

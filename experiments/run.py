@@ -84,7 +84,8 @@ def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
     """`jobs` at a time until all are finished or the time is over."""
-    left, busy = [run for run in runs if not run.finished], list[tuple[Run, BaseProcess, float]]()
+    left = [run for run in {run.folder: run for run in runs}.values() if not run.finished]
+    busy: list[tuple[Run, BaseProcess, float]] = []
     asked = False
     while left or busy:
         while left and len(busy) < jobs and time.perf_counter() < deadline:
@@ -130,15 +131,17 @@ def main() -> None:
         if options.budget is None:
             for seed in range(options.seeds if bed.warm_seeds else 1):
                 in_a_child(probe.run, bed, seed, work, probe.grid(bed, PROBED.get(question, ("rkv",))))
-        budgets = chosen_budgets(bed, work, options.budget)
-        print(f"{question}, budgets {budgets}", flush=True)
-        arms = QUESTIONS[question](bed, budgets)
-        wanted = [a for a in arms if not options.arms or any(part in a.name for part in options.arms.split(","))]
         seeds = range(1 if question in ONE_SEED else options.seeds)
-        runs = [Run(bed, arm, seed, work, tuple(options.settings)) for seed in seeds for arm in wanted]
+        runs = []
+        for seed in seeds:
+            budgets = chosen_budgets(bed, seed, work, options.budget)
+            print(f"{question}, seed {seed}: budgets {budgets}", flush=True)
+            runs += [Run(bed, arm, seed, work, tuple(options.settings)) for arm in QUESTIONS[question](bed, budgets)]
+        wanted = options.arms.split(",") if options.arms else [""]
+        runs = [run for run in runs if any(part in run.arm.name for part in wanted)]
         run_all(runs, options.jobs, deadline)
         write_probe(bed, work, options.out)
-        write_raw(question, bed, arms, list(seeds), work, options.out)
+        write_raw(question, bed, [(run.arm, run.seed) for run in runs], work, options.out)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def percent(mean: float, half: float = float("inf")) -> str:
 def outcome_table(bed: str, question: str) -> str:
     """A row an arm: what became of the dense policy, and what the rollouts were like."""
     arms = by_arm(raw(question, bed))
-    dense = arms.get("dense-naive") or by_arm(raw("collapse", bed)).get("dense-naive", [])
+    dense = arms.get("dense") or by_arm(raw("collapse", bed)).get("dense", [])
     head = ["arm", "start", "final", "every seed", "collapsed", "final − dense (90 %)", "vetoed", "length, last",
             "KV saved", "reward, last"]  # fmt: skip
     rows = []
@@ -53,7 +53,7 @@ def outcome_table(bed: str, question: str) -> str:
             name, percent(fmean(map(judge.start, runs))), percent(*judge.interval([*map(judge.final, runs)])),
             " ".join(f"{100 * judge.final(run):.0f}" for run in runs),
             f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
-            "" if name == "dense-naive" else percent(*difference) + same,
+            "" if name == "dense" else percent(*difference) + same,
             percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
             f"{fmean(judge.at_end(run, 'response/length_mean') for run in runs):.0f}",
             percent(fmean(judge.over_run(run, "kv/saved") for run in runs)),
@@ -102,12 +102,12 @@ def threshold_table(bed: str, question: str) -> str:
 def robustness_table(bed: str, question: str) -> str:
     """Rows: how a model was trained. Columns: how it is evaluated. Mean over seeds."""
     rows = raw(question, bed)
-    columns = list(dict.fromkeys(row["sparsity"] for row in rows))
+    columns = list(dict.fromkeys(row["policy"] for row in rows))
     cells: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        cells.setdefault(row["arm"], {}).setdefault(row["sparsity"], []).append(row["accuracy"])
+        cells.setdefault(row["arm"], {}).setdefault(row["policy"], []).append(row["accuracy"])
     body = [[arm, *(percent(fmean(found[c])) for c in columns)] for arm, found in cells.items()]
-    return markdown(["trained", *(column.split(",")[0] for column in columns)], body)
+    return markdown(["trained", *columns], body)
 
 
 TABLES: dict[str, Callable[[str, str], str]] = {

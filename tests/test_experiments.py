@@ -57,14 +57,14 @@ def test_every_arm_is_a_valid_recipe_of_its_own(bed):
         assert len({config.model_dump_json() for config in configs}) == len(arms), question
 
 
-def test_the_budget_is_the_largest_that_tempts_on_every_seed(tmp_path):
+def test_the_budget_is_the_largest_that_tempts(tmp_path):
     rows = [
         {"seed": seed, "sparsity": TINY.evictor("rkv", budget), "careful": budget / 100 + seed * 0.05}
         for seed in range(2) for budget in TINY.budgets
     ]  # fmt: skip
     (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # hint 0.5: tempting below 0.35, so the second seed allows budgets below 30
-    assert chosen_budgets(TINY, tmp_path) == {"rkv": 28}
+    # hint 0.5: tempting below 0.35, which the second model reaches with less KV
+    assert [chosen_budgets(TINY, seed, tmp_path)["rkv"] for seed in range(2)] == [32, 28]
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_from_warm_up_to_figure(tmp_path, monkeypatch):
     run.main()
 
     found = {row["arm"]: row for row in tables.raw("collapse", "tiny")}
-    assert [name.rpartition("-")[2] for name in found] == ["naive", "reroll"]
+    assert list(found) == ["dense", "rkv reroll"]
     assert all(row["state"] == "finished" and len(row["steps"]["reward/mean"]) == 2 for row in found.values())
     dense, reroll = found.values()
     assert dense["evals"][0] == reroll["evals"][0]  # the same model and problems
@@ -92,7 +92,7 @@ def test_from_warm_up_to_figure(tmp_path, monkeypatch):
     page = tmp_path / "results" / "collapse.md"
     page.write_text("<!-- table outcome tiny collapse -->\nold\n<!-- end -->\n")
     tables.fill(page)
-    assert "| dense-naive |" in page.read_text()
+    assert "| dense |" in page.read_text()
     assert "old" not in page.read_text()
     for question in ("collapse", "probe"):
         figures.draw(question, "tiny")
