@@ -108,6 +108,8 @@ def test_a_budget_may_be_a_schedule(recipe):
         (["objective.one_update=true", "objective.correction=reroll"], "one-update mode"),
         (["learner.updates=33"], "raise sampling.prompts"),
         (["learner.decay=cosine", "learner.warmup_steps=100"], "warmup_steps=100"),
+        (["logging.sinks=[wandbb]"], "should be 'tensorboard', 'wandb' or 'trackio'"),
+        (["rewards.correct=math"], "known: task:copy-last"),
         (["learner.lr"], "write section.setting=value"),
         (["learner.lr.x=1"], "learner.lr"),
         (["data=null"], "data"),
@@ -160,6 +162,7 @@ def test_the_papers_recipes_have_the_papers_numbers():
         assert config.learner.decay == "constant"
         assert (o.kl, o.loss, config.loss.clip, o.advantage) == (1e-4, "grpo", (0.2, 0.2), "grpo")
         assert config.correction == Correction.sparse_rl()
+        assert [(term.name, term.options) for term in config.rewards.use] == [("math", {"boxed_only": True})]
         assert config.sparsity.build().evict == Evict("rkv", 512, buffer=128, window=8, sinks=0)
         assert e is not None
 
@@ -244,3 +247,25 @@ def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, mo
                      "reference policy", "sparse-rl"):  # fmt: skip
         assert expected in plan
     assert list(tmp_path.iterdir()) == [recipe], "a check leaves no run folder"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rewards.use=[mth]"], "did you mean 'math'?"),
+        (["rewards.use=[{name: math, options: {boxed: true}}]"], "did you mean 'boxed_only'?"),
+        (["rewards.use=['no_such_module:f']"], "no module 'no_such_module'"),
+        (["data={source: 'task:succesor'}"], "did you mean 'successor'?"),
+        (["data={source: 'task:successor', size: 100}"], "eval.size=128"),
+        (["data={source: gsm8k, data_dir: /nowhere}"], "has no folder 'gsm8k'"),
+        (["eval.data={source: none.jsonl}"], "'none.jsonl' does not exist"),
+        (["model.source=/nowhere/Qwen2.5-1.5B-Instruct"], "model.source=shape:qwen2.5-1.5b"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_check_finds_what_the_run_would_refuse(recipe, capsys, monkeypatch, overrides, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), *overrides])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

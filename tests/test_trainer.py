@@ -20,7 +20,7 @@ from alula.rl.distributed import World
 from alula.rl.experience import Experience, minibatches
 from alula.rl.held_out import HeldOut, joined
 from alula.rl.plan_check import plan
-from alula.rl.trainer import check_shares
+from alula.rl.setup import check_shares
 from alula.sparsity.policy import DENSE
 
 CALM = "learner.eps=1e-4"
@@ -384,6 +384,8 @@ def test_the_plan_adds_up(tmp_path):
     assert found.kv_sparse == 1024 * (512 + 128) * found.kv_token
     assert (found.rollouts, found.most_tokens) == (1024, 1024 * 4096)
     assert found.logits == 2 * 4 * 2048 * 151936
+    assert found.activations == 0, "the toy keeps all of them"
+    assert plan(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
 
 
 # -- a whole run --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from alula.data.load import load
 from alula.distill.config import DistillConfig
 from alula.distill.move import Move
-from alula.errors import SettingError, require
+from alula.errors import SettingError, require, unknown
 from alula.rl import learner_config
 from alula.rl.learner_config import LearnerConfig
 from alula.rl.objective import Correction, Loss, LossKind, check
@@ -21,7 +21,7 @@ from alula.sparsity.schedule import Schedule
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.mismatch.control import Control
-    from alula.rewards import Rewards
+    from alula.rewards import Rewards, RewardSpec
     from alula.sparsity.policy import Sparsity
 
 Count = Annotated[int, Field(ge=1)]
@@ -112,11 +112,25 @@ class RewardSettings(Section):
     workers: Count | None = None
     """Grading processes; by default four, or as many as there are cores."""
 
-    def build(self) -> "Rewards":
-        from alula.rewards import Rewards, RewardSpec
+    @model_validator(mode="after")
+    def _known_judge(self) -> "RewardSettings":
+        if self.correct is not None:
+            from alula.rewards.scoring import distinct
 
-        specs = [RewardSpec(term.name, term.weight, term.options) for term in self.use]
-        return Rewards(specs, timeout=self.timeout, workers=self.workers)
+            names = distinct([term.name for term in self.use])
+            if self.correct not in names:
+                raise unknown("reward that says what is correct", self.correct, names)
+        return self
+
+    def specs(self) -> "list[RewardSpec]":
+        from alula.rewards import RewardSpec
+
+        return [RewardSpec(term.name, term.weight, term.options) for term in self.use]
+
+    def build(self) -> "Rewards":
+        from alula.rewards import Rewards
+
+        return Rewards(self.specs(), timeout=self.timeout, workers=self.workers)
 
 
 def _budget(budget: int | str) -> int | Schedule:
@@ -466,7 +480,7 @@ class CheckpointSettings(Section):
 
 
 class LoggingSettings(Section):
-    sinks: list[str] = []
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Where metrics go besides the run's folder: `tensorboard`, `wandb`, `trackio`."""
     completions: Annotated[int, Field(ge=0)] = 4
     """Sampled completions written per step."""

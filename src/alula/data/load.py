@@ -13,6 +13,7 @@ from alula.errors import SettingError, require, unknown
 
 GENERATED = 1000
 """Examples of a generator where no size is given."""
+FILES = (".jsonl", ".parquet")
 REASONING_GYM = FieldMapping("{question}\nPut your final answer between <answer> and </answer>.", "{answer}")
 
 
@@ -56,6 +57,15 @@ def load(
     return mapping.apply(rows[:size], Path(source).stem if Path(source).suffix else source)
 
 
+def on_hub(source: str, data_dir: str | Path | None = None) -> bool:
+    """Whether `load` would ask the Hugging Face hub."""
+    if source in BENCHMARKS:
+        return data_dir is None
+    path = Path(source).expanduser()
+    here = path.exists() or path.suffix in FILES or source.startswith(("task:", "reasoning-gym:"))
+    return source.count("/") == 1 and not here
+
+
 def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple[list[sources.Row], FieldMapping]:
     path = Path(source).expanduser()
     if source in BENCHMARKS and not path.suffix:
@@ -64,7 +74,7 @@ def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple
         return sources.read_file(path), FieldMapping()
     if path.is_dir():
         return sources.read_folder(path, split or "train"), FieldMapping()
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in FILES:
         raise SettingError(f"data file {source!r} does not exist.")
     if source.count("/") != 1:
         raise unknown("data set", source, BENCHMARKS)

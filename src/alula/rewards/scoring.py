@@ -119,6 +119,13 @@ class Rewards:
         return RewardBatch(total, parts, sorted(failures))
 
 
+def check(specs: Sequence[RewardSpec]) -> None:
+    """Refuse here and now what the workers would refuse when they start; a reward model's weights are not loaded."""
+    for spec in specs:
+        if not spec.name.startswith("model:") and in_process(spec) is None:
+            graders.build(spec.name, spec.options)
+
+
 def in_process(spec: RewardSpec) -> Scorer | None:
     """The scorer of a reward that runs here; None for one that belongs into a worker."""
     kind, _, rest = spec.name.partition(":")

@@ -46,7 +46,10 @@ class MetricsWriter:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         paths = [self.run_dir / name for name in LINES]
         if resume_from is None and any(path.exists() and path.stat().st_size for path in paths):
-            raise SettingError(f"run folder {self.run_dir} already holds a run; resume it, or choose another folder.")
+            raise SettingError(
+                f"run folder {self.run_dir} already holds a run; continue it with --resume, or choose another folder: "
+                "out=FOLDER."
+            )
         for path in paths:
             drop_after(path, -1 if resume_from is None else resume_from)
         self.sinks: list[Sink] = [open_sink(name, self.run_dir, resume_from, settings or {}) for name in sinks]

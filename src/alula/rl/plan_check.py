@@ -3,6 +3,7 @@
 import copy
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from alula.config import RunConfig
+from alula.data.load import on_hub
 from alula.errors import SettingError
 from alula.model import SHAPE
-from alula.shapes import shape
+from alula.rewards.scoring import check as check_rewards
+from alula.rl.setup import split_data
+from alula.shapes import SHAPES, shape
 from alula.sparsity.policy import DENSE, Sparsity, describe_budget
 from alula.sparsity.schedule import Schedule
 from alula.support import refuse_unsupported
@@ -36,6 +40,10 @@ class Plan:
     reference: int
     logits: int
     """Of one chunk of positions, and their gradient."""
+    activations: int
+    """Inputs of all layers for one micro-batch, what activation checkpointing keeps; 0 without it."""
+    prompt: int
+    """Tokens that a prompt is counted with."""
     kv_token: int
     """Keys and values of one token over all layers and heads."""
     kv_dense: int
@@ -52,6 +60,7 @@ class Plan:
 
 def plan(config: RunConfig, ranks: int = 1) -> Plan:
     """Raises what would be refused at the start of the run, too."""
+    check_rewards(config.rewards.specs())
     sparsity = config.sparsity.build()
     model_config = shape_config(config.model.source)
     with torch.device("meta"):
@@ -81,6 +90,10 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
         gradients=4 * trained // ranks,
         reference=parameters * width // ranks if config.objective.kl > 0 and not lora else 0,
         logits=2 * 4 * config.learner.logprob_chunk * text.vocab_size,
+        activations=layers * text.hidden_size * width * config.learner.token_budget
+        if config.learner.activation_checkpointing
+        else 0,
+        prompt=prompt,
         kv_token=kv_token,
         kv_dense=running * longest * kv_token,
         kv_sparse=running * held(sparsity, prompt, longest) * kv_token,
@@ -89,6 +102,20 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
         most_tokens=rollouts * s.max_new_tokens,
         update_tokens=-(-rollouts // config.learner.updates) * longest,
     )
+
+
+def describe_data(config: RunConfig) -> str:
+    """What is here is read, so that a wrong name or field is found now; the hub is not asked."""
+    held = [config.eval.data] if config.eval.every and config.eval.data else []
+    remote = [one.source for one in (config.data, *held) if on_hub(one.source, one.data_dir)]
+    if not remote:
+        training, held_out = split_data(config)
+        evaluated = f", {len(held_out):,} to evaluate on" if held_out else ""
+        return f"{len(training):,} examples to train on{evaluated}"
+    for one in (config.data, *held):
+        if one.source not in remote:
+            one.load()
+    return f"{', '.join(dict.fromkeys(remote))}: on the hub, not looked at"
 
 
 def shape_config(source: str) -> PreTrainedConfig:
@@ -105,9 +132,18 @@ def shape_config(source: str) -> PreTrainedConfig:
             found = AutoConfig.from_pretrained(**where, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = next(line.strip() for line in str(error).splitlines() if line.strip())
-            raise SettingError(f"model.source={source!r}: its configuration cannot be read: {reason}") from error
+            raise SettingError(
+                f"model.source={source!r}: its configuration cannot be read ({reason.rstrip('.')}); name a folder on "
+                f"disk, or see the plan of a bare shape: model.source={SHAPE}{near_shape(source)}."
+            ) from error
     refuse_unsupported(found)
     return found
+
+
+def near_shape(source: str) -> str:
+    """The shape that a hub id most likely is of."""
+    name = source.rpartition("/")[2].lower().removesuffix("-instruct")
+    return next(iter(get_close_matches(name, SHAPES, n=1, cutoff=0.0)))
 
 
 def lora_parameters(model: Any, rank: int) -> int:
@@ -135,6 +171,7 @@ def print_plan(config: RunConfig, console: Console | None = None) -> None:
     p, sparsity, console = plan(config, ranks), config.sparsity.build(), console or Console()
     s, correction = config.sampling, config.objective.correction
     work = table("work", "what", "per step")
+    work.add_row("data", describe_data(config))
     work.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {p.rollouts:,}")
     work.add_row("generated tokens", f"at most {p.most_tokens:,} ({s.max_new_tokens:,} each)")
     scoring = "none (one-update mode)" if config.objective.one_update else "dense, of every rollout"
@@ -153,14 +190,18 @@ def print_plan(config: RunConfig, console: Console | None = None) -> None:
         ("gradients", p.gradients),
         ("reference policy", p.reference),
         (f"logits of {config.learner.logprob_chunk:,} positions", p.logits),
+        (f"layer inputs of {config.learner.token_budget:,} tokens", p.activations),
     ):
         if size:
             memory.add_row(what, bytes_text(size))
     pool = config.engine.kv_memory or "what is left"
     memory.add_row(f"KV pool (engine.kv_memory: {pool})", "")
-    memory.add_row(f"  {p.running} rollouts together, dense", bytes_text(p.kv_dense))
+    longest = p.prompt + s.max_new_tokens
+    memory.add_row(f"  {p.running} rollouts of {longest:,} tokens, dense", bytes_text(p.kv_dense))
     if not sparsity.dense:
-        memory.add_row(f"  {p.running} rollouts together, {sparsity.describe()}", bytes_text(p.kv_sparse))
+        memory.add_row(f"  the same under {sparsity.describe()}", bytes_text(p.kv_sparse))
+    if config.data.max_prompt_tokens is None:
+        memory.add_row(f"  prompts guessed at {p.prompt} tokens; data.max_prompt_tokens says it", "")
     console.print(memory)
 
     sparse = table("what is sparse", "what", "how")

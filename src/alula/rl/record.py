@@ -7,6 +7,7 @@ import yaml
 
 from alula.config import RunConfig
 from alula.config_file import to_yaml
+from alula.data import Dataset
 from alula.rl.distributed import World
 from alula.rl.experience import Experience
 from alula.rl.held_out import HeldOut
@@ -39,6 +40,17 @@ class Record:
         self.live = LiveLine(self.config.steps, first_step=max(resume_from or 0, 0), stream=self.stream)
         if before is not None and (changed := changed_settings(before, self.config)):
             self.say(f"settings changed since the run began: {', '.join(changed)}.")
+
+    def introduce(self, training: Dataset, held_out: Dataset | None) -> None:
+        """Say what is about to happen, in two lines."""
+        c, sparsity = self.config, self.config.sparsity.build()
+        preset = c.objective.correction.preset
+        how = "densely" if sparsity.dense else f"under {sparsity.describe()}, correction {preset}"
+        batch = f"{c.sampling.prompts} × {c.sampling.n} rollouts"
+        self.say(f"{self.out}: {c.model.source}, {c.steps:,} steps of {batch} {how}.")
+        left_out = "; left out: " + ", ".join(f"{n:,} ({why})" for why, n in training.dropped.items())
+        evaluated = "" if held_out is None else f", {len(held_out):,} to evaluate on"
+        self.say(f"{training.name}: {len(training):,} prompts{evaluated}{left_out if training.dropped else ''}.")
 
     def log_step(self, step: int, metrics: dict[str, float], batch: Experience, learned: Learned) -> None:
         if self.writer and self.live:

@@ -21,6 +21,19 @@ from alula.rl.learner import Learner
 TASK = "task:"
 
 
+def check_shares(config: RunConfig, world: World) -> None:
+    """Every rank needs prompts, and something of each optimizer step."""
+    prompts, updates, unit = config.sampling.prompts, config.learner.updates, config.learner.minibatch
+    share = prompts // world.size
+    require(share >= 1, f"sampling.prompts={prompts}: each of the {world.size} ranks needs at least one; raise it.")
+    items = share * (config.sampling.n if unit == "rollouts" else 1)
+    require(
+        updates <= items,
+        f"learner.updates={updates}: one of the {world.size} ranks has only {items} {unit} per step to share out; "
+        "lower it, or raise sampling.prompts.",
+    )
+
+
 def load_policy(config: RunConfig, world: World) -> LoadedModel:
     """The model with a tokenizer."""
     loaded = load_model(config.model.source, device=world.device, dtype=config.model.dtype, seed=config.seed)
@@ -64,8 +77,8 @@ def with_tokenizer(loaded: LoadedModel, tokenizer: Any, cut: bool) -> LoadedMode
     return replace(loaded, tokenizer=tokenizer, eos_ids=(tokenizer.eos_token_id,))
 
 
-def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
-    """(training, held-out) examples as tokens."""
+def split_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
+    """(training, held-out) examples; the second from data of its own, or set aside, or none."""
     training, held_out = config.data.load(), None
     if config.eval.every and config.eval.data is not None:
         held_out = config.eval.data.load()
@@ -77,6 +90,12 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | Non
             "train on; lower it, name other data in eval.data, or set eval.every=0.",
         )
         training, held_out = training.split(config.eval.size, config.data.seed)
+    return training, held_out
+
+
+def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
+    """(training, held-out) examples as tokens."""
+    training, held_out = split_data(config)
 
     def ready(dataset: Dataset) -> Dataset:
         d = config.data

@@ -17,7 +17,6 @@ from alula.config import RunConfig
 from alula.data import PromptStream
 from alula.distill.stage import Stage
 from alula.engine.rollout import Sampling
-from alula.errors import require
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
 from alula.rl.collect import Collector
@@ -31,6 +30,7 @@ from alula.rl.setup import (
     build_learner_and_engine,
     build_monitor,
     build_stage,
+    check_shares,
     load_data,
     load_policy,
     shares_weights,
@@ -80,6 +80,7 @@ class Trainer:
             self.collector.record = self.distill.record
         self.health = HealthMonitor()
         self.notices = Notices(self.record, world, config.learner.max_skipped)
+        self.record.introduce(training, self.held_out)
 
     def _begin(self) -> None:
         """What a run carries from step to step, from the beginning or from a checkpoint."""
@@ -131,6 +132,8 @@ class Trainer:
                    self.world)  # fmt: skip
             if self.distill and self.world.rank == 0:
                 self.distill.distiller.adapter().save(self.out / "sparse_adapter")
+            self.record.say(f"finished: the model is in {self.out / 'model'}; look at the run with `alula report "
+                            f"{self.out}`.")  # fmt: skip
         return True
 
     def train_step(self) -> None:
@@ -294,19 +297,6 @@ class Trainer:
         if self.distill:
             self.distill.publish()
         self.record.say(f"continuing after step {self.step}.")
-
-
-def check_shares(config: RunConfig, world: World) -> None:
-    """Every rank needs prompts, and something of each optimizer step."""
-    prompts, updates, unit = config.sampling.prompts, config.learner.updates, config.learner.minibatch
-    share = prompts // world.size
-    require(share >= 1, f"sampling.prompts={prompts}: each of the {world.size} ranks needs at least one; raise it.")
-    items = share * (config.sampling.n if unit == "rollouts" else 1)
-    require(
-        updates <= items,
-        f"learner.updates={updates}: one of the {world.size} ranks has only {items} {unit} per step to share out; "
-        "lower it, or raise sampling.prompts.",
-    )
 
 
 def matrix_rate(world: World) -> float | None:
