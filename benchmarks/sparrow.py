@@ -5,30 +5,21 @@ the output file; `python benchmarks/table.py` makes the Markdown tables of docs/
 ALULA_SMOLLM2 names SmolLM2-135M-Instruct's GGUF file for the section on a real model.
 """
 
-import os
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from sections import release, run
+from smollm2 import calibration, real
 
 from alula import Engine, Evict, Schedule, Select, Sparsity
 from alula.bench import Ceilings, StepBench, churn, rollouts
 from alula.engine import runner as engine_runner
 from alula.engine.pages import pages_for
-from alula.mismatch.calibrate import Grid, Text, calibrate
-from alula.mismatch.calibration import Calibration, Configuration
 from alula.mismatch.cost import AnalyticCost, Hardware, Shape, Timing, fit, median_error
-from alula.mismatch.measure import Bins, measure_own
-from alula.mismatch.plan import Workload, plan
 from alula.mismatch.timings import timing_record
-from alula.mismatch.verify import Verification, policy_of
 from alula.model import load_model
 from alula.sparsity.policy import DENSE
 
@@ -102,8 +93,8 @@ def generation(ceilings: Ceilings) -> Iterator[Row]:
 def both(ceilings: Ceilings) -> Iterator[Row]:
     """Steady decoding up to 32k in one pool: evicting to a large budget and reading a small one gives more rows.
 
-    Page summaries come out of the same memory. Random weights have no tail worth the name: which evictor keeps the
-    tail of the selection is what `real` measures.
+    Page summaries come out of the same memory. Random weights have no tail worth the name: whether evicting to a
+    quarter or a half of the longest sequence keeps the tail of the selection is what `real` measures.
     """
     model, longest, memory = "qwen3-1.7b", 32000, 80 << 30
     evictors = {held: Evict("snapkv", held, buffer=128) for held in (8192, 16384)}
@@ -134,7 +125,7 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
     sparsity = published(model)
     whole = StepBench(one, batch, context, sparsity)
     with_choice = min(whole.seconds(chunks=4) for _ in range(3))
-    real, made = engine_runner.select_pages, []
+    real, made, captured = engine_runner.select_pages, [], one.runner._graphs
 
     def kept(*arguments: Any) -> Any:
         made.append(real(*arguments))
@@ -156,11 +147,11 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
             return found
 
         engine_runner.select_pages = known  # type: ignore[assignment]
-        one.runner._graphs.clear()
+        one.runner._graphs = {}  # `captured` lives on: they hold the graphs' memory pool
         without = min(whole.seconds(chunks=4) for _ in range(3))
     finally:
         engine_runner.select_pages = real
-        one.runner._graphs.clear()
+        one.runner._graphs = captured
     yield {"kind": "scoring and top-k", "model": model, "batch": batch, "context": context,
            "step_ms": with_choice * 1e3, "without_ms": without * 1e3, "share": 1 - without / with_choice}  # fmt: skip
 
@@ -182,67 +173,8 @@ def cost(ceilings: Ceilings) -> Iterator[Row]:
            "constants": fitted.constants, "steps": steps}  # fmt: skip
 
 
-def calibration(ceilings: Ceilings) -> Iterator[Row]:
-    """SmolLM2-135M's shape: 8 budgets, 2k tokens, 64 prompts; text, floor and all budgets."""
-    rng = np.random.default_rng(0)
-    prompts = tuple(tuple(row) for row in rng.integers(0, 49000, (64, 64)).tolist())
-    with tempfile.TemporaryDirectory() as folder:
-        one = Engine.load("shape:smollm2-135m", device=str(DEVICE), page=PAGE, kv_memory="60GiB", max_rows=512,
-                          max_length=2112)  # fmt: skip
-        for run in ("first", "second"):  # the first compiles and captures
-            start = time.perf_counter()
-            measured = calibrate_smollm2(one, prompts, Path(folder) / f"{run}.json")
-            yield {"kind": "calibration", "run": run, "seconds": time.perf_counter() - start,
-                   "budgets": len(measured.measured), "tokens": measured.notes["tokens"]}  # fmt: skip
-
-
-BUDGETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-
-
-def calibrate_smollm2(one: Engine, prompts: tuple[tuple[int, ...], ...], work: Path) -> Calibration:
-    family = Configuration("select", "block-topk", 0, (("block", PAGE), ("dense_layers", 2)))
-    grid = Grid((family,), BUDGETS, sweep=True)
-    return calibrate(lambda page: one, Text(prompts, 2048), grid, Bins(256, 8), work, say=print)
-
-
-FORMS = ("Write a long and detailed story about {}.", "Explain step by step how {} works.",
-         "List the advantages and disadvantages of {}.", "Teach a child everything about {}.",
-         "Write a dialogue between two experts on {}.", "Describe the history of {} in detail.",
-         "Write an essay on the future of {}.", "Compare {} with its alternatives at length.")  # fmt: skip
-TOPICS = ("sailing", "bread", "the telegraph", "bees", "glass", "mountains", "clocks", "trains", "printing", "tea",
-          "bridges", "whales", "volcanoes", "paper", "music", "gardens", "maps", "coins", "lenses", "wool",
-          "windmills", "chess", "salt", "rivers")  # fmt: skip
-
-
-def real_model(ceilings: Ceilings) -> Iterator[Row]:
-    """SmolLM2-135M-Instruct: calibrate, plan, and measure the plan again on its own rollouts of other prompts."""
-    path = os.environ.get("ALULA_SMOLLM2")
-    if not path:
-        print("real: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file", file=sys.stderr)
-        return
-    one = Engine.load(path, device=str(DEVICE), page=PAGE, kv_memory="40GiB", max_rows=768, max_length=2112)
-    texts = [[{"role": "user", "content": form.format(topic)}] for topic in TOPICS for form in FORMS]
-    ids = [tuple(one.tokenize(text)) for text in texts]
-    order = np.random.default_rng(0).permutation(len(ids))
-    calibrated, fresh = (tuple(ids[i] for i in part) for part in np.array_split(order, 2))
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        found = calibrate_smollm2(one, calibrated, Path(folder) / "work.json")
-        seconds = time.perf_counter() - start
-    cost_model = AnalyticCost(Shape.of(one.model), Hardware.named("h200"))
-    made = plan(found, cost_model, Workload(2000, batch=64))
-    text = Text(fresh, 2048, seed=1)
-    tail = measure_own(one, text.prompts, text.sampling, policy_of(made.schedule), Bins(256, 8))
-    checked = Verification(made.schedule, made.tau, tail)
-    print(checked.table(), flush=True)
-    yield {"kind": "real model", "model": one.name, "policy": made.configuration.describe(),
-           "calibration_s": seconds, "tau": made.tau, "floor": made.floor,
-           "schedule": made.schedule.to_dict(), "predicted_speedup": made.speedup, "violated": checked.violated,
-           "table": checked.table(), "calibration": found.to_dict(), "verification": checked.to_dict()}  # fmt: skip
-
-
 SECTIONS = {
-    "calibration": calibration, "real": real_model, "share": share, "cost": cost, "decode": decode,
+    "calibration": calibration, "real": real, "share": share, "cost": cost, "decode": decode,
     "generation": generation, "both": both,
 }  # fmt: skip
 

@@ -156,7 +156,8 @@ def main() -> None:
             show(table(found[name]), name, *MEASURED)
     if "sparrow" in found:
         for row in found["sparrow"]["real"]["rows"]:
-            print(f"\n{row['policy']}, τ = {row['tau']:.3f}, on fresh prompts\n\n{row['table']}")
+            if row["kind"] == "plan":
+                print(f"\n{row['policy']}, τ = {row['tau']:.3f}:\n\n{row.get('table') or row['out_of_reach']}")
     if "distill" in found:
         show(distilled(found["distill"]), "distilled", "seed", "steps", "tail", "mean")
         show(sparser(found["distill"]), "distilled at", "smallest budget", "rollout speed against dense")

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import default_budgets, numbers, parse_methods
+from alula.cli.calibrate import default_budgets, numbers
 from alula.distill.adapter import attach, fresh
 from alula.errors import SettingError
 from alula.mismatch import calibrate as calibrating
 from alula.mismatch.calibrate import ForwardMeasure, Grid, Text, calibrate
 from alula.mismatch.calibration import Calibration, Configuration, tail_to_dict
 from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape
+from alula.mismatch.families import parse_methods
 from alula.mismatch.measure import Bins, cut, measure, measure_own, own_rollouts, side_by_side
 from alula.mismatch.plan import Workload, plan
 from alula.mismatch.search import next_budgets, spread
@@ -26,6 +27,7 @@ from alula.mismatch.tail import MIN_PROMPTS, Tail
 from alula.mismatch.timings import load_cost, timing_record
 from alula.mismatch.verify import Verification, policy_of
 from alula.mismatch.work import Work
+from alula.sparsity.parse import parse_sparsity, spell
 from alula.sparsity.policy import DENSE
 
 PAGE = 4
@@ -277,6 +279,58 @@ def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
     assert Calibration.load(tmp_path / "calibration.json").to_dict() == found.to_dict()
 
 
+def test_an_evictor_beside_a_selector(engine, text, tmp_path):
+    """The selector's budget is searched with the evictor at work, and the schedule holds beside that evictor only."""
+    evict = Evict("streaming", 20, buffer=4, window=2, sinks=1)
+    [family] = parse_methods("streaming:budget=20:buffer=4:window=2:sinks=1&block-topk:dense_layers=0", (PAGE,))
+    assert family.sparsity(12) == Sparsity(evict, Select("block-topk", 12, PAGE, 0))
+    found = run(engine, tmp_path / "work.json", Grid((family, SELECT), (12, 16, 24, 36), sweep=True))
+    for measured in found.families()[family.family]:
+        expected = engine.acceptance(text, replace(SELECT.sparsity(measured.configuration.budget), evict=evict))
+        np.testing.assert_allclose(measured.tail.value, literal_tails(text, expected, 12, 3), atol=2e-5)
+    alone = found.families()[SELECT.family][-1].tail
+    assert measured.tail.value[2] < alone.value[2], "the largest selection still lacks what was evicted"
+    found.save(tmp_path / "calibration.json")
+    only = [m for m in Calibration.load(tmp_path / "calibration.json").measured if m.configuration.evicts]
+    tau = min(b.lower for b in measured.tail) - 1e-6
+    cost, work = AnalyticCost(Shape.of(engine.model), Hardware.named("h200")), Workload(30, 6, kv_bytes=1 << 20)
+    made = plan(replace(found, measured=tuple(only)), cost, work, tau=tau)
+    assert made.sparse.batch > made.dense.batch, "the memory that the evictor frees becomes rows"
+    policy = policy_of(made.schedule)
+    assert policy == Sparsity(evict, Select("block-topk", made.schedule, PAGE, 0))
+    engine.check(policy)
+    for other, named in ((None, "none"), (Evict("streaming", 24, buffer=4, window=2, sinks=1), "streaming:24")):
+        with pytest.raises(SettingError, match=f"was made for evict=streaming:20,.* not evict={named}"):
+            engine.check(replace(policy, evict=other))
+    own = Verification(made.schedule, tau, measure_own(engine, PROMPTS, TEXT.sampling, policy, BINS))
+    assert "| 12-24 |" in own.table()
+
+
+def test_a_schedule_made_for_one_part_alone_is_refused_beside_another(engine, tmp_path):
+    found = run(engine, tmp_path / "work.json", Grid((SELECT, EVICT), (12, 36), forward=False))
+    cost, work = AnalyticCost(Shape.of(engine.model), Hardware.named("h200")), Workload(30, 6, 4)
+    for kind, other in (("select", EVICT), ("evict", SELECT)):
+        only = tuple(m for m in found.measured if m.configuration.kind == kind)
+        policy = policy_of(plan(replace(found, measured=only), cost, work, tau=0.01).schedule)
+        engine.check(policy)
+        part = other.sparsity(12)
+        both = Sparsity(policy.evict or part.evict, policy.select or part.select)
+        with pytest.raises(SettingError, match=rf"was made for {other.kind}=none, not {other.kind}={other.method}:12"):
+            engine.check(both)
+
+
+EVICTORS = [
+    Evict("rkv", 64, buffer=3, mix=0.25),
+    Evict("snapkv", 512, window=9, sinks=0, protect_prompt=True),
+    Evict("h2o", 40),
+]
+
+
+@pytest.mark.parametrize("evict", EVICTORS, ids=lambda e: e.method)
+def test_an_evictor_spelled_out_is_the_same_evictor(evict):
+    assert parse_sparsity(spell(evict)).evict == evict
+
+
 def test_bad_settings():
     with pytest.raises(SettingError, match="trusted from 20 prompts"):
         Text(PROMPTS[:5], 36)
@@ -312,6 +366,17 @@ def test_methods_on_the_command_line():
         parse_methods("block-tok", (16,))
     with pytest.raises(SettingError, match="METHOD:setting=value"):
         parse_methods("rkv:64", (16,))
+    refused = {
+        "rkv:budget=64": "rkv's budget is what is searched",
+        "block-topk:blok=4": "did you mean 'block'",
+        "snapkv&quest": "snapkv beside quest needs a budget of its own",
+        "quest&rkv": "rkv is an evictor; write it before the &",
+        "quest:block=8&block-topk": "are both selectors",
+        "rkv:budget=64&rkv:budget=64&quest": "one evictor and one selector",
+    }
+    for text, reason in refused.items():
+        with pytest.raises(SettingError, match=reason):
+            parse_methods(text, (16,))
     assert numbers("budgets", "512, 1k") == (512, 1024)
     with pytest.raises(SettingError, match="budgets='a'"):
         numbers("budgets", "a")

@@ -162,3 +162,16 @@ def test_band_covers_all_bins_at_once(truth):
 
 def test_resampling_tokens_undercovers(truth):
     assert coverage(48, False, truth, repeats=30) <= 0.5
+
+
+def test_bins_whose_tail_never_moves_do_not_make_the_others_certain():
+    """24 prompts agree wholly at first; the 19 that go on are a thin bin, whose band must not shrink to a point."""
+    rng = np.random.default_rng(0)
+    first, later = np.ones(24 * 20), rng.beta(8, 2, 19 * 20)
+    prompts = np.concatenate([np.repeat(np.arange(24), 20), np.repeat(np.arange(19), 20)])
+    positions = np.concatenate([np.zeros(24 * 20, int), np.full(19 * 20, 10)])
+    found = tail(np.concatenate([first, later]), positions, prompts, width=10)
+    alone = tail(later, np.full(19 * 20, 0), np.repeat(np.arange(19), 20), width=10)
+    assert found.lower[0] == found.upper[0] == pytest.approx(1, abs=1e-5)
+    assert found.lower[1] < found.value[1] < found.upper[1]
+    assert found.upper[1] - found.lower[1] == pytest.approx(alone.upper[0] - alone.lower[0], rel=0.2)

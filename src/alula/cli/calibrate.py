@@ -10,7 +10,7 @@ from alula.errors import SettingError, require
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.engine.engine import Engine
-    from alula.mismatch.calibration import Calibration, Configuration
+    from alula.mismatch.calibration import Calibration
     from alula.model import LoadedModel
 
 
@@ -18,7 +18,11 @@ def calibrate(
     model: Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file or shape:<name>.")],
     data: Annotated[str, typer.Option(help="Prompts: a file, folder, benchmark, hub id or task:<name>.")],
     methods: Annotated[
-        str, typer.Option(help="Selectors and evictors, METHOD[:setting=value...], separated by commas.")
+        str,
+        typer.Option(
+            help="Selectors and evictors, METHOD[:setting=value...], separated by commas; EVICTOR:budget=N&SELECTOR "
+            "puts an evictor of one budget beside a selector."
+        ),
     ] = "block-topk",
     budgets: Annotated[
         str | None, typer.Option(help="KV tokens, separated by commas; by default Sparrow's grid below the length.")
@@ -77,6 +81,7 @@ def calibrate(
         raise typer.Exit(0 if holds else 1)
     from alula.mismatch.calibrate import Grid, Text
     from alula.mismatch.calibrate import calibrate as measure_all
+    from alula.mismatch.families import parse_methods
 
     width = bin_width or min(2000, -(-length // 8))
     text = Text(choose(dataset, prompts, seed), length, samples, temperature, seed)
@@ -153,36 +158,6 @@ class Engines:
                 sparse_adapter=self.adapter,
             )  # fmt: skip
         return self.engine
-
-
-def parse_methods(text: str, pages: tuple[int, ...]) -> "list[Configuration]":
-    """`block-topk,rkv:buffer=64:sinks=4` as families with all their settings; a selector once for every page size."""
-    from alula.errors import unknown
-    from alula.mismatch.calibration import Configuration
-    from alula.sparsity.evict import METHODS as EVICTORS
-    from alula.sparsity.parse import setting_value
-    from alula.sparsity.policy import Evict, Select
-    from alula.sparsity.select import METHODS as SELECTORS
-
-    families = []
-    for part in text.split(","):
-        method, *pairs = part.strip().split(":")
-        settings: dict[str, Any] = {}
-        for pair in pairs:
-            name, equals, value = pair.partition("=")
-            require(bool(equals), f"methods: {part.strip()!r} should be METHOD:setting=value.")
-            settings[name] = setting_value(value)
-        if method in SELECTORS:
-            for block in (settings.pop("block"),) if "block" in settings else pages:
-                all_of_them = {"dense_layers": Select.dense_layers, "block": block} | settings
-                families.append(Configuration("select", method, 0, tuple(all_of_them.items())))
-        elif method in EVICTORS:
-            one = Evict(method, 1 << 30, **settings)
-            named = {name: getattr(one, name) for name in ("buffer", "window", "sinks", "protect_prompt")}
-            families.append(Configuration("evict", method, 0, (*named.items(), *one.options)))
-        else:
-            raise unknown("method", method, [*SELECTORS, *EVICTORS])
-    return families
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:

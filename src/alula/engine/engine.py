@@ -28,6 +28,7 @@ from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, require
 from alula.model import LoadedModel, load_model, share_weights
+from alula.sparsity.parse import spell
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.schedule import Schedule
 
@@ -201,9 +202,10 @@ class Engine:
                 f"select.block={select.block}: this engine's pages hold {self.page} tokens; "
                 f"load it with page={select.block}.",
             )
+        both = {"evict": spell(sparsity.evict), "select": spell(sparsity.select)}
         for part, block in ((sparsity.evict, None), (sparsity.select, self.page)):
             if part is not None and isinstance(part.budget, Schedule):
-                settings = vars(part) | dict(getattr(part, "options", ()))
+                settings = both | vars(part) | dict(getattr(part, "options", ()))
                 part.budget.check(method=part.method, block=block, model=self.name, settings=settings)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:

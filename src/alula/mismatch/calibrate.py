@@ -122,7 +122,7 @@ def search(
     progress: bool,
 ) -> None:
     """Measure the budgets of one family, as many side by side as the engine holds, until no other could matter."""
-    together = side_by_side(engine, work.rollouts, family.kind == "evict")
+    together = side_by_side(engine, work.rollouts, family.evicts)
     while True:
         known = {m.configuration.budget: m.tail for m in work.measured.values() if same_family(m, family)}
         known = {budget: tail for budget, tail in known.items() if budget in grid.budgets}

@@ -12,6 +12,7 @@ import numpy as np
 
 from alula.errors import SettingError, require
 from alula.mismatch.tail import Estimate, Tail
+from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.policy import Budget, Evict, Select, Sparsity
 
 VERSION = 1
@@ -26,7 +27,8 @@ class Configuration:
     method: str
     budget: int
     options: tuple[tuple[str, Any], ...] = ()
-    """The other settings of `Select` (block, dense_layers) or `Evict` (buffer, window, sinks, ...)."""
+    """The other settings of `Select` (block, dense_layers) or `Evict` (buffer, window, sinks, ...). A selector may
+    have an evictor of one budget beside it: `evict`, as a command line spells it (`alula.sparsity.parse.spell`)."""
 
     def __post_init__(self) -> None:
         require(self.kind in ("select", "evict"), f"kind={self.kind!r}: must be 'select' or 'evict'.")
@@ -38,6 +40,10 @@ class Configuration:
         return (self.kind, self.method, self.options)
 
     @property
+    def evicts(self) -> bool:
+        return self.kind == "evict" or "evict" in dict(self.options)
+
+    @property
     def block(self) -> int | None:
         """Tokens per page that a selector scores; None for an evictor."""
         return int(dict(self.options).get("block", 16)) if self.kind == "select" else None
@@ -45,9 +51,11 @@ class Configuration:
     def sparsity(self, budget: Budget | None = None) -> Sparsity:
         """The policy of this configuration, or of its family under another budget or a schedule."""
         made = self.budget if budget is None else budget
-        if self.kind == "select":
-            return Sparsity(select=Select(self.method, made, **dict(self.options)))
-        return Sparsity(evict=Evict(self.method, made, **dict(self.options)))
+        options = dict(self.options)
+        if self.kind == "evict":
+            return Sparsity(evict=Evict(self.method, made, **options))
+        beside = options.pop("evict", None)
+        return Sparsity(parse_sparsity(beside).evict if beside else None, Select(self.method, made, **options))
 
     def describe(self) -> str:
         return " ".join([self.method, *(f"{name}={value}" for name, value in self.options)])

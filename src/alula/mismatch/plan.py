@@ -156,13 +156,16 @@ def assemble(
 ) -> Plan:
     """A plan from chosen budgets, with its schedule made out to model, method and page size."""
     budgets = tuple(planned.budget for planned in bins)
+    options = dict(configuration.options)
+    beside = {"evict": options.pop("evict", "none")} if configuration.kind == "select" else {"select": "none"}
     inherited = [j for j, planned in enumerate(bins) if planned.tail is None]
     notes = {
         "tau": round(tau, 6),
         "floor": round(calibration.floor.overall, 6),
         "quantile": calibration.quantile,
         "confidence": calibration.floor.confidence,
-        "options": dict(configuration.options),
+        "options": options,
+        "beside": beside,
         "inherited_bins": inherited,
     }
     schedule = Schedule(

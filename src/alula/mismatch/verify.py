@@ -62,6 +62,9 @@ def policy_of(schedule: Schedule) -> Sparsity:
     )
     kind: Kind = "select" if schedule.method in SELECTORS else "evict"
     options = dict(schedule.notes.get("options", {}))
+    beside = schedule.notes.get("beside", {}).get("evict", "none")
+    if beside != "none":
+        options["evict"] = beside
     if kind == "select" and schedule.block is not None:
         options["block"] = schedule.block
     return Configuration(kind, schedule.method, max(schedule.budgets), tuple(options.items())).sparsity(schedule)

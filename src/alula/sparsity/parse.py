@@ -44,6 +44,17 @@ def parse_sparsity(text: str) -> "Sparsity":
     return Sparsity(evictors[0] if evictors else None, selectors[0] if selectors else None)
 
 
+def spell(part: "Evict | Select | None") -> str:
+    """The text that names one part of a policy with all its settings; `none` where there is none."""
+    if part is None:
+        return "none"
+    fixed = ("method", "budget", "options")
+    settings = {name: value for name, value in vars(part).items() if name not in fixed}
+    settings |= dict(getattr(part, "options", ()))
+    size = part.budget.name if isinstance(part.budget, Schedule) else part.budget
+    return ",".join([f"{part.method}:{size}", *(f"{name}={value}" for name, value in sorted(settings.items()))])
+
+
 def parse_evict(method: str, rest: str, text: str) -> "Evict":
     from alula.sparsity.policy import Evict
 

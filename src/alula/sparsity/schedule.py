@@ -44,9 +44,14 @@ class Schedule:
         model: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Refuse a use that the schedule was not made for; `settings` are the method's others, by name."""
+        """Refuse a use that the schedule was not made for.
+
+        `settings` are the method's others, by name, and what runs beside it: `evict` beside a selector's schedule,
+        `select` beside an evictor's.
+        """
         uses = [("method", self.method, method), ("block", self.block, block), ("model", self.model, model)]
-        uses += [(name, value, (settings or {}).get(name)) for name, value in self.notes.get("options", {}).items()]
+        fixed = self.notes.get("options", {}) | self.notes.get("beside", {})
+        uses += [(name, value, (settings or {}).get(name)) for name, value in fixed.items()]
         for what, made_for, used in uses:
             if made_for is not None and used is not None and made_for != used:
                 raise SettingError(
