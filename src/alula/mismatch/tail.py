@@ -151,7 +151,7 @@ def simultaneous_band(estimate: Array, resampled: Array, prompts: Array, confide
     centre, spread = _logit(estimate[seen]), _logit(resampled[:, seen])
     error = np.nanstd(spread, axis=0, ddof=1)
     studentised = np.nan_to_num(np.abs(spread - centre) / np.where(error > 0, error, 1.0))
-    trusted = (prompts[seen] >= MIN_PROMPTS) & (error > 0)  # a tail that never moves says nothing of the others
+    trusted = (prompts[seen] >= MIN_PROMPTS) & (error > 1e-9)  # a tail that never moves says nothing
     family = studentised[:, trusted] if trusted.any() else studentised
     multiplier = float(np.quantile(family.max(axis=1), confidence))
     half = multiplier * np.array([small_sample_factor(int(n), confidence) for n in prompts[seen]]) * error
