@@ -19,6 +19,7 @@ ABLATIONS = {
     "veto-1e-5": "{preset: sparse-rl, veto: 1e-5}",
     "veto-1e-3": "{preset: sparse-rl, veto: 1e-3}",
     "sparse-rl-code": "sparse-rl-code",
+    "kept-baseline": "{preset: sparse-rl, vetoed_in_baseline: false}",
 }
 CORRECTIONS = PRESETS | ABLATIONS
 OTHERS = ("snapkv", "streaming", "keydiff")

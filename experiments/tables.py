@@ -110,11 +110,39 @@ def robustness_table(bed: str, question: str) -> str:
     return markdown(["trained", *columns], body)
 
 
+def breakeven_table(bed: str, question: str) -> str:
+    """Time per generated token, and what the rollouts of a step gain, scoring included."""
+    head = ["response tokens", "dense µs/token", "rkv 512+128 µs/token", "dense scoring µs/token", "rollout alone",
+            "with scoring"]  # fmt: skip
+    path = RESULTS / question / "breakeven.jsonl"
+    rows = [
+        [f"{row['length']:,.0f}", *(f"{row[n]:.0f}" for n in ("dense_us", "sparse_us", "score_us")),
+         f"{row['rollout_ratio']:.2f} ×", f"{row['with_scoring']:.2f} ×"]
+        for row in map(json.loads, path.read_text().splitlines())
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def steps_table(bed: str, question: str) -> str:
+    """The first evaluation at which the dense policy reaches an accuracy, each seed."""
+    goals = (0.85, 0.9, 0.95)
+    body = []
+    for arm, runs in by_arm(raw("collapse", bed)).items():
+        cells = []
+        for goal in goals:
+            reached = [next((step for step, a in judge.dense_accuracy(run) if a >= goal), None) for run in runs]
+            cells.append(" ".join("–" if step is None else str(step) for step in reached))
+        body.append([arm, *cells])
+    return markdown(["arm", *(f"steps to {goal:.0%}" for goal in goals)], body)
+
+
 TABLES: dict[str, Callable[[str, str], str]] = {
     "outcome": outcome_table,
     "probe": probe_table,
     "threshold": threshold_table,
     "robustness": robustness_table,
+    "breakeven": breakeven_table,
+    "steps": steps_table,
 }
 MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """`<!-- table KIND BED QUESTION -->`"""
