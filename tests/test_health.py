@@ -154,6 +154,13 @@ def test_dense_accuracy_falling_under_a_rising_sparse_accuracy():
     assert evaluate([0.4, 0.45, 0.44, 0.2, 0.1, 0.05], falling, sparse) == [(3, "dense-sparse-divergence")]
 
 
+def test_a_sparse_policy_far_ahead_of_the_dense_one():
+    """The dense policy never falls, but it is not the one that learns."""
+    dense, sparse = [0.10, 0.12, 0.13, 0.12, 0.13], [0.10, 0.14, 0.40, 0.60, 0.70]
+    assert evaluate(dense, rising, sparse) == [(2, "dense-sparse-divergence")]
+    assert evaluate(sparse, rising, dense) == [], "behind is where it belongs"
+
+
 def test_everything_falling_is_a_breakdown():
     assert evaluate([0.4, 0.45, 0.44, 0.2, 0.1, 0.05], falling) == [(3, "dense-falling")]
 
@@ -186,6 +193,7 @@ def test_a_resumed_monitor_warns_as_an_uninterrupted_one():
     for cut in (1, 60, 120, 140, 250):
         before, after = HealthMonitor(), HealthMonitor()
         found = watch(series[:cut], before)
+        before.observe_eval("held", "sparse", accuracy=0.5, stderr=0.02)
         before.observe_eval("held", "dense", accuracy=0.5, stderr=0.02)
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
         assert found + watch(series[cut:], after) == whole

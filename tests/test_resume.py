@@ -74,15 +74,20 @@ def test_two_runs_of_one_seed_are_the_same(tmp_path, whole):
 
 
 def test_killed_again_and_again(tmp_path, whole):
-    """kill -9 at random moments of one run, which is continued every time."""
-    out, moments = tmp_path / "run", random.Random(os.environ.get("ALULA_KILL_SEED", "0"))
-    for kill in range(KILLS):
-        child = start(out, resume=kill > 0)
-        time.sleep(moments.uniform(0.05, 0.7) * whole[2])
+    """kill -9 at random moments, continued every time; where a run gets to its end, another one begins."""
+    moments, kills, runs = random.Random(os.environ.get("ALULA_KILL_SEED", "0")), 0, 0
+    while kills < KILLS:
+        child = start(tmp_path / f"run-{runs}", resume=True)
+        time.sleep(moments.uniform(0.02, 0.6) * whole[2])
         os.kill(child, signal.SIGKILL)
-        assert end_of(child) in (-signal.SIGKILL, 0)
-    finish(out)
-    same(out, whole)
+        if end_of(child) == 0:
+            same(tmp_path / f"run-{runs}", whole)
+            runs += 1
+        else:
+            kills += 1
+    for run in range(runs + 1):
+        finish(tmp_path / f"run-{run}")
+        same(tmp_path / f"run-{run}", whole)
 
 
 @pytest.mark.parametrize("place", ["half of the tensors", "before the marker", "before the rename", "while pruning"])

@@ -2,7 +2,7 @@
 
 The monitor only looks: numbers in, warnings out, no clock and no files, so a resumed run warns exactly as
 an uninterrupted one does. A problem is reported when it starts, and again only after it has been away for
-`REARM` steps (a falling held-out accuracy: after an evaluation without it).
+`REARM` steps (trouble in a held-out evaluation: after one without it).
 """
 
 import math
@@ -37,6 +37,7 @@ class Held:
     stderr: float
     reward: float | None
     sparse_accuracy: float | None
+    sparse_stderr: float | None
 
 
 class HealthMonitor:
@@ -47,7 +48,8 @@ class HealthMonitor:
         self.away: dict[str, int] = {}
         """Reported problems, and for how many steps each has been away since."""
         self.held: dict[str, list[Held]] = {}
-        self.sparse_accuracy: dict[str, float] = {}
+        self.sparse: dict[str, list[float]] = {}
+        """Accuracy and standard error of the sparse policy's last evaluation."""
         self.falling: set[str] = set()
 
     def observe(self, metrics: Mapping[str, float | None]) -> list[HealthWarning]:
@@ -69,13 +71,15 @@ class HealthMonitor:
     ) -> list[HealthWarning]:
         """One held-out evaluation; where a step evaluates both policies, the sparse one comes first."""
         if policy == "sparse":
-            self.sparse_accuracy[name] = accuracy
+            self.sparse[name] = [accuracy, stderr]
             return []
         rewards = self.traces["reward/mean"].last(5)
         history = self.held.setdefault(name, [])
-        history.append(Held(accuracy, stderr, fmean(rewards) if rewards else None, self.sparse_accuracy.get(name)))
+        history.append(
+            Held(accuracy, stderr, fmean(rewards) if rewards else None, *self.sparse.get(name, (None, None)))
+        )
         was_falling = name in self.falling
-        warning = dense_falling(name, history)
+        warning = dense_falling(name, history) or sparse_ahead(name, history[-1])
         (self.falling.add if warning else self.falling.discard)(name)
         return [warning] if warning and not was_falling else []
 
@@ -85,7 +89,7 @@ class HealthMonitor:
             "traces": {name: trace.state_dict() for name, trace in self.traces.items()},
             "away": dict(self.away),
             "held": {name: [asdict(one) for one in history] for name, history in self.held.items()},
-            "sparse_accuracy": dict(self.sparse_accuracy),
+            "sparse": dict(self.sparse),
             "falling": sorted(self.falling),
         }
 
@@ -94,7 +98,7 @@ class HealthMonitor:
             trace.load_state_dict(state["traces"][name])
         self.away = dict(state["away"])
         self.held = {name: [Held(**one) for one in history] for name, history in state["held"].items()}
-        self.sparse_accuracy = dict(state["sparse_accuracy"])
+        self.sparse = dict(state["sparse"])
         self.falling = set(state["falling"])
 
 
@@ -117,6 +121,21 @@ def dense_falling(name: str, history: list[Held]) -> HealthWarning | None:
         if best_accuracy - accuracy > errors * math.hypot(best_stderr, stderr):
             return _falling_warning(name, best, now, best_accuracy, accuracy)
     return None
+
+
+def sparse_ahead(name: str, now: Held) -> HealthWarning | None:
+    """The sparse policy right significantly more often than the dense one: by 4 standard errors of the difference."""
+    if now.sparse_accuracy is None or now.sparse_stderr is None:
+        return None
+    if now.sparse_accuracy - now.accuracy <= 4 * math.hypot(now.stderr, now.sparse_stderr):
+        return None
+    return HealthWarning(
+        "dense-sparse-divergence",
+        f"On {name} the sparse policy is right {now.sparse_accuracy:.1%} of the time and the dense one, which is what "
+        f"you will ship, only {now.accuracy:.1%}: the run is learning to do well with a sparse cache, not to do well.",
+        "Do not trust the reward curve. Raise the budget, or use a correction that keeps the dense policy in view "
+        "(sparse-rl, reroll).",
+    )
 
 
 def _falling_warning(name: str, best: Held, now: Held, high: float, low: float) -> HealthWarning:

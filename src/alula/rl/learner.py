@@ -91,7 +91,9 @@ class Learner:
                     layer.compile(dynamic=True)
             if self.world.many:
                 shard(policy, policy.layers, self.world)
-        self.optimizer = MasterAdamW(model.named_parameters(), config.lr, config.betas, config.eps, config.weight_decay)
+        self.optimizer = MasterAdamW(
+            model.named_parameters(), config.lr, config.betas, config.eps, config.weight_decay, compute=self.dtype
+        )
 
     @torch.no_grad()
     def score(
@@ -126,12 +128,12 @@ class Learner:
         for batch, real in self._micro_batches(sequences):
             scored = self.policy(batch, temperature)
             if not real:
-                (scored.logprobs.sum() * 0.0).backward()
+                self.optimizer.backward(scored.logprobs.sum() * 0.0)
                 continue
             share, measured = loss_fn(scored.logprobs, scored.entropy, batch)
             if not share.requires_grad:  # nothing to learn here, but every rank must take part in the backward
                 share = share + scored.logprobs.sum() * 0.0
-            share.backward()
+            self.optimizer.backward(share)
             loss += share.detach()
             if measured:
                 parts.append(measured)

@@ -3,6 +3,9 @@
 The engine can then read the very parameters that are trained. With a learning rate of 1e-6 an update is far
 below bfloat16's resolution, so without masters most of it would be lost. A float32 parameter is its own
 master, and the result is torch.optim.AdamW's, bit for bit.
+
+float16 has a narrow range: gradients of a mean over many tokens fall below 6e-8 and vanish. There the loss is scaled
+up by a power of two and the sums scaled back (Micikevicius et al., arXiv 1710.03740). Everywhere else the scale is 1.
 """
 
 from collections.abc import Iterable
@@ -10,6 +13,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+LARGEST_SCALE, LOWER, PATIENCE = 2.0**16, 16.0, 50
+"""An overflow divides the scale by `LOWER`: four lost updates reach 1. `PATIENCE` good steps in a row double it."""
 
 
 class MasterAdamW:
@@ -26,7 +32,11 @@ class MasterAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        compute: torch.dtype = torch.float32,
     ) -> None:
+        """`compute` is the dtype in which gradients flow: under FSDP not that of the parameters."""
+        self.scale = torch.tensor([LARGEST_SCALE, 0.0]) if compute == torch.float16 else None
+        """The loss scale and how many steps in a row it has served; None where no scaling is needed."""
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.masters = {
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
@@ -47,6 +57,10 @@ class MasterAdamW:
             if p is not self.masters[name]
         ]
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's share of the loss."""
+        (loss if self.scale is None else loss * float(self.scale[0])).backward()
+
     def step(self, lr: float, max_norm: float | None = None, finite_loss: bool = True) -> tuple[float, bool]:
         """Clip the summed gradients to `max_norm` over all parameters and ranks, and take one step.
 
@@ -54,6 +68,8 @@ class MasterAdamW:
         leaves parameters, masters and moments as they were. Gradients are gone afterwards either way.
         """
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        if self.scale is not None:
+            torch._foreach_mul_(gradients, 1 / float(self.scale[0]))
         norm = _whole(nn.utils.get_total_norm(gradients, foreach=True))
         taken = finite_loss and bool(torch.isfinite(norm))
         if taken:
@@ -64,6 +80,8 @@ class MasterAdamW:
             self.adamw.step()
             self.publish()
         self.adamw.zero_grad(set_to_none=True)
+        if self.scale is not None and finite_loss:
+            self.scale.copy_(_next_scale(*self.scale.tolist(), taken))
         return float(norm), taken
 
     @torch.no_grad()
@@ -75,7 +93,8 @@ class MasterAdamW:
             torch._foreach_copy_(list(parameters), list(masters))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state as flat, live tensors: `model.<name>` (masters) and `optimizer.<name>.<moment>`.
+        """The whole state as flat, live tensors: `model.<name>` (masters), `optimizer.<name>.<moment>`, and in
+        float16 `optimizer.loss_scale`.
 
         Load a checkpoint by writing into them and calling `publish`.
         """
@@ -84,7 +103,7 @@ class MasterAdamW:
         for name, master in self.masters.items():
             for moment, value in self.adamw.state[master].items():
                 state[f"optimizer.{name}.{moment}"] = value
-        return state
+        return state if self.scale is None else state | {"optimizer.loss_scale": self.scale}
 
     def _materialise(self) -> None:
         """AdamW's own initial state, made now where it would be made at the first step."""
@@ -95,6 +114,14 @@ class MasterAdamW:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
+
+
+def _next_scale(scale: float, served: float, taken: bool) -> Tensor:
+    if not taken:
+        return torch.tensor([max(1.0, scale / LOWER), 0.0])
+    if served + 1 < PATIENCE:
+        return torch.tensor([scale, served + 1])
+    return torch.tensor([min(LARGEST_SCALE, 2 * scale), 0.0])
 
 
 def _move_gradient(parameter: Tensor, master: Tensor) -> None:
