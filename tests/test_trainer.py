@@ -222,7 +222,7 @@ def test_bypass_takes_the_ratio_against_the_policy_that_sampled(tmp_path):
     _, batch, learned, _, _ = one_step(toy.quick(tmp_path / "run", *settings))
     expected, outside = 0.0, 0
     for rollout, dense, advantage in zip(batch.rollouts, batch.dense, learned.advantages.tolist()):
-        for t, ratio in enumerate(torch.exp(dense - rollout.logprobs).tolist()):
+        for ratio in torch.exp(dense - rollout.logprobs).tolist():
             clipped = min(max(ratio, 0.95), 1.05)
             expected -= min(ratio * advantage, clipped * advantage) / len(rollout) / 16
             outside += ratio != clipped
