@@ -1,54 +1,163 @@
-"""How far bf16 log-probs are from float32 ones, with the residual stream in bf16 or in float32 (CPU, SmolLM2).
+"""Where 16-bit log-probs come apart: engine against `score`, and what each rounding adds (CPU, SmolLM2).
 
 `python benchmarks/precision.py MODEL.gguf --out benchmarks/results/precision.json`
+
+Two kernels for one product differ in the last bits of float32 (here: random noise of 5e-7 of the product's size), and
+rounding to 16 bits makes that a whole step of the last bit, now and then, soon everywhere. So a float32 model is run
+twice with that noise, rounding at the places where a 16-bit model does; leaving a place out shows what it adds. The
+real engine against its own `score` shows that the imitation is true.
 """
 
 import argparse
-import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
-from alula.model import lm_logits, load_model
+from alula import Engine, Sampling
+from alula.model import load_model
 
-TEXT = (
-    "Birds are fascinating creatures that have evolved over millions of years. They are found on every continent and "
-    "come in many shapes, sizes and colours. Some birds, such as the albatross, can glide for hours without flapping "
-    "their wings."
-)
+ASKED = ("Tell me about birds.", "What is 17 * 23? Think step by step.", "Write a short story about a lighthouse.",
+         "Why is the sky blue?")  # fmt: skip
+NOISE = 5e-7
+
+OPERANDS = {"norm", "attention", "activation", "last norm"}
+"""What a matrix product reads must be 16 bits wide."""
+PRODUCTS = {"q, k, v": {"q", "k before RoPE", "v"}, "gate, up": {"gate", "up"}, "o, down": {"o", "down"}}
+INSIDE = {"q rotated", "k", "softmax"}
+ALL = {"residual"} | OPERANDS | INSIDE | set.union(*PRODUCTS.values())
+LEFT_OUT: dict[str, set[str]] = {
+    "everything rounded": set(),
+    "float32 residual": {"residual"},
+    "float32 residual, o, down": {"residual"} | PRODUCTS["o, down"],
+    "float32 residual and products": {"residual"}.union(*PRODUCTS.values()) - {"v"},
+    "only what products read": ALL - OPERANDS,
+} | {
+    f"only {name}": ALL - places
+    for name, places in {
+        "residual": {"residual"}, "norm": {"norm"}, "activation": {"activation"}, "attention": {"attention"},
+        "softmax": {"softmax"}, "KV cache": {"k", "v"}, "q rotated": {"q rotated"}, **PRODUCTS,
+    }.items()
+}  # fmt: skip
 
 
-@torch.no_grad()
+class Imitation:
+    """A float32 model that rounds to `dtype` at chosen places, its products a little noisy."""
+
+    def __init__(self, path: str) -> None:
+        self.model = load_model(path, dtype="bfloat16").model.float()
+        self.table = torch.randn(2_000_000, generator=torch.Generator().manual_seed(0))
+        self.generator = torch.Generator()
+        self.places: set[str] = set()
+        self.dtype = torch.bfloat16
+        self.noise = 0.0
+        AttentionInterface.register("imitation", self.attend)
+        self.model.config._attn_implementation = "imitation"
+        for layer in self.model.base_model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for module, place in (
+                (attention.q_proj, "q"), (attention.k_proj, "k before RoPE"), (attention.v_proj, "v"),
+                (attention.o_proj, "o"), (mlp.gate_proj, "gate"), (mlp.up_proj, "up"), (mlp.down_proj, "down"),
+            ):  # fmt: skip
+                module.register_forward_hook(self.after(place, product=True))
+            mlp.down_proj.register_forward_pre_hook(lambda _, x: (self.round(x[0], "activation"),))
+            layer.input_layernorm.register_forward_hook(self.after("norm"))
+            layer.post_attention_layernorm.register_forward_hook(self.after("norm"))
+            layer.post_attention_layernorm.register_forward_pre_hook(self.round_sum)
+            layer.register_forward_hook(self.after("residual"))
+        self.model.base_model.norm.register_forward_hook(self.after("last norm"))
+
+    def round(self, x: Tensor, place: str) -> Tensor:
+        return x.to(self.dtype).float() if place in self.places else x
+
+    def round_sum(self, norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        """In place: the layer will add to this very tensor."""
+        inputs[0].copy_(self.round(inputs[0], "residual"))
+
+    def jitter(self, x: Tensor) -> Tensor:
+        if not self.noise:
+            return x
+        first = int(torch.randint(0, 100_000, (), generator=self.generator))
+        noise = self.table[first : first + x.numel()].view(x.shape)
+        return x + noise * (x.norm() / x.numel() ** 0.5 * self.noise)
+
+    def after(self, place: str, product: bool = False) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        return lambda module, inputs, x: self.round(self.jitter(x) if product else x, place)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        q, k = self.round(q, "q rotated"), self.round(k, "k")
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        later = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
+        logits = (q @ k.transpose(-1, -2) * scaling).masked_fill_(later, -torch.inf)
+        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+        out = self.jitter(self.round(weights, "softmax") @ v) / weights.sum(-1, keepdim=True)
+        return self.round(out, "attention").transpose(1, 2).contiguous(), None
+
+    @torch.no_grad()
+    def logprobs(self, rollouts: list, places: set[str], noise: float) -> Tensor:
+        self.places, self.noise, found = places, noise, []
+        self.generator.manual_seed(0)
+        for r in rollouts:
+            ids = torch.tensor([r.prompt_ids + r.token_ids])
+            hidden = self.model.base_model(ids, use_cache=False).last_hidden_state[0, len(r.prompt_ids) - 1 : -1]
+            logits = (hidden @ self.model.get_output_embeddings().weight.T).log_softmax(-1)
+            found.append(logits.gather(-1, torch.tensor(r.token_ids)[:, None])[:, 0])
+        return torch.cat(found)
+
+
+def gap(a: Tensor, b: Tensor) -> dict[str, float]:
+    apart = (a - b).abs()
+    return {"mean": apart.mean().item(), "p99": apart.quantile(0.99).item(), "max": apart.max().item()}
+
+
+def engine(path: str, dtype: str, tokens: int) -> tuple[list, Tensor, Tensor]:
+    """Rollouts of the dense engine, their log-probs and those that `score` gives the same tokens."""
+    one = Engine.load(path, dtype=dtype, kv_memory="256MiB")
+    prompts = [[{"role": "user", "content": text}] for text in ASKED]
+    made = one.generate(prompts, Sampling(n=1, max_new_tokens=tokens, seed=1), progress=False)  # type: ignore[arg-type]
+    scored = one.score(made)
+    return (
+        made,
+        torch.cat([r.logprobs for r in made if r.logprobs is not None]),
+        torch.cat([s.logprobs for s in scored]),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=160)
     arguments = parser.parse_args()
-    loaded = load_model(arguments.model, dtype="bfloat16")
-    model, tokenizer = loaded.model, loaded.tokenizer
-    assert tokenizer is not None
-    chat = [{"role": "user", "content": "Tell me about birds."}]
-    prompt = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-    ids = torch.tensor([prompt + list(tokenizer(TEXT)["input_ids"])])
-    head = model.get_output_embeddings().weight
-
-    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
-        found = torch.log_softmax(lm_logits(hidden[0, :-1], weight), -1)
-        return found.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
-
-    exact = copy.deepcopy(model).float()
-    truth = logprobs(exact.base_model(ids).last_hidden_state, exact.get_output_embeddings().weight)
-    plain = logprobs(model.base_model(ids).last_hidden_state, head)
-    with torch.autocast("cpu", torch.bfloat16):
-        wide = model.base_model(inputs_embeds=model.get_input_embeddings()(ids).float()).last_hidden_state
-    found = {}
-    for name, values in (("bf16", plain), ("bf16, float32 residual", logprobs(wide.bfloat16(), head))):
-        gap = (values - truth).abs()
-        found[name] = {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": len(gap)}
-    arguments.out.write_text(json.dumps({"model": loaded.name, "against float32": found}, indent=1) + "\n")
-    print(json.dumps(found))
+    made, *exact = engine(arguments.model, "float32", arguments.tokens)
+    found: dict[str, Any] = {
+        "model": Path(arguments.model).name,
+        "torch": torch.__version__,
+        "tokens": sum(map(len, made)),
+        "engine against score": {"float32": gap(*exact)},
+    }
+    for name in ("bfloat16", "float16"):
+        _, *both = engine(arguments.model, name, arguments.tokens)
+        found["engine against score"][name] = gap(*both)
+        print(name, found["engine against score"][name], flush=True)
+    imitation = Imitation(arguments.model)
+    truth = imitation.logprobs(made, set(), 0.0)
+    for dtype in (torch.bfloat16, torch.float16):
+        imitation.dtype, rows = dtype, {}
+        for name, left_out in LEFT_OUT.items():
+            first, second = (imitation.logprobs(made, ALL - left_out, noise) for noise in (0.0, NOISE))
+            rows[name] = {"apart": gap(first, second), "from float32": gap(first, truth)}
+            print(dtype, name, rows[name]["apart"]["mean"], flush=True)
+            if dtype == torch.float16 and name == "float32 residual":
+                break
+        found[f"imitated, {str(dtype).removeprefix('torch.')}"] = rows
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

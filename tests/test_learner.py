@@ -230,6 +230,38 @@ def test_bfloat16_parameters_follow_float32_masters():
     assert parameter[0] < 1
 
 
+def test_float16_keeps_gradients_that_its_range_would_lose():
+    """A loss as small as a mean over a million tokens: float32's step, where float16 gradients alone are all zero."""
+    rollouts = sequences()
+    loss = weighted([torch.full((len(r.token_ids),), 1e-6) for r in rollouts])
+    norms, moved = {}, {}
+    for dtype in ("float32", "float16"):
+        learner = Learner(tiny(dtype=dtype), LearnerConfig(lr=1e-2, eps=1e-16, max_grad_norm=None, token_budget=40))
+        before = {name: master.clone() for name, master in learner.optimizer.masters.items()}
+        norms[dtype] = learner.update(rollouts, loss).grad_norm
+        moved[dtype] = torch.cat([(m - before[n]).flatten() for n, m in learner.optimizer.masters.items()]).detach()
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)
+    assert torch.cosine_similarity(moved["float16"], moved["float32"], dim=0) > 0.95
+    unscaled = Learner(tiny(dtype="float16"), LearnerConfig(token_budget=40))
+    unscaled.optimizer.scale = None
+    assert unscaled.update(rollouts, loss).grad_norm < 0.5 * norms["float32"]
+
+
+def test_float16_overflow_skips_the_step_and_lowers_the_scale():
+    learner, rollouts = Learner(tiny(dtype="float16"), LearnerConfig(lr=1e-3)), sequences()
+    before = {name: t.clone() for name, t in learner.tensors().items()}
+    huge = weighted([torch.full((len(r.token_ids),), 1e5) for r in rollouts])
+    taken = [learner.update(rollouts, huge).taken for _ in range(2)]
+    assert taken == [False, False]
+    scale = learner.tensors()["optimizer.loss_scale"]
+    assert scale.tolist() == [2.0**8, 0.0]
+    for name, tensor in learner.tensors().items():
+        assert tensor is scale or torch.equal(tensor, before[name]), name
+    good = weighted([torch.full((len(r.token_ids),), 1e-3) for r in rollouts])
+    assert all(learner.update(rollouts, good).taken for _ in range(50))
+    assert scale.tolist() == [2.0**9, 0.0]
+
+
 def test_engine_shares_the_trained_parameters():
     model = tiny(dtype="bfloat16")
     engine = share_weights(model)

@@ -60,7 +60,7 @@ class Distiller:
         self.loss = loss or Loss()
         start = adapter or fresh(model, config.rank, config.alpha, config.targets, config.seed)
         self.policy = SparsePolicy(model, start, config.activation_checkpointing)
-        self.optimizer = MasterAdamW(self.policy.adapter_parameters(), config.lr, eps=EPS)
+        self.optimizer = MasterAdamW(self.policy.adapter_parameters(), config.lr, eps=EPS, compute=model.dtype)
         self.steps = 0
         """Optimizer steps tried."""
         self.skipped = 0
@@ -132,7 +132,7 @@ class Distiller:
                     share = share + policy
                     sums["policy_loss"] = sums["policy_loss"] + policy.detach() * tokens
                     sums["clip_fraction"] = sums["clip_fraction"] + measured["clip_fraction"] * len(recorded)
-                share.backward()
+                self.optimizer.backward(share)
                 sums["loss"] = sums["loss"] + share.detach() * tokens
                 sums["divergence"] = sums["divergence"] + found.divergence.detach().sum()
                 sums["drift"] = sums["drift"] + (found.logprobs.detach() - recorded).abs().sum()

@@ -81,7 +81,8 @@ class MasterAdamW:
             self.publish()
         self.adamw.zero_grad(set_to_none=True)
         if self.scale is not None and finite_loss:
-            self.scale.copy_(_next_scale(*self.scale.tolist(), taken))
+            scale, served = self.scale.tolist()
+            self.scale.copy_(_next_scale(scale, served, taken))
         return float(norm), taken
 
     @torch.no_grad()
