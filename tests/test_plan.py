@@ -248,11 +248,40 @@ def test_forward_equals_a_sweep_with_fewer_measurements():
 
 def test_forward_raises_earlier_bins_where_one_bin_alone_is_not_enough():
     measure, tau = Evictor(memory=0.9), 0.84
-    found = [planned.budget for planned in plan_forward(measure, BUDGETS, bins=BINS, width=WIDTH, tau=tau)]
+    made = plan_forward(measure, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+    found = [planned.budget for planned in made]
     assert found == sorted(found)
-    assert all(measure(tuple(found[:j]), j, b).lower >= tau for j, b in enumerate(found))
+    for j, b in enumerate(found):
+        under = measure(tuple(found[:j]), j, b)
+        assert under.lower >= tau
+        assert made[j].tail == under, "what is reported was measured under the schedule that came out"
+        smaller = [c for c in BUDGETS if (found[j - 1] if j else 0) <= c < b]
+        if smaller and j == BINS - 1:
+            assert measure(tuple(found[:j]), j, smaller[-1]).lower < tau, "a rung less would not do"
     with pytest.raises(StopIteration):
         sweep(Evictor(memory=0.9), tau)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.3, 0.9), st.floats(0, 0.3))
+def test_forward_never_picks_a_budget_under_tau(seed, tau, noise):
+    """Noise breaks the growth with the budget that the search relies on: what comes out still holds, everywhere."""
+    plain = Evictor(memory=0.9)
+
+    def noisy(before: tuple[int, ...], j: int, budget: int) -> Estimate:
+        rng = np.random.default_rng([seed, j, *before, budget])
+        lower = plain(before, j, budget).lower + noise * rng.standard_normal()
+        return Estimate(lower, lower, lower, 1000, 50)
+
+    try:
+        made = plan_forward(noisy, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+    except Infeasible:
+        return
+    found = tuple(planned.budget for planned in made)
+    assert list(found) == sorted(found)
+    for j, planned in enumerate(made):
+        assert planned.tail == noisy(found[:j], j, found[j])
+        assert planned.tail.lower >= tau
 
 
 def test_forward_out_of_reach():
