@@ -104,9 +104,10 @@ def main(out: Path) -> None:
     step(adapted)
     write("lora", adapted.full_parameters())
 
-    half = learner(world, dtype="bfloat16")
-    report["half"] = summary(step(half))
-    report["half"]["dtypes"] = sorted({str(t.dtype) for _, t in half.full_parameters()})
+    for dtype in ("bfloat16", "float16"):
+        half = learner(world, dtype=dtype)
+        report[dtype] = summary(step(half))
+        report[dtype]["dtypes"] = sorted({str(t.dtype) for _, t in half.full_parameters()})
 
     if world.rank == 0:
         (out / "report.json").write_text(json.dumps(report))

@@ -101,9 +101,11 @@ def test_lora_and_half_precision(two_ranks):
     alone = learner(World(), lora=LoRA(rank=2, alpha=4))
     step(alone)
     close(load_file(out / "lora.safetensors"), alone.full_parameters())
-    half = learner(World(), dtype="bfloat16")
-    assert report["half"]["loss"] == pytest.approx(step(half).loss, rel=0.02)
-    assert report["half"]["dtypes"] == ["torch.bfloat16"]
+    for dtype in ("bfloat16", "float16"):
+        expected = summary(step(learner(World(), dtype=dtype)))
+        assert report[dtype]["loss"] == pytest.approx(expected["loss"], rel=0.02)
+        assert report[dtype]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
+        assert report[dtype]["dtypes"] == [f"torch.{dtype}"]
 
 
 def test_export_from_two_ranks(two_ranks):
