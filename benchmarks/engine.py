@@ -146,12 +146,11 @@ def ready(ceilings: Ceilings) -> list[dict]:
 
 
 def agreement(ceilings: Ceilings) -> list[dict]:
-    """Dense engine log-probs against `score`, on samples of a real model (path in ALULA_SMOLLM2), bf16, compiled."""
+    """Dense engine log-probs against `score`, on samples of a real model (path in ALULA_SMOLLM2), compiled."""
     path = os.environ.get("ALULA_SMOLLM2")
     if not path:
         print("agreement: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file", file=sys.stderr)
         return []
-    one = engine(path, "8GiB", max_rows=128)
     asked = [
         "Tell me about birds.",
         "What is 17 * 23? Think step by step.",
@@ -159,11 +158,16 @@ def agreement(ceilings: Ceilings) -> list[dict]:
         "Why is the sky blue?",
     ]
     prompts = [[{"role": "user", "content": text}] for text in asked]
-    made = one.generate(prompts, Sampling(n=16, max_new_tokens=384, seed=1), progress=False)  # type: ignore[arg-type]
-    scored = one.score(made)
-    gap = torch.cat([(r.logprobs - s.logprobs).abs() for r, s in zip(made, scored)])
-    return [{"kind": "engine against score", "model": one.name, "tokens": len(gap), "mean": gap.mean().item(),
-             "p99": gap.quantile(0.99).item(), "max": gap.max().item()}]  # fmt: skip
+    found = []
+    for dtype in ("bfloat16", "float16"):
+        one = engine(path, "8GiB", max_rows=128, dtype=dtype)
+        made = one.generate(prompts, Sampling(n=16, max_new_tokens=384, seed=1), progress=False)  # type: ignore[arg-type]
+        gap = torch.cat([(r.logprobs - s.logprobs).abs() for r, s in zip(made, one.score(made))])
+        found.append(
+            {"kind": "engine against score", "model": one.name, "dtype": dtype, "tokens": len(gap),
+             "mean": gap.mean().item(), "p99": gap.quantile(0.99).item(), "max": gap.max().item()}
+        )  # fmt: skip
+    return found
 
 
 SECTIONS = {
