@@ -40,8 +40,9 @@ def engine_table(results: dict) -> list[tuple[str, ...]]:
         ("packed prefill / `score`, qwen3-1.7b, 64 × 1k", f"{packed['prefill_of_matrix_rate']:.0%} / "
          f"{packed['score_of_matrix_rate']:.0%} of the measured matrix rate", "40 %; 55 %"),
         ("ready after load (compile, capture), empty caches", f"{cold['compile_and_capture_s']:.0f} s", "60 s; 30 s"),
-        *((f"dense engine log-probs against `score`, SmolLM2, {gap.get('dtype', 'bfloat16')}, compiled", f"mean {gap['mean']:.4f}, p99 "
-           f"{gap['p99']:.3f}, max {gap['max']:.2f}", "0.01; 0.005") for gap in rows["agreement"]),
+        *((f"dense engine log-probs against `score`, SmolLM2, {gap.get('dtype', 'bfloat16')}, compiled",
+           f"mean {gap['mean']:.4f}, p99 {gap['p99']:.3f}, max {gap['max']:.2f}", "0.01; 0.005")
+          for gap in rows["agreement"]),
         ("GPU idle, 64 × 1k", f"{idle['idle']:.1%} (a chunk's replays, back to back, against the wall)", "5 %; 2 %"),
     ]  # fmt: skip
 
