@@ -1,6 +1,7 @@
 """Calibrate, plan, verify, train under the schedule, report: the whole way on the command line, on the CPU."""
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,6 +10,8 @@ import yaml
 
 from alula.cli.main import app
 from alula.config_file import load_config
+from alula.demo.problems import HintedPointer, write_problems
+from alula.demo.tiny_model import WarmUp, make_warm_model
 from alula.mismatch.calibration import Calibration
 from alula.sparsity.schedule import Schedule
 
@@ -213,3 +216,31 @@ def test_the_toy_recipe_moves_its_budgets(folder):
     found = rows(folder, "toy")
     assert all("mismatch/tail" in row for row in found)
     assert found[-1]["schedule/version"] > 0
+
+
+def test_the_demo_model_from_calibration_to_report(tmp_path):
+    """The demo's own model, problems and recipe: an evictor beside a selector, planned, checked and trained under."""
+    task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
+    warm = WarmUp(problems=64, batch=8, careful_steps=8, mixture_steps=2)
+    model = make_warm_model(tmp_path / "model", task, warm, 0, lambda *_: None)
+    data = tmp_path / "train.jsonl"
+    write_problems(task.dataset(128, 1000), data)
+    asked = [model, "--data", data, "--length", 80, "--prompts", 32, "--kv-memory", "32MiB", "--max-rows", 128]
+    methods = ["--methods", "streaming:budget=48:buffer=8:window=4:sinks=1&block-topk:dense_layers=0", "--pages", 4]
+    calibration, schedule = tmp_path / "calibration.json", tmp_path / "schedule.json"
+    assert alula("calibrate", *asked, *methods, "--budgets", "16,32,80", "--bin", 40, "--out", calibration) == 0
+    assert alula("plan", calibration, "--tau", 0.5, "--kv-memory", "1MiB", "--out", schedule) == 0
+    checked = ["--verify", schedule, "--out", tmp_path / "verified.json"]
+    assert alula("calibrate", *asked, *checked) == 0
+    settings = [
+        f"model.source={model}", f"data.source={data}", f"eval.data.source={data}", "steps=2", "monitor.rollouts=8",
+        f"out={tmp_path / 'run'}", "objective.correction=tis",
+        f"sparsity.select={{method: block-topk, budget: {schedule}, block: 4, dense_layers: 0}}",
+    ]  # fmt: skip
+    evict = "sparsity.evict={{method: streaming, budget: {}, buffer: 8, window: 4, sinks: 1}}"
+    demo = files("alula.demo") / "demo.yaml"
+    assert alula("train", demo, *settings, evict.format(40)) == 2, "beside another evictor the tail is unknown"
+    assert alula("train", demo, *settings, evict.format(48)) == 0
+    assert all(0 < row["mismatch/tail"] <= 1 for row in rows(tmp_path, "run"))
+    assert alula("report", tmp_path / "run", "--out", tmp_path / "report.html") == 0
+    assert "Tail acceptance" in (tmp_path / "report.html").read_text()
