@@ -391,6 +391,9 @@ def test_when_a_run_moves_to_the_sparser_policy():
     assert planned.allowed(12, late)
     with pytest.raises(SettingError, match="tau"):
         Move("rkv:64", tau=1.5)
+    with pytest.raises(SettingError, match="needs at least 20"):
+        Move("rkv:64", prompts=19)
+    assert Move("rkv:64", prompts=2, at=3).prompts == 2, "a set step asks for no proof"
 
 
 RECIPE = {
@@ -441,6 +444,14 @@ def test_a_run_distils_moves_on_and_survives_a_kill(tmp_path):
     events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
     assert any(event["kind"] == "sparser" and "moves to it" in event["message"] for event in events)
 
+    clocks = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["speed/distill_cost"] > 0 for row in clocks)
+    assert ["speed/sparser" in row for row in clocks] == [False, False, True, True]
+    seconds = [row["time/rollout"] for row in clocks]
+    tokens = [row["speed/tokens_per_s"] * spent for row, spent in zip(clocks, seconds)]
+    before = sum(tokens[:2]) / sum(seconds[:2])
+    assert clocks[3]["speed/sparser"] == pytest.approx(clocks[3]["speed/tokens_per_s"] / before)
+
     trained(tmp_path / "killed", stop_after=3)
     assert trained(tmp_path / "killed", resume=True) == whole
     again = Adapter.load(tmp_path / "killed" / "sparse_adapter")
@@ -457,6 +468,16 @@ def test_a_run_with_a_selector_a_cheap_teacher_and_lora(tmp_path):
     )  # fmt: skip
     assert all(row["distill/divergence"] >= 0 and row["distill/drift"] < 0.5 for row in rows)
     assert rows[0]["distill/tokens"] <= 3 * 4 * 8
+
+
+def test_a_step_whose_rollouts_were_all_continued_densely_distils_nothing(tmp_path):
+    everything = {"preset": "reroll", "veto": 1e6}
+    rows = trained(
+        tmp_path / "run", steps=2, objective={"correction": everything}, eval={"every": 0},
+        distill=RECIPE["distill"] | {"move": None, "every": 1},
+    )  # fmt: skip
+    assert [row["mismatch/rerolled"] for row in rows] == [1, 1]
+    assert not any("distill/kl" in row for row in rows)
 
 
 def test_recipes_that_cannot_work_are_refused():

@@ -1,12 +1,9 @@
 """When a run may move to a sparser policy: the tail is measured at that policy, not guessed from the present one."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from alula.errors import require
-
-if TYPE_CHECKING:
-    from alula.mismatch.tail import Tail
+from alula.mismatch.tail import MIN_PROMPTS, Tail
 
 
 @dataclass(frozen=True)
@@ -30,18 +27,23 @@ class Move:
         require(0 < self.tau < 1, f"move.tau={self.tau}: must lie between 0 and 1.")
         require(self.at is None or self.at >= 1, f"move.at={self.at}: training steps count from 1.")
         require(self.every >= 1, f"move.every={self.every}: must be at least 1.")
-        require(self.prompts >= 2, f"move.prompts={self.prompts}: an interval needs at least 2 prompts.")
+        least = MIN_PROMPTS if self.at is None else 2
+        require(self.prompts >= least, f"move.prompts={self.prompts}: the tail's interval needs at least {least}.")
 
     def due(self, step: int) -> bool:
         """Whether the candidate is measured after training step `step`."""
         return step == self.at or (self.at is None and step % self.every == 0)
 
-    def allowed(self, step: int, measured: "Tail") -> bool:
+    def allowed(self, step: int, measured: Tail) -> bool:
         """Whether to move after training step `step`."""
         return step == self.at or (self.at is None and meets(measured, self.tau))
 
 
-def meets(measured: "Tail", tau: float) -> bool:
+def meets(measured: Tail, tau: float) -> bool:
     """Whether the tail is confidently at least tau: its lower bound is, in every bin with enough prompts."""
-    trusted = measured.enough
-    return bool(trusted.any()) and bool((measured.lower[trusted] >= tau).all())
+    return least(measured) >= tau
+
+
+def least(measured: Tail) -> float:
+    """The smallest lower bound of all bins with enough prompts; -inf where none has."""
+    return float(measured.lower[measured.enough].min()) if measured.enough.any() else float("-inf")

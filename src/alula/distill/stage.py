@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alula.distill.distiller import Distiller
 from alula.distill.measure import Acceptance
-from alula.distill.move import Move
+from alula.distill.move import Move, least
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling, Scores
 from alula.sparsity.parse import parse_sparsity
@@ -39,6 +39,8 @@ class Stage:
         """The step after which the candidate was last measured."""
         self.measured: dict[str, float] = {}
         """What was found then."""
+        self.before_move = [0.0, 0.0]
+        """Tokens generated before the move, and the seconds they took."""
 
     def record(self, place: tuple[int, int], prompts: int) -> bool | list[bool]:
         """Which prompts' evictions are recorded: only those that this step distils."""
@@ -52,6 +54,8 @@ class Stage:
         rerolled = batch.rerolled or [False] * len(batch.rollouts)
         chosen = self._chosen(step, batch)
         rows = [i for i in range(len(batch.rollouts)) if chosen[i] and not rerolled[i] and len(batch.rollouts[i])]
+        if not rows and not self.distiller.world.many:  # all of them were continued densely
+            return dict(self.measured)
         rollouts = [batch.rollouts[i] for i in rows]
         teacher = [Scores(batch.dense[i]) for i in rows] if batch.dense else None
         metrics = self.distiller.step(rollouts, advantages[rows], teacher)
@@ -70,6 +74,18 @@ class Stage:
         """Merge φ into the engine's weights: after every change of φ or θ."""
         self.engine.update_sparse_adapter(self.distiller.adapter())
 
+    def balance(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What φ costs: its share of the step's other time. After the move, what it wins: rollout speed against that
+        of all steps before."""
+        speed, rollout, distil = (metrics[name] for name in ("speed/tokens_per_s", "time/rollout", "time/distill"))
+        found = {"speed/distill_cost": distil / max(metrics["time/step"] - distil, 1e-9)}
+        tokens, seconds = self.before_move
+        if not self.moved:
+            self.before_move = [tokens + speed * rollout, seconds + rollout]
+        elif tokens:
+            found["speed/sparser"] = speed * seconds / tokens
+        return found
+
     # -- going sparser ------------------------------------------------------------------------------------
 
     def move_due(self, step: int) -> bool:
@@ -87,11 +103,11 @@ class Stage:
             found = self._joined(rollouts)
         tails = found.tails(move.width)
         self.checked, self.moved = step, move.allowed(step, tails)
-        lowest = float(np.nanmin(tails.lower))
         self.measured = {"distill/candidate_tail": found.tail, "distill/candidate_mean": found.mean}
         if self.moved:
             self._adopt()
-        return f"{self.candidate.describe()}: tail {found.tail:.3f}, at least {lowest:.3f} in every bin; " + (
+        known = f"confidently at least {least(tails):.3f} at every length" if tails.enough.any() else "of few prompts"
+        return f"{self.candidate.describe()}: tail {found.tail:.3f}, {known}; " + (
             "the run moves to it." if self.moved else f"the run stays (tau={move.tau})."
         )
 
@@ -118,11 +134,14 @@ class Stage:
         return self.distiller.tensors()
 
     def state(self) -> dict[str, Any]:
-        own = {"moved": self.moved, "checked": self.checked, "measured": self.measured}
+        own = {
+            "moved": self.moved, "checked": self.checked, "measured": self.measured, "before_move": self.before_move,
+        }  # fmt: skip
         return own | {"distiller": self.distiller.state()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.distiller.resume(state["distiller"])
         self.moved, self.checked, self.measured = state["moved"], state["checked"], dict(state["measured"])
+        self.before_move = state["before_move"]
         if self.moved:
             self._adopt()

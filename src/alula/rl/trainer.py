@@ -166,7 +166,7 @@ class Trainer:
             peak_bytes=pool.peak * self.engine.page * shape.token_bytes,
             epoch=self.stream.seen / len(self.stream.dataset), matrix_rate=self.matrix_rate,
         )  # fmt: skip
-        metrics |= self.collector.observed.metrics | distilled
+        metrics |= self.collector.observed.metrics | distilled | (self.distill.balance(metrics) if self.distill else {})
         self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
         self.record.log_step(step, metrics, batch, learned)
         self._warn(self.health.observe(metrics))
