@@ -39,11 +39,16 @@ def percent(mean: float, half: float = float("inf")) -> str:
     return f"{100 * mean:.0f} %" if not isfinite(half) else f"{100 * mean:.0f} ± {100 * half:.0f} %"
 
 
+def points(mean: float, half: float) -> str:
+    shown = f"{100 * mean:+.0f}"
+    return shown if not isfinite(half) else f"{shown} ± {100 * half:.0f}"
+
+
 def outcome_table(bed: str, question: str) -> str:
     """A row an arm: what became of the dense policy, and what the rollouts were like."""
     arms = by_arm(raw(question, bed))
     dense = arms.get("dense") or by_arm(raw("collapse", bed)).get("dense", [])
-    head = ["arm", "start", "final", "every seed", "collapsed", "final − dense (90 %)", "vetoed", "length, last",
+    head = ["arm", "start", "final", "every seed", "collapsed", "points against dense (90 %)", "vetoed", "length, last",
             "KV saved", "reward, last"]  # fmt: skip
     rows = []
     for name, runs in arms.items():
@@ -53,7 +58,7 @@ def outcome_table(bed: str, question: str) -> str:
             name, percent(fmean(map(judge.start, runs))), percent(*judge.interval([*map(judge.final, runs)])),
             " ".join(f"{100 * judge.final(run):.0f}" for run in runs),
             f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
-            "" if name == "dense" else percent(*difference) + same,
+            "" if name == "dense" else points(*difference) + same,
             percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
             f"{fmean(judge.at_end(run, 'response/length_mean') for run in runs):.0f}",
             percent(fmean(judge.over_run(run, "kv/saved") for run in runs)),
