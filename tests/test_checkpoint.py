@@ -186,7 +186,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, small(1), {})
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match=r"needs .* GiB and the disk has"):
+    with pytest.raises(CheckpointError, match=r"needs .* MiB and the disk has"):
         checkpoints.save(2, small(2), {})
     assert checkpoints.latest().name == "step-00000001"
 

@@ -12,6 +12,7 @@ import toy
 from alula.cli.main import app
 from alula.rl import update
 from alula.rl.checkpoint import CheckpointError, Checkpoints
+from alula.rl.metrics import MetricsWriter
 from alula.rl.trainer import TrainingFailed
 
 FAULTY = """
@@ -93,9 +94,9 @@ def test_a_full_disk_at_checkpoint_time_does_not_end_the_run(tmp_path, monkeypat
 
     monkeypatch.setattr(Checkpoints, "_write", write)
     step = run.train_step
-    monkeypatch.setattr(run, "train_step", lambda: (step(), full.__setitem__(0, run.step < 3)))
+    monkeypatch.setattr(run, "train_step", lambda: (step(), full.__setitem__(0, run.step < 4)))
     assert run.run()
-    assert toy.said(run).count("No space left on device") == 1
+    assert toy.said(run).count("No space left on device") == 1, "it failed after steps 2 and 3, and was told once"
     assert "Earlier checkpoints are intact" in toy.said(run)
     assert [path.name for path in run.checkpoints.all()][-2:] == ["step-00000004", "step-00000005"]
     assert len(toy.rows(out, "metrics.jsonl")) == 5
@@ -128,6 +129,18 @@ def test_a_disk_that_stays_full_ends_in_one_sentence(tmp_path, monkeypatch, caps
     assert "--resume" in said.err
     assert "Traceback" not in said.err
     assert len(toy.rows(tmp_path / "run", "metrics.jsonl")) == 4
+
+
+def test_a_disk_too_full_for_a_line_of_metrics_ends_in_one_sentence(tmp_path, monkeypatch, capsys):
+    def full(self, name, row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsWriter, "_append", full)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said == f"alula: the disk of {tmp_path / 'run'} is full; free some space and run again with --resume.\n"
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path):

@@ -15,12 +15,12 @@ LIMIT = 60
 pytestmark = pytest.mark.slow
 
 
-def train_until_it_knows(config, limit=LIMIT):
+def train_until_it_knows(config):
     """(accuracy of the dense policy before training, and at the end)"""
     run = toy.trainer(config)
     run.evaluate()
     start = run.accuracy
-    while run.step < limit and (run.accuracy or 0) < 0.9:
+    while run.step < LIMIT and (run.accuracy or 0) < 0.9:
         run.train_step()
         if run.step % 10 == 0:
             run.evaluate()
@@ -56,7 +56,7 @@ def test_not_when_log_probs_are_shifted_by_one_token(tmp_path, monkeypatch, seed
         return dataclasses.replace(packed, targets=packed.targets + 1)
 
     monkeypatch.setattr(learner, "collate", shifted)
-    _, end = train_until_it_knows(toy.toy(tmp_path, f"seed={seed}", toy.DENSE), limit=40)
+    _, end = train_until_it_knows(toy.toy(tmp_path, f"seed={seed}", toy.DENSE))
     assert end < 0.9
     mismatch = [row["mismatch/kl_k3"] for row in toy.rows(tmp_path, "metrics.jsonl")]
     assert min(mismatch) > 1e-3, "dense rollouts that do not match the learner must be visible"

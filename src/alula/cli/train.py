@@ -1,5 +1,6 @@
 """`alula train`: a recipe, settings on top of it, and a run folder at the end."""
 
+import errno
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,11 @@ def train(
         finished = Trainer(config, resume=resume).run()
     except (TrainingFailed, CheckpointError) as error:
         typer.echo(f"alula: {error}", err=True)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        typer.echo(f"alula: the disk of {config.out} is full; free some space and run again with --resume.", err=True)
         raise typer.Exit(1) from error
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

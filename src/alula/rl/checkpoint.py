@@ -131,7 +131,7 @@ class Checkpoints:
         needed = sum(t.numel() * t.element_size() for t in tensors.values())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise OSError(f"it needs {_gigabytes(needed)} and the disk has {_gigabytes(free)} left")
+            raise OSError(f"it needs {_size(needed)} and the disk has {_size(free)} left")
         aside.mkdir()
 
     def _write(self, aside: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -248,5 +248,5 @@ def _reason(error: BaseException) -> str:
     return text[-1].rstrip(".") if text else type(error).__name__
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -89,6 +89,7 @@ class Trainer:
         self.evaluated = -1
         """The step of the last held-out evaluation."""
         self.saved = -1
+        self.save_failed = False
         self.best: float | None = None
         self.accuracy: float | None = None
         """Of the dense policy, if it was evaluated after this step."""
@@ -201,16 +202,19 @@ class Trainer:
         self._settle()
 
     def save(self) -> None:
-        """A checkpoint of the state between two steps. Where the disk is full the run goes on and tries again."""
+        """A checkpoint of the state between two steps. Where the disk is full the run goes on and tries again, which is
+        told once."""
         self.record.phase("checkpoint")
         score = self.accuracy if self.config.checkpoint.best else None
         try:
             self.checkpoints.save(self.step, self._tensors(), self.settled, score)
-            self.saved = self.step
+            self.saved, self.save_failed = self.step, False
         except CheckpointError as error:
-            self.record.say(str(error))
             if self.stop.asked:
                 raise
+            if not self.save_failed:
+                self.record.say(f"{error} The run goes on, and tries again after every step.")
+            self.save_failed = True
 
     # -- between two steps --------------------------------------------------------------------------------
 
