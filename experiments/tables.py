@@ -132,7 +132,7 @@ def steps_table(bed: str, question: str) -> str:
     """The first evaluation at which the dense policy reaches an accuracy, each seed."""
     goals = (0.85, 0.9, 0.95)
     body = []
-    for arm, runs in by_arm(raw("collapse", bed)).items():
+    for arm, runs in by_arm(raw(question, bed)).items():
         cells = []
         for goal in goals:
             reached = [next((step for step, a in judge.dense_accuracy(run) if a >= goal), None) for run in runs]
