@@ -233,6 +233,7 @@ def test_percentiles_equal_torch_quantile(values):
     tensor = torch.tensor(values, dtype=torch.float64)
     expected = tensor.quantile(torch.tensor([0.01, 0.05, 0.5, 0.95, 0.99], dtype=torch.float64))
     torch.testing.assert_close(percentiles(tensor), expected)
+    assert torch.equal(percentiles(tensor, reduce=lambda counts: counts), percentiles(tensor))
 
 
 def test_percentiles_are_those_of_all_ranks_together():
