@@ -521,3 +521,18 @@ def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):
     adapter = Adapter.load(out / "adapter")
     assert adapter.rank == 4
     assert any(b.abs().max() > 0 for _, b in adapter.weights.values())
+
+    def again(*changes: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            app(["distill", *arguments[:-1], str(tmp_path / "parts"), "--save-every", "2", *changes])
+        return ended.value.code
+
+    assert again("--steps", "2") == 0
+    assert again("--steps", "3") == 2
+    assert "continue it with --resume" in capsys.readouterr().err
+    assert again("--resume", "--lr", "1e-3", "--prompts", "10") == 2
+    assert "was made with prompts=12, not prompts=10" in capsys.readouterr().err
+    assert again("--resume") == 0
+    resumed = Adapter.load(tmp_path / "parts" / "adapter")
+    assert all(torch.equal(b, resumed.weights[name][1]) for name, (_, b) in adapter.weights.items())
+    assert json.loads((tmp_path / "parts" / "summary.json").read_text()) == summary

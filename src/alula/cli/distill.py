@@ -43,6 +43,8 @@ def distill(
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")] = Path("distilled"),
+    save_every: Annotated[int, typer.Option(help="A checkpoint every so many steps.")] = 10,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a LoRA that only the sparse rollout uses, so that it agrees better with the dense policy.
 
@@ -53,13 +55,14 @@ def distill(
 
     policy = parse_sparsity(sparsity)
     require(not policy.dense, "sparsity=dense: the dense policy is the teacher; name a sparse one.")
+    require(save_every >= 1, f"save_every={save_every}: must be at least 1.")
     config = DistillConfig(
         rank=rank, alpha=2.0 * rank if alpha is None else alpha, targets=tuple(targets.split(",")), seed=seed,
         loss="divergence", divergence=divergence, top_k=top_k, lr=lr, minibatches=minibatches,  # type: ignore[arg-type]
         token_budget=token_budget,
     )  # fmt: skip
     run(
-        policy, config, model, adapter, steps, held_out, width, out,
+        policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
         {"device": device, "dtype": dtype, "seed": seed},
         {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
         {"source": data, "split": split, "data_dir": data_dir, "prompt": prompt, "answer": ""},
@@ -77,6 +80,8 @@ def run(
     held_out: int,
     width: int,
     out: Path,
+    save_every: int,
+    resume: bool,
     model_options: dict[str, Any],
     engine_options: dict[str, Any],
     data_options: dict[str, Any],
@@ -90,6 +95,7 @@ def run(
     from alula.distill.distiller import Distiller
     from alula.engine.engine import Engine
     from alula.model import load_model
+    from alula.rl.checkpoint import Checkpoints
     from alula.rl.metrics import MetricsWriter
 
     model_options["device"] = model_options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,26 +106,49 @@ def run(
     test = [list(example.prompt_ids or ()) for example in aside]
     distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))
     distiller.policy.base_model = model
+    made_with = {"model": model, "data": data_options["source"], "sparsity": spell_all(policy), "held_out": held_out}
+    made_with |= rollout_options
+    checkpoints = Checkpoints(out / "checkpoints", keep=1)
+    last = checkpoints.latest() if resume else None
+    done, before = 0, None
+    if last is not None:
+        state = checkpoints.load(last, distiller.tensors())
+        for name, value in state["made_with"].items():
+            require(made_with[name] == value, f"{out} was made with {name}={value}, not {name}={made_with[name]}; "
+                    "go on with the same, or give it another --out.")  # fmt: skip
+        distiller.resume(state["distiller"])
+        done, before = state["step"], state["before"]
+        typer.echo(f"continuing after step {done}", err=True)
     engine = Engine(loaded, **engine_options, sparse_adapter=distiller.adapter())
     engine.check(policy)
     rollouts = Rollouts(**rollout_options)
-    writer = MetricsWriter(out, total_steps=steps)
+    writer = MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None)
 
     def log(step: int, row: dict[str, float]) -> None:
         writer.log(step, row)
         kl, seconds = row["distill/divergence"], row["time/rollout"] + row["time/distill"]
         typer.echo(f"step {step}/{steps}  {config.divergence} {kl:.5f}  {seconds:.1f} s", err=True)
+        if step % save_every == 0:
+            state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
+            checkpoints.save(step, distiller.tensors(), state)
 
-    before = measure(engine, distiller, policy, test, rollouts, seed=-1)
-    distill_alone(engine, distiller, policy, training, steps, rollouts, log)
+    if before is None:
+        before = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
+    distill_alone(engine, distiller, policy, training, steps, rollouts, log, done)
     distiller.adapter().save(out / "adapter")
-    after = measure(engine, distiller, policy, test, rollouts, seed=-1)
+    after = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
     writer.close("finished")
     summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
-    summary |= {"before": described(before, width), "after": described(after, width)}
+    summary |= {"before": before, "after": after}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     show(summary)
     typer.echo(f"{out / 'adapter'}: use it with Engine.load(..., sparse_adapter=...)")
+
+
+def spell_all(policy: "Sparsity") -> str:
+    from alula.sparsity.parse import spell
+
+    return f"{spell(policy.evict)} & {spell(policy.select)}"
 
 
 def described(found: "Acceptance", width: int) -> dict[str, Any]:

@@ -32,10 +32,16 @@ def distill_alone(
     steps: int,
     rollouts: Rollouts,
     log: Callable[[int, dict[str, float]], None],
+    done: int = 0,
 ) -> None:
-    """`steps` times: generate with the sparse policy, train φ on it, merge φ into the engine."""
+    """`steps` times: generate with the sparse policy, train φ on it, merge φ into the engine.
+
+    `done` steps of them were taken before, by a run that this one continues. `log` is told of each step once all of
+    it is done.
+    """
     stream = PromptStream(training, rollouts.seed)
-    for step in range(1, steps + 1):
+    stream.next(done * rollouts.prompts)
+    for step in range(done + 1, steps + 1):
         started = perf_counter()
         prompts = [list(example.prompt_ids or ()) for example in stream.next(rollouts.prompts)]
         made = generate(engine, prompts, sparsity, rollouts, rollouts.samples, seed=rollouts.seed + step)
