@@ -31,8 +31,9 @@ def percentiles(values: Tensor, at: tuple[int, ...] = PERCENTILES, reduce: Reduc
 def order_statistics(values: Tensor, places: Tensor, reduce: Reduce | None = None) -> Tensor:
     """The values at `places` (from 0, ascending) of all ranks' float64 `values` sorted together.
 
-    On several ranks by bisection over the 2^64 bit patterns, which as integers (those of negative numbers mirrored) have the order of the
-    numbers: every round sums over ranks how many values do not exceed the middle. Exact, and only counts are sent.
+    On several ranks by bisection over the 2^64 bit patterns, which as integers (those of negative numbers mirrored)
+    have the order of the numbers: every round sums over ranks how many values do not exceed the middle. Exact, and
+    only counts are sent.
     """
     if reduce is None and len(values):
         return values.sort().values[places]
