@@ -41,6 +41,7 @@ def raw_run(bed: Bed, arm: Arm, seed: int, work: Path) -> dict[str, Any] | None:
         "state": json.loads((folder / "status.json").read_text())["state"], "settings": arm.settings,
         "evals": [{name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")}
                   for row in evals],
+        "warnings": [[row["step"], row["kind"]] for row in rows(folder / "events.jsonl")],
         "steps": {name: [short(row.get(name)) for row in steps] for name in METRICS if any(name in r for r in steps)},
     }  # fmt: skip
 

@@ -47,6 +47,8 @@ def points(mean: float, half: float) -> str:
 def outcome_table(bed: str, question: str) -> str:
     """A row an arm: what became of the dense policy, and what the rollouts were like."""
     arms = by_arm(raw(question, bed))
+    if not arms:
+        return "Not measured yet."
     dense = arms.get("dense") or by_arm(raw("collapse", bed)).get("dense", [])
     head = ["arm", "start", "final", "every seed", "collapsed", "points against dense (90 %)", "vetoed", "length, last",
             "KV saved", "reward, last"]  # fmt: skip
@@ -65,6 +67,19 @@ def outcome_table(bed: str, question: str) -> str:
             f"{fmean(judge.at_end(run, 'reward/mean') for run in runs):.2f}",
         ])  # fmt: skip
     return markdown(head, rows)
+
+
+def warnings_table(bed: str, question: str) -> str:
+    """The step of each health warning's first appearance, a number a seed."""
+    kinds = ("rejection", "answers-shrinking", "dense-falling", "dense-sparse-divergence", "mismatch-rising")
+    body = []
+    for arm, runs in by_arm(raw(question, bed)).items():
+        cells = []
+        for kind in kinds:
+            first = [next((step for step, found in run["warnings"] if found == kind), None) for run in runs]
+            cells.append(" ".join("–" if step is None else str(step) for step in first))
+        body.append([arm, *cells])
+    return markdown(["arm", *kinds], body)
 
 
 def probe_table(bed: str, question: str) -> str:
@@ -148,6 +163,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "robustness": robustness_table,
     "breakeven": breakeven_table,
     "steps": steps_table,
+    "warnings": warnings_table,
 }
 MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """`<!-- table KIND BED QUESTION -->`"""
