@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alula.mismatch.acceptance import acceptance, acceptance_bounds, chunked_acceptance, usable
+from alula.errors import SettingError
+from alula.mismatch.acceptance import (
+    acceptance,
+    acceptance_bounds,
+    bracketed_tail,
+    chunked_acceptance,
+    usable,
+)
 
 
 def overlap_by_hand(p_logits: list[float], q_logits: list[float], temperature: float = 1.0) -> float:
@@ -148,6 +155,23 @@ def test_flat_distributions_are_known_from_few_tokens():
     lower, upper = acceptance_bounds(*topk(flat, 5), *topk(flat, 5), 1000)
     assert lower.item() == pytest.approx(1.0)
     assert upper.item() == pytest.approx(1.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 40), st.floats(0.1, 6))
+def test_the_tail_from_lists_is_a_bracket_or_refused(seed, k, sharpness):
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (torch.randn(200, 40, generator=generator, dtype=torch.float64) * sharpness for _ in range(2))
+    q = 0.9 * p + 0.1 * q
+    lower, upper = acceptance_bounds(*topk(p, k), *topk(q, k), 40)
+    exact = sorted(acceptance(p, q).tolist())[9]  # 5 % of 200 tokens
+    if sorted(upper.tolist())[9] - sorted(lower.tolist())[9] >= 0.02:
+        with pytest.raises(SettingError, match="measure it exactly"):
+            bracketed_tail(lower, upper)
+        return
+    low, high = bracketed_tail(lower, upper)
+    assert low - 1e-6 <= exact <= high + 1e-6
+    assert high - low < 0.02
 
 
 def test_usable():

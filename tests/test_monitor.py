@@ -1,6 +1,7 @@
 """The tail watched during training, on a real engine: what is measured, what it costs, what the controller does."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -209,5 +210,8 @@ def test_settings_of_the_controller(engine):
         ControlSettings(enabled=True).build(DENSE, 0.05, 4000)
     with pytest.raises(SettingError, match=r"monitor\.rollouts=0"):
         Monitor(Watch(0), SELECTING, engine, LONGEST, control())
+    both = replace(SELECTING, evict=EVICTING.evict)
+    with pytest.raises(SettingError, match="the other part would stay sparse"):
+        Monitor(Watch(8), both, engine, LONGEST, control(on_violation="dense"))
     with pytest.raises(SettingError, match="three blocks"):
         Monitor(Watch(8), SELECTING, engine, LONGEST, control(ladder=(8, 16)))

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alula.errors import require
+from alula.mismatch.tail import lower_quantile
+
 Head = Tensor | Callable[[Tensor], Tensor]
 """The LM head: a weight [vocabulary, hidden], or a function to logits (a module with bias, cap or scale)."""
 
@@ -96,7 +99,20 @@ def acceptance_bounds(
 def usable(lower: Any, upper: Any, limit: float = 0.02) -> Any:
     """Whether a bracket (of a token's α, or of a tail) is narrow enough to stand for the exact value.
 
-    A quantile is monotone, so the tails of the lower and of the upper bounds bracket the exact tail. Works on
-    numbers, arrays and tensors.
+    Works on numbers, arrays and tensors.
     """
     return upper - lower < limit
+
+
+def bracketed_tail(lower: Tensor, upper: Tensor, *, quantile: float = 0.05, limit: float = 0.02) -> tuple[float, float]:
+    """The tails of a lower and an upper bound of α [tokens], which bracket the exact tail: a quantile is monotone.
+
+    Refused where they are too far apart to stand for it.
+    """
+    low, high = (lower_quantile(bound.double().cpu().numpy(), quantile) for bound in (lower, upper))
+    require(
+        usable(low, high, limit),
+        f"top-K lists leave the tail anywhere between {low:.3f} and {high:.3f}, wider than {limit}; measure it "
+        "exactly, with Engine.acceptance, or list more tokens.",
+    )
+    return low, high

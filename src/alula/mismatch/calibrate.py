@@ -108,7 +108,7 @@ def calibrate(
             forward += grow(engine, family, grid, taus, work, bins, say, progress)
     wanted = {family.family for family in grid.families}
     measured = tuple(m for m in work.measured.values() if m.configuration.family in wanted)
-    return Calibration(engine.name, work.floor, measured, text.temperature, True, notes, tuple(forward))
+    return Calibration(engine.name, work.floor, measured, text.temperature, notes, tuple(forward))
 
 
 def search(

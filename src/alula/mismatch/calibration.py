@@ -88,8 +88,6 @@ class Calibration:
     """Tail of the engine's dense policy against the learner: a threshold means nothing without it."""
     measured: tuple[Measured, ...]
     temperature: float = 1.0
-    exact: bool = True
-    """False: α is bracketed from top-K lists, and the tails are those of its lower bound."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Prompts, seeds, versions: whatever says where the numbers come from."""
     forward: tuple[Forward, ...] = ()
@@ -138,7 +136,6 @@ class Calibration:
             "version": VERSION,
             "model": self.model,
             "temperature": self.temperature,
-            "exact": self.exact,
             "notes": self.notes,
             "floor": tail_to_dict(self.floor),
             "measured": [
@@ -188,9 +185,7 @@ class Calibration:
             ]
             floor = tail_from_dict(data["floor"])
             forward = tuple(forward_from_dict(f) for f in data["forward"])
-            return cls(
-                data["model"], floor, tuple(measured), data["temperature"], data["exact"], data["notes"], forward
-            )
+            return cls(data["model"], floor, tuple(measured), data["temperature"], data["notes"], forward)
         except (KeyError, TypeError, AttributeError) as error:
             raise SettingError(f"calibration file {source}: not a calibration ({error!r}).") from error
 

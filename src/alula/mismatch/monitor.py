@@ -76,6 +76,11 @@ class Monitor:
         self.controller: Controller | None = None
         if control is not None and control.enabled and not sparsity.dense:
             require(watch.rollouts > 0, "control.enabled=true with monitor.rollouts=0: there is nothing to go by.")
+            require(
+                control.on_violation != "dense" or sparsity.evict is None or sparsity.select is None,
+                "control.on_violation=dense: with an evictor and a selector only one budget is controlled, and the "
+                "other part would stay sparse; use adapt, warn or stop.",
+            )
             self.controller = Controller(self.schedule, control, self.kind)
             for budget in control.ladder:
                 with_budget(sparsity, self.kind, budget)  # refuses one that the method cannot have

@@ -54,9 +54,10 @@ class Schedule:
         uses += [(name, value, (settings or {}).get(name)) for name, value in fixed.items()]
         for what, made_for, used in uses:
             if made_for is not None and used is not None and made_for != used:
+                trained = ", or take `model` out of its file if this one was trained from that" * (what == "model")
                 raise SettingError(
                     f"schedule {self.name!r} was made for {what}={made_for}, not {what}={used}; "
-                    "calibrate and plan again for this setting."
+                    f"calibrate and plan again for this setting{trained}."
                 )
 
     def to_dict(self) -> dict[str, Any]:
