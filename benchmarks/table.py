@@ -1,6 +1,11 @@
-"""The tables of docs/benchmarks.md, from the raw results: `python benchmarks/table.py`."""
+"""The tables of docs/benchmarks.md, from the raw results: `python benchmarks/table.py docs/benchmarks.md`.
+
+It replaces what stands between `<!-- NAME -->` and `<!-- end of NAME -->`; without a file it prints all tables.
+"""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results")
@@ -139,30 +144,45 @@ def sparser(results: dict) -> list[tuple[str, ...]]:
     return found
 
 
-def show(rows: list[tuple[str, ...]], *titles: str) -> None:
-    print(f"\n| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+def plans(results: dict) -> str:
+    """The planned schedules, measured again on rollouts of their own from other prompts."""
+    rows = [row for row in results["real"]["rows"] if row["kind"] == "plan"]
+    return "\n\n".join(
+        f"`{row['policy']}`, τ = {row['tau']:.3f}:\n\n{row.get('table') or row['out_of_reach']}" for row in rows
+    )
+
+
+def markdown(rows: list[tuple[str, ...]], *titles: str) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
 THRESHOLDS = (0.70, 0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92)
 MEASURED = ("measured", "reach; better")
 
 
-def main() -> None:
-    found = {path.name.removesuffix("-h200.json"): json.loads(path.read_text()) for path in RESULTS.glob("*-h200.json")}
-    tables = {"engine": engine_table, "training": training_table, "sparrow": sparrow_table, "distill": distill_table}
-    for name, table in tables.items():
-        if name in found:
-            show(table(found[name]), name, *MEASURED)
-    if "sparrow" in found:
-        for row in found["sparrow"]["real"]["rows"]:
-            if row["kind"] == "plan":
-                print(f"\n{row['policy']}, τ = {row['tau']:.3f}:\n\n{row.get('table') or row['out_of_reach']}")
-    if "distill" in found:
-        show(distilled(found["distill"]), "distilled", "seed", "steps", "tail", "mean")
-        show(sparser(found["distill"]), "distilled at", "smallest budget", "rollout speed against dense")
+def tables() -> dict[str, str]:
+    raw = {name: json.loads((RESULTS / f"{name}-h200.json").read_text())
+           for name in ("engine", "training", "sparrow", "distill")}  # fmt: skip
+    return {
+        "engine": markdown(engine_table(raw["engine"]), "engine", *MEASURED),
+        "training": markdown(training_table(raw["training"]), "training", *MEASURED),
+        "sparrow": markdown(sparrow_table(raw["sparrow"]), "sparrow", *MEASURED),
+        "plans": plans(raw["sparrow"]),
+        "distill": markdown(distill_table(raw["distill"]), "distillation", *MEASURED),
+        "distilled": markdown(distilled(raw["distill"]), "distilled", "seed", "steps", "tail", "mean"),
+        "sparser": markdown(sparser(raw["distill"]), "distilled at", "smallest budget", "rollout speed against dense"),
+    }
+
+
+def filled(page: str) -> str:
+    for name, table in tables().items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        page = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{table}\n{end}", page, flags=re.DOTALL)  # noqa: B023
+    return page
 
 
 if __name__ == "__main__":
-    main()
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(filled(path.read_text()))
+    if not sys.argv[1:]:
+        print("\n\n".join(tables().values()))
