@@ -160,7 +160,9 @@ def test_thin_bins_inherit_the_neighbours_larger_budget():
     assert (budgets[0], budgets[2], budgets[5]) == (budgets[1], budgets[3], budgets[4])
     assert budgets[1] < budgets[3]
     assert [planned.tail is None for planned in made.bins] == [True, False, True, False, False, True]
-    assert "0-500, 1000-1500, 2500-3000" in made.warnings[0]
+    assert "lengths 0-500, 1000-1500: fewer than 20 prompts, so the budget is the neighbour's" in made.warnings[0]
+    assert "lengths from 2500 on" in made.warnings[1]
+    assert "without proof" in made.warnings[1]
     assert made.schedule.notes["inherited_bins"] == [0, 2, 5]
     with pytest.raises(SettingError, match="more prompts"):
         plan(calibration(lower, 5), COST, WORK, tau=0.86)

@@ -174,9 +174,16 @@ def assemble(
     largest = Configuration(configuration.kind, configuration.method, max(budgets), configuration.options)
     dense, sparse = workload.run(cost, DENSE), workload.run(cost, largest.sparsity(schedule))
     warnings = []
-    if inherited:
-        where = ", ".join(f"{bins[j].start}-{bins[j].start + calibration.width}" for j in inherited)
+    trusted = [j for j in range(len(bins)) if j not in inherited]
+    thin = [j for j in inherited if j < trusted[-1]]
+    if thin:
+        where = ", ".join(f"{bins[j].start}-{bins[j].start + calibration.width}" for j in thin)
         warnings.append(f"lengths {where}: fewer than {MIN_PROMPTS} prompts, so the budget is the neighbour's.")
+    if trusted[-1] + 1 < len(bins):
+        warnings.append(
+            f"lengths from {bins[trusted[-1] + 1].start} on: fewer than {MIN_PROMPTS} prompts got there, so the last "
+            "proven budget goes on without proof; calibrate on more prompts, or on some that take longer."
+        )
     if (last := workload.prompt + workload.new_tokens) > calibration.bins * calibration.width:
         warnings.append(f"lengths {calibration.bins * calibration.width}-{last} were not measured.")
     return Plan(schedule, largest, tau, calibration.floor.overall, bins, dense, sparse, warnings=tuple(warnings))
