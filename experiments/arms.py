@@ -75,10 +75,10 @@ def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 
 def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
-    """Accuracy against KV saved, at four budgets: the chosen one, one below it and two above."""
+    """Accuracy against KV saved, at four budgets: the chosen one, and one, two and four steps of the grid above it."""
     first, arms = bed.budgets.index(budgets["rkv"]), [DENSE]
-    for step in (-1, 0, 1, 3):
-        size = bed.budgets[max(0, min(first + step, len(bed.budgets) - 1))]
+    for step in (0, 1, 2, 4):
+        size = bed.budgets[min(first + step, len(bed.budgets) - 1)]
         for name in ("naive", "sparse-rl", "reroll"):
             arms.append(Arm(f"rkv chosen {step:+d}, {name}", bed.evictor("rkv", size), name))
     return arms

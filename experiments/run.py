@@ -82,8 +82,8 @@ def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
         raise SystemExit(f"{function.__name__} failed")
 
 
-def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
-    """`jobs` at a time until all are finished or the time is over."""
+def run_all(runs: list[Run], jobs: int, deadline: float) -> float:
+    """`jobs` at a time until all are finished or the time is over. The deadline, which an interrupt makes now."""
     left = [run for run in {run.folder: run for run in runs}.values() if not run.finished]
     busy: list[tuple[Run, BaseProcess, float]] = []
     asked = False
@@ -107,6 +107,7 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
             busy.remove(entry)
             state = f"failed, see {run.log}" if child.exitcode else "done" if run.finished else "stopped"
             print(f"{run.folder.name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
+    return deadline
 
 
 def main() -> None:
@@ -139,7 +140,7 @@ def main() -> None:
             runs += [Run(bed, arm, seed, work, tuple(options.settings)) for arm in QUESTIONS[question](bed, budgets)]
         wanted = options.arms.split(",") if options.arms else [""]
         runs = [run for run in runs if any(part in run.arm.name for part in wanted)]
-        run_all(runs, options.jobs, deadline)
+        deadline = run_all(runs, options.jobs, deadline)
         write_probe(bed, work, options.out)
         write_raw(question, bed, [(run.arm, run.seed) for run in runs], work, options.out)
 
