@@ -93,7 +93,8 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.base(x)
-        return out + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.on else out
+        # `scale` on the product of width `rank`, which is small; a compiled layer fuses the sum into what follows.
+        return out + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b) if self.on else out
 
 
 def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:

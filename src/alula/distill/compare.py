@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from alula.engine.rollout import Scores
 from alula.model import lm_logits
-from alula.rl.logprobs import _chunks, _fused
+from alula.rl.logprobs import _chunks, _fused, _statistics, chunked_logprobs
 
 
 class Compared(NamedTuple):
@@ -62,8 +61,8 @@ class _AgainstHidden(torch.autograd.Function):
         for rows in _chunks(len(targets), chunk):
             q, p = (lm_logits(x[rows], weight, bias) for x in (hidden, teacher))
             parts.append(measured(q, p, targets[rows], temperature))
-        logprobs, kl, alpha = (torch.cat(column) for column in zip(*parts))
-        ctx.save_for_backward(hidden, teacher, weight, bias, targets, kl)
+        logprobs, kl, alpha, *normalisers = (torch.cat(column) for column in zip(*parts))
+        ctx.save_for_backward(hidden, teacher, weight, bias, targets, kl, *normalisers)
         ctx.temperature, ctx.overlap, ctx.chunk = temperature, overlap, chunk
         divergence = 1 - alpha if overlap else kl.clone()
         ctx.mark_non_differentiable(alpha, kl)
@@ -71,24 +70,26 @@ class _AgainstHidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_divergence: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, teacher, weight, bias, targets, kl = ctx.saved_tensors
+        hidden, teacher, weight, bias, targets, *known = ctx.saved_tensors
         slope: Callable[..., Any] = _fused(compare_gradient) if hidden.is_cuda else compare_gradient
         gradient = torch.empty_like(hidden)
         for rows in _chunks(len(targets), ctx.chunk):
             q, p = (lm_logits(x[rows], weight, bias) for x in (hidden, teacher))
-            by_logits = slope(
-                q, p, targets[rows], kl[rows], by_logprob[rows], by_divergence[rows], ctx.temperature, ctx.overlap
-            )
-            torch.mm(by_logits.to(hidden.dtype), weight, out=gradient[rows])
+            lines = (x[rows] for x in (targets, *known, by_logprob, by_divergence))
+            by_logits = slope(q, p, *lines, ctx.temperature, ctx.overlap, hidden.dtype)
+            torch.mm(by_logits, weight, out=gradient[rows])
         return gradient, None, None, None, None, None, None, None
 
 
-def compare(q: Tensor, p: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of `targets` under q, KL and α, from logits [N, V] of both policies."""
-    lq, lp = ((x / temperature).log_softmax(-1) for x in (q, p))
+def compare(q: Tensor, p: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Log-prob of `targets` under q, KL, α and the logs of both normalisers, from logits [N, V] of both policies."""
+    q, p = q / temperature, p / temperature
+    q_normaliser, p_normaliser = q.logsumexp(-1), p.logsumexp(-1)
+    lq, lp = q - q_normaliser[:, None], p - p_normaliser[:, None]
     q, p = lq.exp(), lp.exp()
     alpha = torch.minimum(q, p).sum(-1).clamp(max=1.0)
-    return lq.gather(-1, targets[:, None])[:, 0], (q * (lq - lp)).sum(-1), alpha
+    logprobs = lq.gather(-1, targets[:, None])[:, 0]
+    return logprobs, (q * (lq - lp)).sum(-1), alpha, q_normaliser, p_normaliser
 
 
 def compare_gradient(
@@ -96,16 +97,19 @@ def compare_gradient(
     p: Tensor,
     targets: Tensor,
     kl: Tensor,
+    q_normaliser: Tensor,
+    p_normaliser: Tensor,
     by_logprob: Tensor,
     by_divergence: Tensor,
     temperature: float,
     overlap: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The gradient with respect to q's logits [N, V], with 1 the indicator:
 
     d log q(o) = 1[v = o] − q,   d KL = q (log q − log p − KL),   d (1 − α) = −q (1[q < p] − Σ q 1[q < p])
     """
-    lq, lp = ((x / temperature).log_softmax(-1) for x in (q, p))
+    lq, lp = q / temperature - q_normaliser[:, None], p / temperature - p_normaliser[:, None]
     q = lq.exp()
     if overlap:
         below = (lq < lp).to(q.dtype)
@@ -113,7 +117,7 @@ def compare_gradient(
     else:
         slope = q * (lq - lp - kl[:, None])
     chosen = (torch.arange(q.shape[-1], device=q.device) == targets[:, None]).to(q.dtype)
-    return (by_logprob[:, None] * (chosen - q) + by_divergence[:, None] * slope) / temperature
+    return ((by_logprob[:, None] * (chosen - q) + by_divergence[:, None] * slope) / temperature).to(dtype)
 
 
 # --- against scores -----------------------------------------------------------------------------------------------
@@ -124,21 +128,57 @@ def against_scores(
 ) -> Compared:
     """Against the dense policy's scores [N] of the sampled tokens, or its top-K lists [N, K] where it has them."""
     weight, bias = head
+    if teacher.topk_ids is None or teacher.topk_logprobs is None:
+        sampled, _ = chunked_logprobs(hidden, weight, targets, temperature, chunk, bias, entropy=False)
+        return Compared(sampled, 0.5 * (sampled - teacher.logprobs).square())
+    sampled, listed = _Listed.apply(hidden, weight, bias, targets, teacher.topk_ids, temperature, chunk)
+    return Compared(sampled, bucketed_kl(listed, teacher.topk_logprobs))
 
-    def part(hidden: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        logits = lm_logits(hidden, weight, bias) / temperature
-        normaliser = logits.logsumexp(-1, keepdim=True)
-        sampled = (logits.gather(-1, targets[rows, None]) - normaliser)[:, 0]
-        if teacher.topk_ids is None or teacher.topk_logprobs is None:
-            return sampled, 0.5 * (sampled - teacher.logprobs[rows]).square()
-        listed = logits.gather(-1, teacher.topk_ids[rows]) - normaliser
-        return sampled, bucketed_kl(listed, teacher.topk_logprobs[rows])
 
-    found = [
-        checkpoint(part, hidden[rows], rows, use_reentrant=False, preserve_rng_state=False)
-        for rows in _chunks(len(targets), chunk)
-    ]
-    return Compared(*(torch.cat(column) for column in zip(*found)))
+class _Listed(torch.autograd.Function):
+    """Log-probs of `targets` [N] and of the tokens listed beside each [N, K]. The head takes no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ids: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, ...]:
+        statistics: Callable[..., Any] = _fused(_statistics) if hidden.is_cuda else _statistics
+        parts = []
+        for rows in _chunks(len(targets), chunk):
+            logits = lm_logits(hidden[rows], weight, bias)
+            sampled, normaliser, _ = statistics(logits, targets[rows], temperature, False)
+            parts.append((sampled, logits.gather(-1, ids[rows]) / temperature - normaliser[:, None], normaliser))
+        sampled, listed, normaliser = (torch.cat(column) for column in zip(*parts))
+        ctx.save_for_backward(hidden, weight, bias, targets, ids, normaliser)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return sampled, listed
+
+    @staticmethod
+    def backward(ctx: Any, by_sampled: Tensor, by_listed: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, targets, ids, normaliser = ctx.saved_tensors
+        shared: Callable[..., Any] = _fused(_shared_slope) if hidden.is_cuda else _shared_slope
+        total = by_sampled + by_listed.sum(-1)
+        gradient = torch.empty_like(hidden)
+        for rows in _chunks(len(targets), ctx.chunk):
+            logits = lm_logits(hidden[rows], weight, bias)
+            by_logits = shared(logits, normaliser[rows], total[rows], ctx.temperature, hidden.dtype)
+            # One after the other: a sampled token may be listed too, and each addition alone has no conflicts.
+            for where, value in ((ids, by_listed), (targets[:, None], by_sampled[:, None])):
+                by_logits.scatter_add_(-1, where[rows], (value[rows] / ctx.temperature).to(hidden.dtype))
+            torch.mm(by_logits, weight, out=gradient[rows])
+        return gradient, None, None, None, None, None, None
+
+
+def _shared_slope(logits: Tensor, normaliser: Tensor, total: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """−p · total / temperature: what every token's logit gets from the normaliser."""
+    return (torch.exp(logits / temperature - normaliser[:, None]) * (-total / temperature)[:, None]).to(dtype)
 
 
 def bucketed_kl(lq: Tensor, lp: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def compared(
     if config.whole_vocabulary:
         assert dense is not None
         return against_hidden(hidden, dense, head, targets, temperature, config.divergence == "overlap", config.chunk)
-    scores = _scores_now(policy, config, batch, dense, temperature) if dense is not None else _given(batch, before)
+    scores = _given(batch, before) if dense is None else _scores_now(policy, config, batch, dense, temperature)
     if config.divergence == "sampled-kl":
         scores = Scores(scores.logprobs)
     return against_scores(hidden, scores, head, targets, temperature, config.chunk)
@@ -54,6 +54,11 @@ def _scores_now(
     policy: SparsePolicy, config: DistillConfig, batch: Packed, dense: Tensor, temperature: float
 ) -> Scores:
     weight, bias = policy.head
+    if config.divergence == "sampled-kl":
+        logprobs, _ = chunked_logprobs(
+            dense, weight, batch.target_ids, temperature, config.chunk, bias, entropy=False
+        )  # fmt: skip
+        return Scores(logprobs)
     k = min(config.top_k, len(weight))
     best = topk_logprobs(dense, weight, batch.target_ids, k, temperature, config.chunk, bias)
     return Scores(best.logprobs, best.topk_ids, best.topk_logprobs)

@@ -30,8 +30,8 @@ class SparsePolicy(nn.Module):
             self._checkpoint_activations()
 
     def _checkpoint_activations(self) -> None:
-        """As the learner does: the layers' own flag says training, all else stays in evaluation."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        """As the learner does: the layers' own flag says training, all else stays in evaluation. Nothing is drawn."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         for layer in self.model.get_decoder().layers:  # type: ignore[union-attr]
             require(
                 isinstance(layer, GradientCheckpointingLayer),

@@ -55,13 +55,13 @@ def topk_logprobs(
     bias: Tensor | None = None,
 ) -> TopLogprobs:
     """Log-probs of `targets` and of the `k` most likely tokens at every position, without gradient."""
+    statistics: Callable[..., Any] = _fused(_statistics) if hidden.is_cuda else _statistics
     parts = []
     for rows in _chunks(len(targets), chunk):
-        logits = lm_logits(hidden[rows], weight, bias) / temperature
-        normaliser = logits.logsumexp(-1, keepdim=True)
+        logits = lm_logits(hidden[rows], weight, bias)
+        given, normaliser, _ = statistics(logits, targets[rows], temperature, False)
         best, ids = logits.topk(k, dim=-1)
-        given = logits.gather(-1, targets[rows, None])
-        parts.append(TopLogprobs((given - normaliser)[:, 0], ids, best - normaliser))
+        parts.append(TopLogprobs(given, ids, best / temperature - normaliser[:, None]))
     return TopLogprobs(*(torch.cat(field) for field in zip(*parts)))
 
 
