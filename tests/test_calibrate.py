@@ -248,6 +248,16 @@ def test_work_of_another_calibration_is_refused(engine, tmp_path):
         Work.open(path, engine, replace(TEXT, seed=4), BINS)
     with pytest.raises(SettingError, match="bin=12"):
         Work.open(path, engine, TEXT, replace(BINS, width=10))
+    again = oracle.custom_model(3, layers=2)
+    adapter = fresh(again.model, rank=2, alpha=4.0, targets=["all"], seed=0)
+    adapter.weights["model.layers.0.self_attn.q_proj"][1].fill_(0.1)
+    adapted = Engine(again, page=PAGE, kv_memory="1MiB", sparse_adapter=adapter)
+    with pytest.raises(SettingError, match="made with adapter=none, not adapter="):
+        Work.open(path, adapted, TEXT, BINS)
+    Work.open(path, Engine(again, page=PAGE, kv_memory="1MiB"), TEXT, BINS)
+    again.model.model.norm.weight.data.mul_(1.01)
+    with pytest.raises(SettingError, match="made with weights="):
+        Work.open(path, Engine(again, page=PAGE, kv_memory="1MiB"), TEXT, BINS)
     path.write_text("{")
     with pytest.raises(SettingError, match="not one of a calibration"):
         Work.open(path, engine, TEXT, BINS)

@@ -68,7 +68,7 @@ def calibrate(
 
     from alula.mismatch.measure import Bins
 
-    loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, length)
+    loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, max(length // 2, 1))
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
     if verify is not None:
@@ -99,9 +99,9 @@ def calibrate(
 
 def load(
     model: str, data: str, split: str | None, data_dir: Path | None, prompt: str | None, options: str,
-    device: str | None, dtype: str | None, seed: int, length: int,
+    device: str | None, dtype: str | None, seed: int, longest: int | None = None,
 ) -> "tuple[LoadedModel, Dataset]":  # fmt: skip
-    """The model with a tokenizer (a bare shape takes a task's), and the prompts that fit into `length` as tokens."""
+    """The model with a tokenizer (a bare shape takes a task's), and the prompts of at most `longest` tokens."""
     import torch
     import yaml
 
@@ -121,9 +121,9 @@ def load(
         tokenizer = task_tokenizer(build(data.removeprefix("task:"), **chosen))
         loaded = with_tokenizer(loaded, tokenizer, cut=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer to read the prompts with.")
-    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="" if prompt else None,
-                      seed=seed, options=chosen)  # fmt: skip
-    return loaded, prepare(found, loaded.tokenizer, max_prompt_tokens=max(length // 2, 1))
+    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed,
+                      options=chosen)  # fmt: skip
+    return loaded, prepare(found, loaded.tokenizer, max_prompt_tokens=longest)
 
 
 def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:

@@ -37,6 +37,7 @@ def distill(
     split: Annotated[str | None, typer.Option(help="Which part of a stored data set.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
+    options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     page: Annotated[int, typer.Option(help="KV tokens per page; a selector's block takes its place.")] = 16,
@@ -63,9 +64,9 @@ def distill(
     )  # fmt: skip
     run(
         policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
-        {"device": device, "dtype": dtype, "seed": seed},
         {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
-        {"source": data, "split": split, "data_dir": data_dir, "prompt": prompt, "answer": ""},
+        {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "options": options, "device": device,
+         "dtype": dtype, "seed": seed},
         {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
          "seed": seed},
     )  # fmt: skip
@@ -82,31 +83,24 @@ def run(
     out: Path,
     save_every: int,
     resume: bool,
-    model_options: dict[str, Any],
     engine_options: dict[str, Any],
-    data_options: dict[str, Any],
+    input_options: dict[str, Any],
     rollout_options: dict[str, Any],
 ) -> None:
-    import torch
-
-    from alula.data import load, prepare
+    from alula.cli.calibrate import load
     from alula.distill.adapter import Adapter
     from alula.distill.alone import Rollouts, distill_alone, measure
     from alula.distill.distiller import Distiller
     from alula.engine.engine import Engine
-    from alula.model import load_model
     from alula.rl.checkpoint import Checkpoints
     from alula.rl.metrics import MetricsWriter
 
-    model_options["device"] = model_options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_model(model, **model_options)
-    require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need.")
-    dataset = prepare(load(**data_options), loaded.tokenizer)
+    loaded, dataset = load(model, **input_options)
     training, aside = dataset.split(held_out, config.seed)
     test = [list(example.prompt_ids or ()) for example in aside]
     distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))
     distiller.policy.base_model = model
-    made_with = {"model": model, "data": data_options["source"], "sparsity": spell_all(policy), "held_out": held_out}
+    made_with = {"model": model, "data": input_options["data"], "sparsity": spell_all(policy), "held_out": held_out}
     made_with |= rollout_options
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
     last = checkpoints.latest() if resume else None

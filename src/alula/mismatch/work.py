@@ -3,9 +3,12 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
@@ -93,10 +96,21 @@ class Work:
         self.forward = {name: Estimate(**tail) for name, tail in data["forward"].items()}
 
 
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Of 64 values spread over each tensor: two models of one name, or a model and its trained self, differ in it."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        found.update(flat[:: max(1, len(flat) // 64)].float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 def made_with(engine: Engine, text: "Text", bins: Bins) -> dict[str, Any]:
     prompts = hashlib.blake2b(json.dumps(text.prompts).encode(), digest_size=8).hexdigest()
     return {
         "model": engine.name,
+        "weights": fingerprint(p for _, p in sorted(engine.model.named_parameters())),
+        "adapter": "none" if engine.sparse_model is None else fingerprint(engine.sparse_model.parameters()),
         "dtype": str(engine.shape.dtype).removeprefix("torch."),
         "device": engine.device.type,
         "prompts": len(text.prompts),
