@@ -23,8 +23,9 @@ from alula.mismatch.verify import Verification, policy_of
 
 DEVICE, PAGE, LENGTH, BINS = "cuda", 16, 2048, Bins(256, 8)
 BUDGETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-FAMILIES = "block-topk,snapkv,snapkv:budget=512&block-topk,snapkv:budget=1024&block-topk"
-"""A selector, an evictor, and the selector beside an evictor that keeps a quarter or a half of the longest."""
+BESIDE = (512, 1024, 1536)
+FAMILIES = ",".join(["block-topk,snapkv", *(f"snapkv:budget={held}&block-topk" for held in BESIDE)])
+"""A selector, an evictor, and the selector beside an evictor that keeps a quarter, a half or three quarters."""
 Row = dict[str, Any]
 
 

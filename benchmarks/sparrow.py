@@ -17,6 +17,7 @@ from smollm2 import calibration, real
 from alula import Engine, Evict, Schedule, Select, Sparsity
 from alula.bench import Ceilings, StepBench, churn, rollouts
 from alula.engine import runner as engine_runner
+from alula.engine.engine import shape_of
 from alula.engine.pages import pages_for
 from alula.mismatch.cost import AnalyticCost, Hardware, Shape, Timing, fit, median_error
 from alula.mismatch.timings import timing_record
@@ -37,8 +38,6 @@ def published(model: str, tau: str = "0.86") -> Sparsity:
 
 def engine(model: str, batch: int, longest: int, buckets: tuple[int, ...] = ()) -> Engine:
     """An engine whose pool holds `batch` rows of `longest` tokens, with decode steps of exactly that many rows."""
-    from alula.engine.engine import shape_of
-
     loaded = load_model(f"shape:{model}", device=str(DEVICE))
     pages = batch * pages_for(longest + 2 * LOOKAHEAD, PAGE) + 2
     return Engine(
@@ -107,9 +106,9 @@ def both(ceilings: Ceilings) -> Iterator[Row]:
     dense = 0.0
     for name, sparsity in policies.items():
         pool = memory * 2 * PAGE // (2 * PAGE + 1) if sparsity.select else memory  # a summary is half a token's KV
-        one = Engine(loaded, page=PAGE, kv_memory=pool, max_rows=256, max_length=longest + 64)
         held = sparsity.evict.budget + sparsity.evict.buffer + PAGE if sparsity.evict else longest // 2
-        rows = min(256, one.pool.usable // pages_for(held, PAGE) - 2)
+        rows = pool // (PAGE * shape_of(loaded.model).token_bytes) // pages_for(held, PAGE) - 2
+        one = Engine(loaded, page=PAGE, kv_memory=pool, max_rows=rows, max_length=longest + 64)
         row = churn(one, sparsity, longest=longest, rows=rows, steps=256)
         dense = dense or row["tokens_per_s"]
         yield {**row, "kind": "steady to 32k", "policy": name, "against_dense": row["tokens_per_s"] / dense}
