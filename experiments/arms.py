@@ -79,7 +79,7 @@ def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
     first, arms = bed.budgets.index(budgets["rkv"]), [DENSE]
     for step in (0, 1, 2, 4):
         size = bed.budgets[min(first + step, len(bed.budgets) - 1)]
-        for name in ("naive", "sparse-rl", "reroll"):
+        for name in ("naive", "sparse-rl", "reroll")[: 3 if step < 4 else 2]:  # nothing to reroll where none is vetoed
             arms.append(Arm(f"rkv chosen {step:+d}, {name}", bed.evictor("rkv", size), name))
     return arms
 

@@ -45,7 +45,8 @@ def main() -> None:
     for seed in range(options.seeds):
         budgets = chosen_budgets(bed, seed, work)
         models = {"start": work / f"start-{seed if bed.warm_seeds else 0}"}
-        models |= {a.label: work / "runs" / f"{a.name}-s{seed}" for a in QUESTIONS["collapse"](bed, budgets)}
+        arms = [arm for arm in QUESTIONS["collapse"](bed, budgets) if arm.name != "dense-sparse-rl"]  # as good as dense
+        models |= {arm.label: work / "runs" / f"{arm.name}-s{seed}" for arm in arms}
         for arm, folder in models.items():
             wanted = policies(bed, budgets["rkv"]).items()
             left = {title: policy for title, policy in wanted if (arm, seed, title) not in done}
