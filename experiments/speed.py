@@ -9,17 +9,15 @@ docs/results/speed/breakeven.jsonl.
 """
 
 import json
-from pathlib import Path
 
-from tables import RESULTS
+from tables import BENCHMARKS, RESULTS
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks" / "results" / "engine-h200.json"
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCH, HELD = 64, 512 + 128 / 2
 
 
 def main() -> None:
-    measured = json.loads(BENCHMARKS.read_text())
+    measured = json.loads((BENCHMARKS / "engine-h200.json").read_text())
     steps = {row["context"]: row["ms"] for row in measured["steps"]["rows"]
              if row.get("sparsity") == "dense" and row["batch"] == BATCH}  # fmt: skip
     (short, short_ms), (long, long_ms) = sorted(steps.items())

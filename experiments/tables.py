@@ -15,7 +15,9 @@ from statistics import fmean
 import judge
 from judge import Row
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+BENCHMARKS = ROOT / "benchmarks" / "results"
 
 
 def raw(question: str, bed: str) -> list[Row]:
@@ -156,6 +158,24 @@ def steps_table(bed: str, question: str) -> str:
     return markdown(["arm", *(f"steps to {goal:.0%}" for goal in goals)], body)
 
 
+def distilled_table(bed: str, question: str) -> str:
+    """Tails before and after a few steps of distillation at a budget: there, a mean over seeds, and at others."""
+    measured = json.loads((BENCHMARKS / "distill-h200.json").read_text())
+    budgets = [64, 96, 128, 256]
+    body = []
+    for section in ("select", "evict"):
+        by_policy: dict[str, list[Row]] = {}
+        for row in measured[section]["rows"]:
+            by_policy.setdefault(row["sparsity"], []).append(row)
+        for policy, rows in by_policy.items():
+            own = " → ".join(f"{fmean(row[when]['tail'] for row in rows):.3f}" for when in ("before", "after"))
+            [ladder] = [row["ladder"] for row in rows if "ladder" in row] or [None]
+            elsewhere = [" → ".join(f"{ladder[when][i]['tail']:.3f}" for when in ("before", "after")) if ladder else ""
+                         for i in range(len(budgets))]  # fmt: skip
+            body.append([policy, str(len(rows)), own, *elsewhere])
+    return markdown(["distilled at", "seeds", "tail there", *(f"at {size}, one seed" for size in budgets)], body)
+
+
 TABLES: dict[str, Callable[[str, str], str]] = {
     "outcome": outcome_table,
     "probe": probe_table,
@@ -164,6 +184,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "breakeven": breakeven_table,
     "steps": steps_table,
     "warnings": warnings_table,
+    "distilled": distilled_table,
 }
 MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """`<!-- table KIND BED QUESTION -->`"""
