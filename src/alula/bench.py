@@ -110,8 +110,9 @@ class StepBench:
         for row in range(batch):
             sequence = Sequence(request, 0, row=row)
             engine.rows.enter(sequence, row, engine.page)
-        if engine.cache.summaries is not None:
-            engine.cache.summaries.normal_()
+        for filled in (engine.cache.keys, engine.cache.values, engine.cache.summaries):
+            if filled is not None and not filled[:, -1].any():  # as a fresh pool holds it
+                filled.normal_()
         self.most = engine.runner._context(context + engine.lookahead)
         self.bucket = engine.runner._bucket(batch)
         self.reset()
