@@ -2,6 +2,7 @@
 against plain masked attention over full masks."""
 
 import copy
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Select, Sparsity
 from alula.distill.adapter import Adapter, fresh
 from alula.distill.attention import kernel_attention, masked_attention, sparse_attention
+from alula.distill.choice import choose, pages_read
 from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
 from alula.distill.view import View
@@ -202,11 +204,11 @@ def test_gradient_is_that_of_plain_masked_attention(method, checkpointing, model
     assert all(p.requires_grad for p in loaded.model.parameters())
 
 
-def packed_case(policy: Sparsity, lengths=((3, 30), (9, 11), (1, 24)), heads=6, kv_heads=2, dim=5):
-    """Random q, k, v and a random history: `View` alone, without a model."""
+def packed_case(*policies: Sparsity, lengths=((3, 30), (9, 11), (1, 24)), heads=6, kv_heads=2, dim=5):
+    """Random q, k, v and a random history: `View` alone, without a model. The last policy holds for further rows."""
     torch.manual_seed(1)
     rollouts = []
-    for prompt, response in lengths:
+    for (prompt, response), policy in zip_longest(lengths, policies, fillvalue=policies[-1]):
         history = None
         if policy.evict:
             total = prompt + response
@@ -231,10 +233,22 @@ def test_chunks_of_queries_change_nothing(policy):
             torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
 
 
+KERNEL_CASES = {
+    "evictor": [METHODS["rkv"]],
+    "selector": [METHODS["block-topk"]],
+    "schedule": [VARIANTS["select, shrinking schedule"]],
+    "evictor beside selector": [METHODS["rkv"], METHODS["block-topk"]],
+    "pages across tiles": [Sparsity(select=Select("block-topk", 9, block=3, dense_layers=1))],
+    "two words to a tile": [Sparsity(select=Select("quest", 7, block=1, dense_layers=1))],
+    "a page to a tile": [Sparsity(select=Select("block-topk", 192, block=64, dense_layers=1))],
+}
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("policy", [METHODS["rkv"], METHODS["block-topk"], VARIANTS["select, shrinking schedule"]])
-def test_the_kernel_is_the_chunked_reference(policy):
-    rollouts, *tensors = packed_case(policy, lengths=((3, 80), (66, 4), (9, 1)), heads=4)
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_the_kernel_is_the_chunked_reference(name):
+    lengths = ((3, 259), (9, 1)) if name == "a page to a tile" else ((3, 66), (66, 4), (9, 1))
+    rollouts, *tensors = packed_case(*KERNEL_CASES[name], lengths=lengths, heads=4)
     q, k, v = (x.detach().to(DEVICE).requires_grad_() for x in tensors)
     view = View.of(rollouts, DEVICE)
     upstream = torch.randn(q.shape, device=DEVICE)
@@ -246,8 +260,50 @@ def test_the_kernel_is_the_chunked_reference(policy):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
+def as_bits(words: torch.Tensor) -> torch.Tensor:
+    """[Hkv, words, T] -> bool [T, Hkv, 32 · words]"""
+    bits = (words[..., None] >> torch.arange(32, device=words.device)) & 1
+    return bits.bool().permute(2, 0, 1, 3).flatten(2)
+
+
 @pytest.mark.kernels
-def test_a_step_through_the_kernel_is_the_same(models, monkeypatch):
+def test_pages_are_chosen_as_the_reference_chooses_them():
+    """Bit for bit, from the same scores: over two words, under a schedule and without a budget, in the prompt too."""
+    budgets = (Schedule((6, 11, 20), width=25), 8, 200)
+    policies = [Sparsity(select=Select("block-topk", budget, block=2, dense_layers=1)) for budget in budgets]
+    rollouts, *_ = packed_case(*policies, Sparsity(), lengths=((3, 66), (20, 3), (1, 12), (2, 6)))
+    view = View.of(rollouts, DEVICE)
+    pages, at = -(-view.width // 2), torch.arange(view.width, device=DEVICE)
+    scores = torch.randn(view.rows, 2, view.width, view.width // 2)
+    draw, kind = torch.rand(scores.shape), torch.arange(view.width)[:, None] % 5
+    scores = torch.where(kind == 1, scores.round(), scores)
+    scores = torch.where((kind == 2) & (draw < 0.8), torch.nan, scores)
+    scores = torch.where((kind == 3) & (scores.abs() > 1), scores * torch.inf, scores)
+    scores = torch.where(kind == 4, torch.where(draw < 0.5, 0.0, -0.0), scores).to(DEVICE)
+    words = torch.full((2, 2, len(view.place)), -1, dtype=torch.int32, device=DEVICE)
+    for first in range(0, view.width, 37):
+        choose(view, scores[:, :, first : first + 37].contiguous(), first, words)
+    held = torch.arange(pages, device=DEVICE) <= at[:, None] // 2
+    read = torch.where((at < view.prompts[:, None])[:, None, :, None], held, view.read(scores, at, pages))
+    found = as_bits(words)
+    assert torch.equal(found[..., :pages], view.unpad(read.transpose(1, 2)))
+    assert not found[..., pages:].any()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("policy", [METHODS["block-topk"], METHODS["quest"]])
+def test_pages_read_do_not_depend_on_chunks_and_are_found_once(policy):
+    rollouts, *tensors = packed_case(policy, lengths=((3, 20), (9, 2)))
+    q, k, _ = (x.detach().to(DEVICE) for x in tensors)
+    view, other = View.of(rollouts, DEVICE), View.of(rollouts, DEVICE)
+    words = pages_read(view, 1, q, k)
+    assert torch.equal(words, pages_read(other, 1, q, k, score_elements=1))
+    assert pages_read(view, 1, q, k) is words
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_through_the_kernel_is_the_same(checkpointing, models, monkeypatch):
     loaded = models[3]
     adapter = random_adapter(loaded.model)
     rollouts = engine_of(loaded).generate(PROMPTS, SAMPLING, METHODS["quest"])[2:4]
@@ -255,7 +311,8 @@ def test_a_step_through_the_kernel_is_the_same(models, monkeypatch):
     for device, on in (("cpu", "0"), (DEVICE, "1")):
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", on)
         model = copy.deepcopy(loaded.model).to(device)
-        metrics = distiller_of(model, adapter, loss="divergence").step(rollouts)
+        distiller = distiller_of(model, adapter, loss="divergence", activation_checkpointing=checkpointing)
+        metrics = distiller.step(rollouts)
         found.append((metrics["kl"], metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from alula.distill.choice import pages_read
 from alula.distill.kernel import visible_attention
 from alula.distill.view import View
 from alula.ops.dispatch import use_triton
@@ -21,8 +22,6 @@ from alula.ops.packed_attention import packed_attention
 NAME = "alula-sparse"
 MASK_ELEMENTS = 1 << 28
 """Most elements of a mask at a time, over rows, query heads, queries and keys: half a gigabyte in bfloat16."""
-SCORE_ELEMENTS = 1 << 27
-"""Most page scores at a time, over rows, KV heads, queries and pages."""
 
 
 def attend(
@@ -85,28 +84,15 @@ def sparse_attention(
 
 def kernel_attention(query: Tensor, key: Tensor, value: Tensor, view: View, layer: int, scaling: float) -> Tensor:
     """The same through `visible_attention`."""
-    q, k, v = (view.pad(x) for x in (query, key, value))
-    with torch.no_grad():
-        read = pages_read(view, layer, q.transpose(1, 2), k.transpose(1, 2))
-        evicted_at = None if view.evicted_at is None else view.evicted_at[layer]
-    page = view.select.block if view.select else 1
-    return view.unpad(visible_attention(q, k, v, view.lengths, view.prompts, evicted_at, read, page, scaling))
-
-
-def pages_read(
-    view: View, layer: int, query: Tensor, key: Tensor, score_elements: int = SCORE_ELEMENTS
-) -> Tensor | None:
-    """uint8 [B, Hkv, L, pages]: what every query of a selecting layer reads; None in another layer."""
-    summaries = view.summaries(layer, key)
-    if summaries is None or view.select is None:
-        return None
-    pages = -(-view.width // view.select.block)
-    size = max(1, score_elements // (view.rows * key.shape[1] * pages))
-    parts = []
-    for first in range(0, view.width, size):
-        at = torch.arange(first, min(first + size, view.width), device=query.device)
-        parts.append(view.read(query[:, :, first : first + size], at, summaries, pages).to(torch.uint8))
-    return torch.cat(parts, 2)
+    chosen, page = None, 1
+    if view.select is not None and view.selects(layer):
+        page = view.select.block
+        with torch.no_grad():
+            chosen = pages_read(view, layer, query, key)
+    evicted_at = None if view.evicted_at is None else view.evicted_at[layer]
+    return visible_attention(
+        query, key, value, view.starts, view.prompts, view.width, evicted_at, chosen, page, scaling
+    )  # fmt: skip
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:

@@ -8,10 +8,11 @@ choice.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alula.engine.rollout import NEVER, Rollout
@@ -27,14 +28,14 @@ UNLIMITED = 1 << 30
 
 @dataclass
 class View:
-    """A micro-batch of packed sequences as padded rows [B, L], and the rule of what their queries see."""
+    """A micro-batch of packed sequences, its rows [B, L] where padded, and the rule of what their queries see."""
 
+    starts: Tensor
+    """int32 [B + 1]: where each row begins among the packed tokens, and where the last one ends."""
     place: Tensor
     """int64 [T]: where each packed token stands in the flattened rows."""
     rows: int
     width: int
-    lengths: Tensor
-    """int32 [B]"""
     prompts: Tensor
     """int32 [B]: prompt lengths; queries before them are dense."""
     evicted_at: Tensor | None = None
@@ -42,6 +43,8 @@ class View:
     select: Select | None = None
     budget: Tensor | None = None
     """int32 [B, L]: pages that the query at each position may read."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, what `alula.distill.choice` found: a layer that is computed again reads the same pages."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device | str) -> "View":
@@ -49,9 +52,9 @@ class View:
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         width = max(lengths)
         place = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
-        prompts = [len(r.prompt_ids) for r in rollouts]
-        whole, given = (torch.tensor(count, dtype=torch.int32, device=device) for count in (lengths, prompts))
-        view = cls(place.to(device), len(rollouts), width, whole, given)
+        starts, prompts = np.cumsum([0, *lengths]), [len(r.prompt_ids) for r in rollouts]
+        ends, given = (torch.as_tensor(count, dtype=torch.int32, device=device) for count in (starts, prompts))
+        view = cls(ends, place.to(device), len(rollouts), width, given)
         policies = [r.sparsity for r in rollouts]
         refuse_unsupported(policies)
         if any(policy.evict for policy in policies):
@@ -79,14 +82,14 @@ class View:
         return self.select is not None and layer >= self.select.dense_layers
 
     def summaries(self, layer: int, keys: Tensor) -> Tensor | None:
-        """[B, Hkv, pages, 1|2, D] of the full pages of keys [B, Hkv, L, D], rounded as the cache rounds them."""
+        """fp32 [B, Hkv, full, 1|2, D] of the full pages of keys [B, Hkv, L, D], rounded as the cache rounds them."""
         if not self.selects(layer):
             return None
         assert self.select is not None
         block, kinds = self.select.block, METHODS[self.select.method].summary_kinds
         full = self.width // block
         pages = keys[:, :, : full * block].unflatten(2, (full, block))
-        return summarise(pages, kinds).to(keys.dtype)
+        return summarise(pages, kinds).to(keys.dtype).float()
 
     def visible(self, layer: int, query: Tensor, first: int, summaries: Tensor | None) -> Tensor:
         """bool [B, Hkv or 1, C, first + C]: keys seen by the queries [B, Hq, C, D] at positions first and on."""
@@ -99,40 +102,40 @@ class View:
             seen = seen & (prompt | (at[:, None] < self.evicted_at[layer][:, :, None, :last]))
         if summaries is not None:
             assert self.select is not None
-            read = self.read(query, at, summaries, -(-last // self.select.block))
+            pages = -(-last // self.select.block)
+            scores = asked(query, summaries) @ summaries[:, :, :pages].flatten(3).transpose(-1, -2)
+            read = self.read(scores, at, pages)
             seen = seen & (prompt | read.repeat_interleave(self.select.block, -1)[..., :last])
         return seen
 
-    def read(self, query: Tensor, at: Tensor, summaries: Tensor, pages: int) -> Tensor:
-        """bool [B, Hkv, C, pages]: the pages that the queries at positions `at` read, as `ops.select_pages` chooses."""
+    def read(self, scores: Tensor, at: Tensor, pages: int) -> Tensor:
+        """bool [B, Hkv, C, pages]: what the queries at positions `at` read, as `ops.select_pages` chooses.
+
+        scores fp32 [B, Hkv, C, full]: of the full pages; the others are among the last two. NaN counts as -inf.
+        """
         assert self.select is not None
         assert self.budget is not None
         held = at // self.select.block + 1
         count = torch.minimum(self.budget[:, at], held)[:, None, :, None]
-        page = torch.arange(pages, device=query.device)
+        page = torch.arange(pages, device=scores.device)
         always = (page < FIRST) | (page >= held[:, None] - LAST)
-        scores = query.new_full((*query.shape[:1], summaries.shape[1], len(at), pages), -torch.inf, dtype=torch.float32)
-        scored = min(pages, summaries.shape[2])  # the pages beyond are not full: they are among the last two
-        scores[..., :scored] = page_scores(query, summaries[:, :, :scored])
+        scores = torch.where(scores.isnan(), -torch.inf, scores)
+        scores = F.pad(scores, (0, pages - scores.shape[-1]), value=-torch.inf)
         scores = scores.masked_fill(always, torch.inf).masked_fill(page >= held[:, None], -torch.inf)
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
         best = (page < count).expand_as(order)
         return torch.zeros_like(best).scatter(-1, order, best)
 
 
-def page_scores(query: Tensor, summaries: Tensor) -> Tensor:
-    """fp32 [B, Hkv, C, pages] of queries [B, Hq, C, D] and summaries [B, Hkv, pages, 1|2, D].
+def asked(query: Tensor, summaries: Tensor) -> Tensor:
+    """fp32 [N, Hkv, ..., 1|2 · D] of queries [N, Hq, ..., D]: its product with a page's summaries is the page's score.
 
-    Quest's Σ_d max(q_d·max_d, q_d·min_d) is q⁺·max + q⁻·min, with q⁺ and q⁻ the positive and the negative part of
-    q: both selectors are matrix products with a mean over the group.
+    Quest's Σ_d max(q_d·max_d, q_d·min_d) is q⁻·min + q⁺·max, with q⁻ and q⁺ the negative and the positive part of q:
+    both selectors are products with a mean over the group.
     """
-    kv_heads = summaries.shape[1]
-    grouped = query.unflatten(1, (kv_heads, -1)).float()
-    kinds = summaries.float().unbind(3)
-    if len(kinds) == 1:
-        return grouped.mean(2) @ kinds[0].transpose(-1, -2)
-    low, high = (kind.transpose(-1, -2) for kind in kinds)
-    return grouped.clamp(min=0).mean(2) @ high + grouped.clamp(max=0).mean(2) @ low
+    grouped = query.unflatten(1, (summaries.shape[1], -1))
+    parts = (grouped,) if summaries.shape[3] == 1 else (grouped.clamp(max=0), grouped.clamp(min=0))
+    return torch.cat([part.mean(2, dtype=torch.float32) for part in parts], -1)
 
 
 def refuse_unsupported(policies: Sequence[Sparsity]) -> None:
