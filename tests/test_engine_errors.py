@@ -47,6 +47,10 @@ def refuse(engine, expected, message, prompts=GOOD, sampling=None, sparsity=None
         ([5, 6, 7], "prompts: give a list of prompts"),
         ([{"role": "user", "content": "hi"}], "prompts: give a list of prompts"),
         (["text"], "has no tokenizer; give prompts as lists of token ids"),
+        ([[5, 6], None], "prompt 1, 'None': must be text, chat messages or token ids."),
+        ([["a", "b"]], "must be text, chat messages or token ids."),
+        ([[5, 6.5]], "must be text, chat messages or token ids."),
+        (torch.tensor([5, 6]), "must be text, chat messages or token ids."),
     ],
 )
 def test_prompts(engine, expected, prompts, message):
@@ -105,6 +109,8 @@ def test_what_just_fits_runs(engine):
         (lambda: Sampling(temperature=float("nan")), "temperature=nan"),
         (lambda: Sampling(top_p=0), "top_p=0"),
         (lambda: Sampling(top_k=-1), "top_k=-1"),
+        (lambda: Sampling(n=1.5), "n=1.5: must be a whole number."),
+        (lambda: Sampling(temprature=1), "unknown setting of Sampling: 'temprature'; did you mean 'temperature'?"),
     ],
 )
 def test_sampling(engine, expected, sampling, message):
@@ -128,6 +134,9 @@ def test_sampling(engine, expected, sampling, message):
         (lambda: Select("quets", 64), "unknown selector 'quets'; did you mean 'quest'?"),
         (lambda: Select("quest", 47), "budget=47 is smaller than the three blocks of 16"),
         (lambda: Select("quest", 64, dense_layers=-1), "dense_layers=-1"),
+        (lambda: Select("quest", 64, blok=16), "unknown setting of Select: 'blok'; did you mean 'block'?"),
+        (lambda: Evict("rkv", 64, buffer=2.5), "buffer=2.5: must be a whole number."),
+        (lambda: Sparsity("rkv"), "evict='rkv': must be made by Evict, as Evict('rkv', budget=512)."),
     ],
 )
 def test_policies_are_refused_when_they_are_written(policy, message):
@@ -151,6 +160,8 @@ def test_policies_are_refused_when_they_are_written(policy, message):
         ),
         (Sparsity(Evict("rkv", Schedule((64,), model="qwen3-4b"))), "was made for model=qwen3-4b, not model=group-3"),
         ([Sparsity()], "1 policies for 2 prompts"),
+        ("rkv:64+16", "sparsity='rkv:64+16': must be made by Sparsity"),
+        (Evict("rkv", 64), "must be made by Sparsity"),
         (
             [Sparsity(select=Select("quest", 12, 4)), Sparsity(select=Select("block-topk", 12, 4))],
             "not selectors or dense_layers",
@@ -169,12 +180,17 @@ def test_engine_settings(loaded):
     for options, message in (
         ({"page": 12}, "page=12: use a power of two"),
         ({"max_rows": 0}, "max_rows=0"),
+        ({"lookahead": 0}, "lookahead=0: must be at least 1."),
+        ({"buckets": (4, 0)}, "buckets[1]=0: must be at least 1."),
+        ({"max_length": -5}, "max_length=-5: must be at least 1."),
         ({"kv_memory": "1KiB"}, "give it at least 4 pages"),
         ({"kv_memory": "60 gigs"}, "kv_memory='60 gigs': write a size such as 60GiB"),
     ):
         with pytest.raises(SettingError) as refusal:
             Engine(loaded, **options)
         assert message in str(refusal.value)
+    with pytest.raises(SettingError, match=r"unknown setting of Engine: 'kv_memry'; did you mean 'kv_memory'\?"):
+        Engine.load("no/such/model", kv_memry="1GiB")  # told before anything is loaded
 
 
 def test_scores(engine, expected):

@@ -159,11 +159,30 @@ def test_joined_projections_stay_the_parameters_they_were(model_type):
 
 
 def test_weights_that_do_not_fit_are_refused(engine):
+    """All of them, and none is copied: also where the wrong one comes last."""
+    before = {name: p.clone() for name, p in engine.model.named_parameters()}
+    good = [(name, p + 1) for name, p in engine.model.named_parameters()]
     with pytest.raises(SettingError, match=r"unknown parameter 'lm_head.wieght'; did you mean 'lm_head.weight'\?"):
-        engine.update_weights([("lm_head.wieght", torch.zeros(1))])
+        engine.update_weights([*good, ("lm_head.wieght", torch.zeros(1))])
     with pytest.raises(SettingError, match=r"'lm_head.weight': got shape \(1,\), the model has \(96, 48\)"):
-        engine.update_weights([("lm_head.weight", torch.zeros(1))])
+        engine.update_weights(pair for pair in [*good, ("lm_head.weight", torch.zeros(1))])
     assert engine.policy_version == 0
+    assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters())
+
+
+def test_weights_can_come_one_by_one(engine):
+    """A learner that gathers each tensor from its ranks never holds two."""
+    held = []
+
+    def gathered():
+        for name, p in engine.model.named_parameters():
+            assert not held or held[-1][0].equal(held[-1][1]), "the one before is already in place"
+            held.append((p, p + 1))
+            yield name, held[-1][1]
+
+    engine.update_weights(gathered(), lazily=True)
+    assert engine.policy_version == 1
+    assert all(own.equal(new) for own, new in held)
 
 
 def test_sleep_lends_the_memory_and_wake_takes_it_back(engine):

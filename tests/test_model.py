@@ -1,10 +1,12 @@
 import json
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -24,10 +26,18 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     T5Config,
+    modeling_gguf_pytorch_utils,
 )
 
 from alula.errors import SettingError
-from alula.model import LoadedModel, lm_logits, load_model, refuse_unsupported, share_weights
+from alula.model import (
+    LoadedModel,
+    bars_on_terminals_only,
+    lm_logits,
+    load_model,
+    refuse_unsupported,
+    share_weights,
+)
 from alula.shapes import SHAPES
 from alula.support import refuse_after_dry_run
 
@@ -185,6 +195,26 @@ def test_code_in_a_model_folder_is_never_run(llama3_folder: Path) -> None:
     assert not proof.exists()
 
 
+def test_weights_that_are_not_in_the_files_are_never_drawn_at_random(llama3_folder: Path) -> None:
+    path = llama3_folder / "model.safetensors"
+    whole = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for weights in (
+        {k: v for k, v in whole.items() if k != name},
+        whole | {name: whole[name][:5].clone()},
+        {k: v for k, v in whole.items() if ".layers." not in k},
+    ):
+        save_file(weights, path, metadata={"format": "pt"})
+        with pytest.raises(SettingError, match=r"weights of LlamaForCausalLM are not in its files") as error:
+            load_model(llama3_folder)
+        assert "\n" not in str(error.value)
+    path.write_bytes(b"no weights at all" * 10)
+    with pytest.raises(SettingError, match="cannot be loaded: Error while deserializing header"):
+        load_model(llama3_folder)
+    with pytest.raises(SettingError, match=r"for safetensors give the folder with its config\.json"):
+        load_model(path)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -203,6 +233,14 @@ def test_a_wrong_source_gets_one_sentence(source: str, message: str) -> None:
 def test_a_wrong_dtype_gets_one_sentence() -> None:
     with pytest.raises(SettingError, match="dtype=int8: must be float32, bfloat16 or float16"):
         load_model("shape:tiny-llama", dtype="int8")
+
+
+def test_a_wrong_device_gets_one_sentence() -> None:
+    for device in ("tpu", "mps", "mta"):
+        with pytest.raises(SettingError, match=f"device={device}: must be cpu or cuda"):
+            load_model("shape:tiny-llama", device=device)
+    with pytest.raises(SettingError, match=r"device=cuda:99: torch sees \d+ CUDA devices here"):
+        load_model("shape:tiny-llama", device="cuda:99")
 
 
 @pytest.mark.real
@@ -403,3 +441,11 @@ def test_no_progress_bar_in_a_pipe(llama3_folder: Path, capsys: pytest.CaptureFi
     assert not sys.stderr.isatty()
     load_model(llama3_folder)
     assert capsys.readouterr().err == ""
+
+
+def test_the_bar_of_gguf_conversion_is_silent_in_a_pipe_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers makes it past its own switch."""
+    for shown in (False, True):
+        with nullcontext() if shown else bars_on_terminals_only():
+            assert list(modeling_gguf_pytorch_utils.tqdm(range(3), desc="tensors")) == [0, 1, 2]
+        assert ("tensors" in capsys.readouterr().err) == shown

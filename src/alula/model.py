@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_gguf_pytorch_utils,
+)
 
 from alula.errors import SettingError, require
 from alula.shapes import shape
@@ -48,7 +56,7 @@ def load_model(
     `dtype` is float32 on the CPU and bfloat16 on CUDA unless given. The model is *built* in it: casting a
     finished model would round RoPE's frequencies as well, which must stay float32.
     """
-    source, device = os.fspath(source), torch.device(device)
+    source, device = os.fspath(source), _device(device)
     dtype = _dtype(dtype, device)
     if source.startswith(SHAPE):
         model, tokenizer = _random_model(source.removeprefix(SHAPE), device, dtype, seed), None
@@ -116,6 +124,10 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
         path.exists() or not looks_local,
         f"model {source!r}: no such file or folder; give a hub id, a folder, a .gguf file or {SHAPE}<name>.",
     )
+    require(
+        is_gguf or not path.is_file(),
+        f"model {source!r}: of single files Alula reads .gguf; for safetensors give the folder with its config.json.",
+    )
     common: dict[str, Any] = {"trust_remote_code": False}
     place = source
     if is_gguf:
@@ -132,11 +144,14 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
             refuse_unsupported(config)
             # A GGUF file would otherwise keep its packed blocks wherever a kernel for them is installed.
             dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if is_gguf else {}
-            model = AutoModelForCausalLM.from_pretrained(
+            load: Any = AutoModelForCausalLM.from_pretrained  # its types do not know of the second result
+            model, found = load(
                 place,
                 config=config,
                 dtype=dtype,
                 use_safetensors=None if is_gguf else True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                output_loading_info=True,
                 **dense,
                 **common,
             )
@@ -148,8 +163,15 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
             raise
         except ImportError as error:
             raise SettingError(f"model {source!r} needs a package: {_first_line(error)}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise SettingError(f"model {source!r} cannot be loaded: {_first_line(error)}") from error
+    # transformers draws such weights at random and goes on
+    absent = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    require(
+        not absent,
+        f"model {source!r}: {len(absent)} weights of {type(model).__name__} are not in its files or have another "
+        f"shape there ({', '.join(absent[:2])}{', ...' * (len(absent) > 2)}); give a complete causal language model.",
+    )
     return model, tokenizer
 
 
@@ -203,6 +225,19 @@ def _put(model: nn.Module, path: str, value: Any) -> None:
     setattr(model.get_submodule(parent), leaf, value)
 
 
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    require(found.type in ("cpu", "cuda"), f"device={device}: must be cpu or cuda.")
+    require(
+        found.type == "cpu" or (found.index or 0) < torch.cuda.device_count(),
+        f"device={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or one that is there.",
+    )
+    return found
+
+
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -236,8 +271,10 @@ def bars_on_terminals_only() -> Iterator[None]:
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield
         return
+    gguf_bar, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, logging.tqdm  # heeds no switch else
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.enable_progress_bar()
+        modeling_gguf_pytorch_utils.tqdm = gguf_bar

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import count
+from operator import index as whole
 from os import PathLike
 from typing import Any
 
@@ -26,7 +27,7 @@ from alula.engine.rows import Rows
 from alula.engine.runner import Decoded, Runner
 from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
-from alula.errors import SettingError, require
+from alula.errors import SettingError, refuse_unknown, require, require_whole, unknown
 from alula.model import LoadedModel, load_model, share_weights
 from alula.sparsity.parse import spell
 from alula.sparsity.policy import DENSE, Sparsity
@@ -61,13 +62,19 @@ class Engine:
         prefill_tokens: int = 16384,
         sparse_adapter: Adapter | str | PathLike[str] | None = None,
     ) -> None:
-        require(page >= 1 and page & (page - 1) == 0, f"page={page}: use a power of two, such as 16.")
-        require(max_rows >= 1, f"max_rows={max_rows}: at least one sequence must run.")
+        counts = {"page": page, "max_rows": max_rows, "prefill_tokens": prefill_tokens, "max_length": max_length,
+                  "lookahead": lookahead} | {f"buckets[{i}]": rows for i, rows in enumerate(buckets or ())}  # fmt: skip
+        for name, value in counts.items():
+            if value is not None:
+                require_whole(**{name: value})
+                require(value >= 1, f"{name}={value}: must be at least 1.")
+        require(page & (page - 1) == 0, f"page={page}: use a power of two, such as 16.")
         max_rows = min(max_rows, max(buckets)) if buckets else max_rows
         self.model = share_weights(loaded.model)
         self.tokenizer, self.name, self.eos_ids = loaded.tokenizer, loaded.name, loaded.eos_ids
         self.device = next(self.model.parameters()).device
         cuda = self.device.type == "cuda"
+        require(cuda or not graphs, "graphs=True: CUDA graphs need device=cuda; leave it out on the CPU.")
         self.shape = shape_of(self.model)
         self.page = page
         memory = parse_bytes(kv_memory) if kv_memory is not None else default_memory(self.device)
@@ -105,7 +112,8 @@ class Engine:
     def load(
         cls, source: str, *, device: str = "cpu", dtype: str | torch.dtype | None = None, seed: int = 0, **options: Any
     ) -> "Engine":
-        """A hub id, a Hugging Face folder, a GGUF file, or `shape:<name>` for random weights."""
+        """A hub id, a Hugging Face folder, a GGUF file, or `shape:<name>` for random weights; options as above."""
+        refuse_unknown(cls, options)
         return cls(load_model(source, device=device, dtype=dtype, seed=seed), **options)
 
     # -- generation ---------------------------------------------------------------------------------------
@@ -149,13 +157,17 @@ class Engine:
             not isinstance(prompts[0], (int, np.integer, dict)),
             "prompts: give a list of prompts; a single one, of token ids or chat messages, goes into a list too.",
         )
-        policies = (
-            [sparsity or DENSE] * len(prompts) if sparsity is None or isinstance(sparsity, Sparsity) else list(sparsity)
-        )
+        several = isinstance(sparsity, Many) and not isinstance(sparsity, str)
+        policies: list[Any] = list(sparsity) if several else [sparsity or DENSE] * len(prompts)  # type: ignore[arg-type]
         require(
             len(policies) == len(prompts),
             f"sparsity: {len(policies)} policies for {len(prompts)} prompts; give one, or one per prompt.",
         )
+        for policy in policies:
+            require(
+                isinstance(policy, Sparsity),
+                f"sparsity={policy!r}: must be made by Sparsity, as Sparsity(evict=Evict('rkv', budget=512)).",
+            )
         for policy in set(policies):
             self.check(policy)
         records = [record] * len(prompts) if isinstance(record, bool) else list(record)
@@ -168,7 +180,11 @@ class Engine:
         stop = frozenset(sampling.stop) | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids))
         made = []
         for index, (prompt, policy, recorded) in enumerate(zip(prompts, policies, records)):
-            ids = self.tokenize(prompt)
+            try:
+                ids = self.tokenize(prompt)
+            except TypeError:
+                what = f"prompt {index}, {str(prompt)[:40]!r}"
+                raise SettingError(f"{what}: must be text, chat messages or token ids.") from None
             require(len(ids) > 0, f"prompt {index} is empty; every prompt needs at least one token.")
             self.check_ids(f"prompt {index}", ids)
             made.append(Request(next(self._ids), ids, sampling, policy, stop, index, record=recorded))
@@ -181,8 +197,12 @@ class Engine:
                 raise SettingError(f"{self.name} has no tokenizer; give prompts as lists of token ids.")
             if isinstance(prompt, str):
                 return list(self.tokenizer(prompt)["input_ids"])
+            require(
+                bool(getattr(self.tokenizer, "chat_template", None)),
+                f"{self.name} has no chat template; give prompts as text or token ids.",
+            )
             return list(self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        return [whole(token) for token in prompt]  # type: ignore[arg-type]
 
     def check_ids(self, what: str, ids: Many[int]) -> None:
         """Refuse token ids that the model does not have."""
@@ -348,19 +368,27 @@ class Engine:
     # -- weights and memory -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy new weights over the old ones, in place: captured graphs stay valid."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, tensor in named_tensors:
-            if name not in parameters:
-                from alula.errors import unknown
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, lazily: bool = False) -> None:
+        """Copy new weights over the old ones, in place: captured graphs stay valid.
 
+        All names and shapes are checked before the first copy. `lazily` takes the tensors one by one, for a learner
+        that gathers each from its ranks and has no room for all of them; a wrong one then leaves a mixture.
+        """
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+
+        def fitting(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+            if name not in parameters:
                 raise unknown("parameter", name, parameters)
+            own = parameters[name]
             require(
-                parameters[name].shape == tensor.shape,
-                f"parameter {name!r}: got shape {tuple(tensor.shape)}, the model has {tuple(parameters[name].shape)}.",
+                own.shape == tensor.shape,
+                f"parameter {name!r}: got shape {tuple(tensor.shape)}, the model has {tuple(own.shape)}.",
             )
-            parameters[name].copy_(tensor, non_blocking=True)
+            return own, tensor
+
+        checked: Iterable[tuple[Tensor, Tensor]] = (fitting(*pair) for pair in named_tensors)
+        for own, tensor in checked if lazily else list(checked):
+            own.copy_(tensor, non_blocking=True)
         self.policy_version += 1
         if self.sparse_model is not None:
             self.update_sparse_adapter(self.sparse_adapter)

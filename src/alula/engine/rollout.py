@@ -7,13 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from alula.errors import SettingError, require
+from alula.errors import SettingError, named_settings, require, require_whole
 from alula.sparsity.policy import DENSE, Sparsity
 
 Finish = Literal["stop", "length", "error", "aborted"]
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
+@named_settings
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. `logprobs` are of the full vocabulary at `temperature` (at 1 where it is 0)."""
@@ -32,6 +33,10 @@ class Sampling:
     """Also return the ids and log-probs of this many most likely tokens at every position."""
 
     def __post_init__(self) -> None:
+        require_whole(
+            n=self.n, max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens, top_k=self.top_k,
+            seed=self.seed, topk_logprobs=self.topk_logprobs,
+        )  # fmt: skip
         require(self.n >= 1, f"n={self.n}: ask for at least one rollout per prompt.")
         require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1.")
         require(

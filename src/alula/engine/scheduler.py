@@ -125,7 +125,7 @@ class Scheduler:
         require(
             most <= self.width * self.page,
             f"a prompt of {prompt} tokens with max_new_tokens={new} may hold {most} KV tokens, more than "
-            f"max_length={self.width * self.page}; load the engine with a larger max_length.",
+            f"max_length={self.width * self.page}; lower max_new_tokens or load the engine with a larger max_length.",
         )
         sequences = [Sequence(request, sample) for sample in range(request.sampling.n)]
         self.waiting.append(Group(request, list(sequences)))

@@ -240,7 +240,7 @@ class Trainer:
         if shares_weights(self.config, self.world):
             self.engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
         else:
-            self.engine.update_weights(self.learner.full_parameters())
+            self.engine.update_weights(self.learner.full_parameters(), lazily=True)
 
     # -- what is said -------------------------------------------------------------------------------------
 

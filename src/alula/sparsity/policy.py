@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from alula.errors import SettingError, require
+from alula.errors import SettingError, named_settings, require, require_whole
 from alula.sparsity.schedule import Schedule
 
 Budget = int | Schedule
@@ -39,6 +39,7 @@ class Evict:
         protect_prompt: bool = False,
         **options: Any,
     ) -> None:
+        require_whole(buffer=buffer, window=window, sinks=sinks)
         require(buffer >= 1, f"buffer={buffer}: at least one token must pile up between evictions.")
         require(window >= 1, f"window={window}: the newest token must be kept, so at least 1.")
         require(sinks >= 0, f"sinks={sinks}: must be 0 or above.")
@@ -59,6 +60,7 @@ class Evict:
         build(self)  # an unknown method or option is refused here, not at the first eviction
 
 
+@named_settings
 @dataclass(frozen=True)
 class Select:
     """Keep all KV, read the best `budget` tokens of it, in blocks, chosen per layer and KV head at every step.
@@ -79,6 +81,7 @@ class Select:
             from alula.errors import unknown
 
             raise unknown("selector", self.method, METHODS)
+        require_whole(block=self.block, dense_layers=self.dense_layers)
         require(self.block >= 1, f"block={self.block}: must be a positive number of tokens.")
         require(self.dense_layers >= 0, f"dense_layers={self.dense_layers}: must be 0 or above.")
         least = smallest(self.budget)
@@ -89,12 +92,21 @@ class Select:
         )
 
 
+@named_settings
 @dataclass(frozen=True)
 class Sparsity:
     """A sparse policy: an evictor, a selector, both (evict to a large budget, read a small one), or neither."""
 
     evict: Evict | None = None
     select: Select | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (("evict", Evict, "rkv"), ("select", Select, "block-topk")):
+            value = getattr(self, name)
+            require(
+                value is None or isinstance(value, kind),
+                f"{name}={value!r}: must be made by {kind.__name__}, as {kind.__name__}({example!r}, budget=512).",
+            )
 
     @property
     def dense(self) -> bool:
