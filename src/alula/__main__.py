@@ -1,0 +1,5 @@
+"""`python -m alula` is `alula`."""
+
+from alula.cli.main import app
+
+app()
