@@ -74,37 +74,44 @@ def weight_bytes(engine: Engine) -> int:
     return total - (table.numel() * table.element_size() if table is not head else 0)
 
 
-def kv_bytes(engine: Engine, context: int, sparsity: Sparsity) -> int:
-    """KV, and page summaries, that attention must read for one row with `context` tokens in its cache."""
+def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int:
+    """KV, and page summaries, that attention must read for one row of `context` tokens with `held` of them cached."""
     shape = engine.shape
     per_layer = shape.token_bytes // shape.layers
     select = sparsity.select
     if select is None:
-        return context * shape.token_bytes
+        return held * shape.token_bytes
     page = engine.page
-    budget = min(context, pages_for(budget_at(select.budget, context), page) * page)
+    budget = min(held, pages_for(budget_at(select.budget, context), page) * page)
     dense = min(select.dense_layers, shape.layers)
-    summaries = pages_for(context, page) * per_layer // 2 * Features(selector=select.method).summary_kinds
-    if budget >= context:
+    summaries = pages_for(held, page) * per_layer // 2 * Features(selector=select.method).summary_kinds
+    if budget >= held:
         summaries = 0
-    return dense * context * per_layer + (shape.layers - dense) * (budget * per_layer + summaries)
+    return dense * held * per_layer + (shape.layers - dense) * (budget * per_layer + summaries)
 
 
 class StepBench:
-    """Decode steps of `batch` rows that hold `context` tokens each, with random KV."""
+    """Decode steps of `batch` rows of `context` tokens, with random KV: all of it, or the most that an evictor holds
+    at that length."""
 
     def __init__(self, engine: Engine, batch: int, context: int, sparsity: Sparsity = DENSE) -> None:
-        need = batch * pages_for(context + engine.lookahead, engine.page)
+        evict = sparsity.evict
+        self.held = min(context, budget_at(evict.budget, context) + evict.buffer) if evict else context
+        count = pages_for(self.held + engine.lookahead, engine.page)
+        need, width = batch * count, engine.rows.table.shape[1]
         require(need <= engine.pool.usable, f"batch {batch} × context {context} needs {need} pages of KV, "
-                f"kv_memory holds {engine.pool.usable}.")  # fmt: skip
+                f"kv_memory holds {engine.pool.usable}; raise it or lower them.")  # fmt: skip
+        require(count <= width, f"context={context}: more than the engine's max_length={width * engine.page} holds.")
         require(batch <= engine.rows.count, f"batch={batch}: the engine has max_rows={engine.rows.count}.")
         engine.check(sparsity)
         self.engine, self.batch, self.context, self.sparsity = engine, batch, context, sparsity
         request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
         self.features = Features.of([request])
-        engine.cache.prepare(summary_kinds=self.features.summary_kinds, ring=self.features.ring, accumulated_tokens=0)
+        engine.cache.prepare(
+            summary_kinds=self.features.summary_kinds, ring=self.features.ring,
+            accumulated_tokens=self.held + engine.lookahead if self.features.accumulates else 0,
+        )  # fmt: skip
         engine.rows.prepare(self.features)
-        count = pages_for(context + engine.lookahead, engine.page)
         order = np.random.default_rng(0).permutation(np.arange(1, engine.pool.count))[:need]  # as churn leaves it
         self.table = order.reshape(batch, count).astype(np.int32)
         for row in range(batch):
@@ -113,18 +120,16 @@ class StepBench:
         for filled in (engine.cache.keys, engine.cache.values, engine.cache.summaries):
             if filled is not None and not filled[:, -1].any():  # as a fresh pool holds it
                 filled.normal_()
-        self.most = engine.runner._context(context + engine.lookahead)
+        self.most = engine.runner._context(self.held + engine.lookahead)
         self.bucket = engine.runner._bucket(batch)
         self.reset()
 
     def reset(self) -> None:
         engine, rows = self.engine, self.engine.rows
-        full = np.zeros(rows.count, np.int64)
-        full[: self.batch] = self.context - 1
-        left = np.zeros(rows.count, np.int64)
-        left[: self.batch] = 1 << 20
+        position, held, left = (np.zeros(rows.count, np.int64) for _ in range(3))
+        position[: self.batch], held[: self.batch], left[: self.batch] = self.context - 1, self.held - 1, 1 << 20
         engine.rows.table[: self.batch, : self.table.shape[1]] = torch.from_numpy(self.table).to(engine.device)
-        rows.upload(full, full, left, np.full((rows.count, engine.lookahead), -1, np.int64))
+        rows.upload(position, held, left, np.full((rows.count, engine.lookahead), -1, np.int64))
 
     def seconds(self, chunks: int = 8) -> float:
         """Mean time of one step, over `chunks` × lookahead steps (the context grows within a chunk only)."""
@@ -140,7 +145,7 @@ class StepBench:
         return total / chunks
 
     def floor_bytes(self) -> int:
-        return weight_bytes(self.engine) + self.batch * kv_bytes(self.engine, self.context, self.sparsity)
+        return weight_bytes(self.engine) + self.batch * kv_bytes(self.engine, self.context, self.held, self.sparsity)
 
 
 def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ceilings: Ceilings) -> dict[str, Any]:
@@ -150,8 +155,8 @@ def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ce
     return {
         "kind": "decode step", "model": engine.name, "batch": batch, "context": context,
         "sparsity": sparsity.describe(), "ms": seconds * 1e3, "floor_ms": floor * 1e3, "of_floor": floor / seconds,
-        "tokens_per_s": batch / seconds, "kv_bytes": batch * context * engine.shape.token_bytes,
-        "timing": timing_record(Shape.of(engine.model), bench.bucket, context, sparsity, seconds * 1e3),
+        "tokens_per_s": batch / seconds, "kv_bytes": batch * bench.held * engine.shape.token_bytes,
+        "timing": timing_record(Shape.of(engine.model), bench.bucket, bench.held, sparsity, seconds * 1e3),
     }  # fmt: skip
 
 

@@ -8,6 +8,10 @@ import typer
 
 from alula.errors import SettingError
 
+ROOM = 64
+"""Tokens beyond what is asked, for steps that are launched ahead."""
+PIPE_WIDTH = 120
+
 
 def bench(
     model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file, or shape:NAME for random weights.")],
@@ -20,7 +24,9 @@ def bench(
         int, typer.Option(help="Also whole rollouts of this many new tokens, from prompts of --context tokens.")
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool; by default most of what is free.")] = None,
     page: Annotated[int, typer.Option(help="KV tokens per page.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of the table.")] = False,
@@ -29,30 +35,35 @@ def bench(
     """Time decode steps (and whole rollouts): milliseconds, the floor, percent of it, tokens/s, KV bytes.
 
     The floor is the bytes that must move (weights, KV that the policy reads) over the copy bandwidth measured now.
+    A step under an evictor finds the most KV that it holds at that length: budget + buffer.
     """
+    from alula.cli.generate import check_out, pick_device
     from alula.sparsity.parse import parse_sparsity
 
     policies = [parse_sparsity(text) for text in sparsity or ["dense"]]
+    batches, contexts = batch or [64], context or [1024]
+    for name, values, least in (("batch", batches, 1), ("context", contexts, 1), ("rollouts", [rollouts], 0)):
+        if min(values) < least:
+            raise SettingError(f"--{name} {min(values)}: must be at least {least}.")
+    check_out(out)
     from alula.bench import decode_step, measure_ceilings
     from alula.bench import rollouts as whole_rollouts
-    from alula.cli.generate import pick_device
     from alula.engine.engine import Engine
+    from alula.model import load_model
 
-    batches, contexts = batch or [64], context or [1024]
-    for name, values in (("batch", batches), ("context", contexts)):
-        if min(values) < 1:
-            raise SettingError(f"--{name} {min(values)}: must be at least 1.")
-    engine = Engine.load(
-        model, device=pick_device(device), dtype=dtype, page=page, kv_memory=kv_memory, max_rows=max(batches)
-    )
+    loaded = load_model(model, device=pick_device(device), dtype=dtype)
+    # Random KV has no positions that a model could not count to.
+    longest = max(getattr(loaded.model.config, "max_position_embeddings", 0), max(contexts) + rollouts + ROOM)
+    engine = Engine(loaded, page=page, kv_memory=kv_memory, max_rows=max(batches), max_length=longest)
     ceilings = measure_ceilings(engine.device)
     records: list[dict[str, Any]] = []
     for policy in policies:
         for rows in batches:
             for tokens in contexts:
-                # An evictor's step is a dense step over the KV that it keeps.
                 records.append(decode_step(engine, rows, tokens, policy, ceilings))
                 if rollouts:
+                    if engine.device.type == "cuda":
+                        whole_rollouts(engine, rows, tokens, rollouts, policy)  # compiles, and captures its graphs
                     records.append(whole_rollouts(engine, rows, tokens, rollouts, policy))
     if out is not None:
         found = {"bandwidth": ceilings.bandwidth, "matrix": ceilings.matrix, "records": records}
@@ -65,19 +76,25 @@ def bench(
 
 
 def show(records: list[dict[str, Any]], name: str, bandwidth: float) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{name}, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    for column in ("what", "sparsity", "batch", "context", "ms", "floor ms", "of floor", "tokens/s", "KV GiB"):
-        table.add_column(column, justify="left" if column in ("what", "sparsity") else "right")
+    table = Table(title=f"{name}, copy bandwidth {bandwidth / 1e12:.2f} TB/s", box=SIMPLE)
+    for column in ("", "sparsity", "batch", "context", "ms", "floor ms", "of floor", "tokens/s", "KV"):
+        table.add_column(column, justify="left" if column in ("", "sparsity") else "right")
     for r in records:
         if r["kind"] == "decode step":
             table.add_row("step", r["sparsity"], f"{r['batch']}", f"{r['context']}", f"{r['ms']:.2f}",
                           f"{r['floor_ms']:.2f}", f"{r['of_floor']:.0%}", f"{r['tokens_per_s']:,.0f}",
-                          f"{r['kv_bytes'] / 2**30:.2f}")  # fmt: skip
+                          size(r["kv_bytes"]))  # fmt: skip
         else:
             table.add_row(f"rollouts + {r['new_tokens']}", r["sparsity"], f"{r['batch']}", f"{r['prompt']}",
                           f"{r['seconds'] * 1e3:,.0f}", "", "", f"{r['tokens_per_s']:,.0f}",
-                          f"{r['kv_peak_bytes'] / 2**30:.2f}")  # fmt: skip
-    Console().print(table)
+                          size(r["kv_peak_bytes"]))  # fmt: skip
+    console = Console()
+    (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
+
+
+def size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -37,7 +37,9 @@ def evaluate(
     chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default where there is one.")] = None,
     sparse_adapter: Annotated[Path | None, typer.Option(help="DistillSparse's adapter, for sparse policies.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all results here, as JSON.")] = None,
 ) -> None:

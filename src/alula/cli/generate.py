@@ -33,7 +33,9 @@ def generate(
         bool, typer.Option(help="Wrap text prompts as a user's message, where the model has a template.")
     ] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; by default standard output.")] = None,
@@ -42,6 +44,7 @@ def generate(
     asked: list[Any] = list(prompts or []) + (read_prompts(file) if file else [])
     if not asked:
         raise SettingError("no prompts: give them as arguments or with --file.")
+    check_out(out)
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
     from alula.sparsity.parse import parse_sparsity
@@ -74,8 +77,14 @@ def pick_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def check_out(out: Path | None) -> None:
+    """Before the work, not after it."""
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise SettingError(f"--out {out}: not a file in a folder that exists.")
+
+
 def read_prompts(file: Path) -> list[Any]:
-    if str(file) != "-" and not file.exists():
+    if str(file) != "-" and not file.is_file():
         raise SettingError(f"--file {file}: there is no such file.")
     text = sys.stdin.read() if str(file) == "-" else file.read_text()
     found = []
@@ -84,7 +93,9 @@ def read_prompts(file: Path) -> list[Any]:
             try:
                 found.append(json.loads(line)["prompt"])
             except (json.JSONDecodeError, KeyError, TypeError):
-                raise SettingError(f'--file {file}, line {number}: not a JSON object with a "prompt".') from None
+                raise SettingError(
+                    f'--file {file}, line {number}: not a JSON object such as {{"prompt": "text"}}.'
+                ) from None
     return found
 
 
