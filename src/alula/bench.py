@@ -95,6 +95,7 @@ class StepBench:
     at that length."""
 
     def __init__(self, engine: Engine, batch: int, context: int, sparsity: Sparsity = DENSE) -> None:
+        engine.check(sparsity)
         evict = sparsity.evict
         self.held = min(context, budget_at(evict.budget, context) + evict.buffer) if evict else context
         count = pages_for(self.held + engine.lookahead, engine.page)
@@ -103,7 +104,6 @@ class StepBench:
                 f"kv_memory holds {engine.pool.usable}; raise it or lower them.")  # fmt: skip
         require(count <= width, f"context={context}: more than the engine's max_length={width * engine.page} holds.")
         require(batch <= engine.rows.count, f"batch={batch}: the engine has max_rows={engine.rows.count}.")
-        engine.check(sparsity)
         self.engine, self.batch, self.context, self.sparsity = engine, batch, context, sparsity
         request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
         self.features = Features.of([request])
