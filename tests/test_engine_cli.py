@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_the_quickstart_works_as_pasted(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert all(line.startswith("200 tokens, KV saved 64%, 10 evictions, |Δ log-prob| 0.") for line in lines)
+
+
+def test_the_tests_that_the_engines_page_names_are_there():
+    page = (ROOT / "docs" / "engine.md").read_text()
+    named = re.findall(r"`(\w+\.py)(?:::(\w+))?`", page)
+    assert sum(bool(test) for _, test in named) >= 10
+    for file, test in named:
+        assert not test or f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
 def test_generate_writes_what_the_engine_gives(capsys):

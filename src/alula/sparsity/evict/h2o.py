@@ -9,7 +9,7 @@ from alula.sparsity.evict.base import Cached, Evictor
 
 @dataclass(frozen=True)
 class H2O(Evictor):
-    """score_j = Σ over all queries so far, and over the group, of softmax(q·k)_j
+    """score_j = Σ over all queries so far, and over the group, of softmax_j(q·k_j/√d)
 
     Prompt queries count; each query's softmax is over what was cached when it ran, and a kept token carries
     its sum on. Under a selector a token that was not read counts too: exp(q·k) over the sum of those read.

@@ -10,7 +10,7 @@ from alula.sparsity.evict.base import Cached, Evictor, require_pooling
 
 @dataclass(frozen=True)
 class SnapKV(Evictor):
-    """score_j = maxpool(mean over the last `window` queries of softmax_j(max over the group of q·k_j))
+    """score_j = maxpool(mean over the last `window` queries of softmax_j(max over the group of q·k_j/√d))
 
     The softmax excludes the window's own keys. This is R-KV's decoding variant of SnapKV: R-KV with
     mix = 1. Source: SnapKV (arXiv 2404.14469); R-KV (arXiv 2505.24133) for the variant.

@@ -10,7 +10,7 @@ from alula.sparsity.evict.base import Cached, Evictor
 
 @dataclass(frozen=True)
 class TOVA(Evictor):
-    """score_j = mean over all query heads of softmax_j(q_last·k_j)
+    """score_j = mean over all query heads of softmax_j(q_last·k_j/√d)
 
     So all heads of a layer keep the same tokens. Source: TOVA (arXiv 2401.06104), which evicts at every step
     and protects nothing; here it runs at the common trigger.
