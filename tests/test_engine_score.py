@@ -119,3 +119,26 @@ def test_long_scores_in_small_pieces(engine, loaded, monkeypatch):
     for a, b in zip(whole, engine.score(rollouts, topk=2)):
         torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
         assert torch.equal(a.topk_ids, b.topk_ids)
+
+
+def test_what_is_not_finite_has_the_score_nan_and_the_others_have_theirs(loaded):
+    """From the broken token on; in the dense pass, which sees a sequence whole, all through it."""
+    rollouts = Engine(loaded, page=4, kv_memory="2MiB").generate(PROMPTS, SAMPLING, POLICIES["rkv"])
+    bad = next(t for t in rollouts[0].token_ids[5:] if all(t not in r.prompt_ids + r.token_ids for r in rollouts[2:]))
+    broken = oracle.custom_model(3)
+    with torch.no_grad():
+        broken.model.get_input_embeddings().weight[bad] = float("nan")
+    engine = Engine(broken, page=4, kv_memory="2MiB")
+    poisoned = Rollout([5, bad], [6, 7, 8], None, "length")
+    asked = [*rollouts, poisoned]
+    whole = Engine(loaded, page=4, kv_memory="2MiB").score(asked, POLICIES["rkv"])
+    overlaps = engine.acceptance(asked, POLICIES["rkv"])
+    for r, score, well, alpha in zip(asked, engine.score(asked, POLICIES["rkv"], topk=2), whole, overlaps):
+        text = r.prompt_ids + r.token_ids
+        good = max(0, text.index(bad) + 1 - len(r.prompt_ids)) if bad in text[:-1] else len(r)
+        assert score.logprobs.shape == alpha.shape == (len(r),)
+        assert score.topk_logprobs.shape == score.topk_ids.shape == (len(r), 2)
+        torch.testing.assert_close(score.logprobs[:good], well.logprobs[:good], rtol=0, atol=1e-5)
+        assert score.logprobs[good:].isnan().all()
+        assert (alpha.isnan() == (bad in text)).all()
+        assert (engine.score([r])[0].logprobs.isnan() == (bad in text)).all()

@@ -1,6 +1,7 @@
 """Log-probs of given tokens under the dense policy (one packed pass) or a sparse one (forced decoding), and the
 overlap of the two."""
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -74,10 +75,10 @@ def score_forced(
     requests = [forced(engine, r, i, sparsity, topk, temperature, record) for i, r in enumerate(rollouts)]
     scores: list[Scores | None] = [None] * len(requests)
     for done in engine.stream(requests):
-        assert done.logprobs is not None
-        scores[done.prompt_index] = Scores(
-            done.logprobs, done.topk_ids, done.topk_logprobs, done.history, done.selected
-        )
+        length = len(rollouts[done.prompt_index])
+        top_ids = None if done.topk_ids is None else filled(done.topk_ids, length, 0)
+        top = None if done.topk_logprobs is None else filled(done.topk_logprobs, length)
+        scores[done.prompt_index] = Scores(filled(done.logprobs, length), top_ids, top, done.history, done.selected)
     return [s for s in scores if s is not None]
 
 
@@ -124,8 +125,14 @@ def stream_acceptance(
         for i, (r, policy) in enumerate(zip(rollouts, policies))
     ]
     for done in engine.stream(requests):
-        assert done.acceptance is not None
-        yield done.prompt_index, done.acceptance
+        yield done.prompt_index, filled(done.acceptance, len(rollouts[done.prompt_index]))
+
+
+def filled(values: Tensor | None, length: int, value: float = math.nan) -> Tensor:
+    """`values` of the first tokens, and NaN for those after logits that were not finite, which end the decoding."""
+    values = torch.empty(0) if values is None else values
+    missing = values.new_full((length - len(values), *values.shape[1:]), value)
+    return torch.cat([values, missing]) if len(missing) else values
 
 
 @torch.inference_mode()
