@@ -224,3 +224,17 @@ def test_strings_and_chat_messages_need_a_tokenizer(engine):
     for prompt in ("hello", [{"role": "user", "content": "hello"}]):
         with pytest.raises(SettingError, match="group-3 has no tokenizer; give prompts as lists of token ids"):
             engine.generate([prompt])
+
+
+def test_chat_messages_need_a_chat_template(engine):
+    """As base models come: a tokenizer, but no template."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(96)}
+    engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+    with pytest.raises(SettingError, match="group-3 has no chat template; give prompts as text or token ids"):
+        engine.generate([[{"role": "user", "content": "w5"}]])
+    (rollout,) = engine.generate(["w5"], Sampling(max_new_tokens=3))
+    assert rollout.prompt_ids == [5]
+    assert rollout.text
