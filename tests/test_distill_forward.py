@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +18,7 @@ from alula.distill.attention import kernel_attention, masked_attention, sparse_a
 from alula.distill.choice import choose, pages_read
 from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
+from alula.distill.tiles import look
 from alula.distill.view import View
 from alula.errors import SettingError
 from alula.model import load_model
@@ -292,13 +294,34 @@ def test_pages_are_chosen_as_the_reference_chooses_them():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("policy", [METHODS["block-topk"], METHODS["quest"]])
-def test_pages_read_do_not_depend_on_chunks_and_are_found_once(policy):
+def test_pages_read_do_not_depend_on_chunks(policy):
     rollouts, *tensors = packed_case(policy, lengths=((3, 20), (9, 2)))
     q, k, _ = (x.detach().to(DEVICE) for x in tensors)
-    view, other = View.of(rollouts, DEVICE), View.of(rollouts, DEVICE)
-    words = pages_read(view, 1, q, k)
-    assert torch.equal(words, pages_read(other, 1, q, k, score_elements=1))
-    assert pages_read(view, 1, q, k) is words
+    view = View.of(rollouts, DEVICE)
+    assert torch.equal(pages_read(view, 1, q, k), pages_read(view, 1, q, k, score_elements=1))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["evictor", "evictor beside selector", "a page to a tile"])
+def test_only_tiles_with_something_to_see_are_visited(name):
+    lengths = ((3, 259), (100, 30)) if name == "a page to a tile" else ((3, 140), (9, 1), (70, 65))
+    rollouts, *tensors = packed_case(*KERNEL_CASES[name], lengths=lengths)
+    q, k, _ = (x.detach().to(DEVICE) for x in tensors)
+    view = View.of(rollouts, DEVICE)
+    _, lists = look(view, 1, q, k)
+    padded = view.pad(k).transpose(1, 2)
+    mask = view.visible(1, view.pad(q).transpose(1, 2), 0, view.summaries(1, padded)).expand(-1, 2, -1, -1).clone()
+    for row, rollout in enumerate(rollouts):
+        mask[row, :, len(rollout.prompt_ids) + len(rollout) :] = False
+    room = -mask.shape[-1] % 64
+    some = F.pad(mask, (0, room, 0, room)).unflatten(3, (-1, 64)).unflatten(2, (-1, 64)).any(5).any(3)
+    assert (~some[0] & torch.ones_like(some[0]).tril()).any(), "there is something to skip"
+    for (tiles, counts), expected in ((lists[:2], some), (lists[2:], some.transpose(2, 3))):
+        assert torch.equal(counts, expected.sum(-1))
+        for row, head, block in expected.any(-1).nonzero().tolist():
+            visited = tiles[row, head, block, : counts[row, head, block]]
+            assert torch.equal(visited, expected[row, head, block].nonzero()[:, 0].int())
+    assert look(view, 1, q, k)[1] is lists, "a layer that is computed again looks no more"
 
 
 @pytest.mark.kernels

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from alula.distill.choice import pages_read
 from alula.distill.kernel import visible_attention
+from alula.distill.tiles import look
 from alula.distill.view import View
 from alula.ops.dispatch import use_triton
 from alula.ops.packed_attention import packed_attention
@@ -83,16 +83,8 @@ def sparse_attention(
 
 
 def kernel_attention(query: Tensor, key: Tensor, value: Tensor, view: View, layer: int, scaling: float) -> Tensor:
-    """The same through `visible_attention`."""
-    chosen, page = None, 1
-    if view.select is not None and view.selects(layer):
-        page = view.select.block
-        with torch.no_grad():
-            chosen = pages_read(view, layer, query, key)
-    evicted_at = None if view.evicted_at is None else view.evicted_at[layer]
-    return visible_attention(
-        query, key, value, view.starts, view.prompts, view.width, evicted_at, chosen, page, scaling
-    )  # fmt: skip
+    """The same through Triton kernels."""
+    return visible_attention(query, key, value, *look(view, layer, query, key), scaling)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:

@@ -15,22 +15,20 @@ SCORE_ELEMENTS = 1 << 27
 
 
 def pages_read(view: View, layer: int, query: Tensor, key: Tensor, score_elements: int = SCORE_ELEMENTS) -> Tensor:
-    """int32 [Hkv, words, T] for packed queries [T, Hq, D] and keys [T, Hkv, D]; kept in the view.
+    """int32 [Hkv, words, T] for packed queries [T, Hq, D] and keys [T, Hkv, D] of a selecting layer.
 
     Bit p % 32 of word p // 32 says whether the token's query reads page p. Prompt queries read all.
     """
-    if layer not in view.chosen:
-        summaries = view.summaries(layer, view.pad(key).transpose(1, 2))
-        assert summaries is not None
-        queries = view.pad(asked(query, summaries)).transpose(1, 2)
-        rows, heads, full = summaries.shape[:3]
-        words = query.new_empty(heads, -(-(full + 1) // WORD), len(query), dtype=torch.int32)
-        size = max(1, score_elements // (rows * heads * (full + 1)))
-        for first in range(0, view.width, size):
-            scores = queries[:, :, first : first + size] @ summaries.flatten(3).transpose(-1, -2)
-            choose(view, scores, first, words)
-        view.chosen[layer] = words
-    return view.chosen[layer]
+    summaries = view.summaries(layer, view.pad(key).transpose(1, 2))
+    assert summaries is not None
+    queries = view.pad(asked(query, summaries)).transpose(1, 2)
+    rows, heads, full = summaries.shape[:3]
+    words = query.new_empty(heads, full // WORD + 1, len(query), dtype=torch.int32)
+    size = max(1, score_elements // (rows * heads * (full + 1)))
+    for first in range(0, view.width, size):
+        scores = queries[:, :, first : first + size] @ summaries.flatten(3).transpose(-1, -2)
+        choose(view, scores, first, words)
+    return words
 
 
 def choose(view: View, scores: Tensor, first: int, words: Tensor) -> None:

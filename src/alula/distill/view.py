@@ -9,6 +9,7 @@ choice.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +44,8 @@ class View:
     select: Select | None = None
     budget: Tensor | None = None
     """int32 [B, L]: pages that the query at each position may read."""
-    chosen: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, what `alula.distill.choice` found: a layer that is computed again reads the same pages."""
+    seen: dict[int, Any] = field(default_factory=dict)
+    """By layer, what `alula.distill.tiles` found: a layer that is computed again sees the same."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], device: torch.device | str) -> "View":
