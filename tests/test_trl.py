@@ -125,6 +125,17 @@ def test_engine_follows_the_optimizer(tmp_path, bf16):
         assert ours.dtype == (torch.bfloat16 if bf16 else torch.float32)
         assert (ours is theirs) != bf16
         assert torch.equal(ours, theirs.to(ours.dtype))
+    assert trainer.model.training
+    assert not trainer.engine.model.training, "dropout would change the policy"
+
+
+def test_resumed_run_is_the_same(tmp_path):
+    whole = made(tmp_path, save_strategy="steps", save_steps=1)
+    whole.train()
+    resumed = made(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters()):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "dr_grpo"])

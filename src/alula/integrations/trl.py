@@ -61,8 +61,7 @@ class SparseGRPOTrainer(GRPOTrainer):
     ) -> None:
         self.sparsity = parse_sparsity(sparsity) if isinstance(sparsity, str) else sparsity
         self.correction = Correction.named(correction) if isinstance(correction, str) else correction
-        if args is not None:
-            refuse_settings(args, self.correction)
+        refuse_settings(args or GRPOConfig(), self.correction)
         for name in ("tools", "rollout_func", "environment_factory"):
             require(not others.get(name), f"{name}: Alula's engine generates single answers here; leave it out.")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset, **others)
