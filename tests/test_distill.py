@@ -13,6 +13,7 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.config import DistillSettings
 from alula.config_file import read_tree
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
@@ -537,3 +538,8 @@ def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):
     resumed = Adapter.load(tmp_path / "parts" / "adapter")
     assert all(torch.equal(b, resumed.weights[name][1]) for name, (_, b) in adapter.weights.items())
     assert json.loads((tmp_path / "parts" / "summary.json").read_text()) == summary
+
+
+def test_layers_are_compiled_where_the_learner_compiles_its_own():
+    for own, learner, expected in ((None, None, None), (None, False, False), (None, True, True), (True, False, True)):
+        assert DistillSettings(compile=own).build(learner).compile is expected

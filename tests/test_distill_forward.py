@@ -7,6 +7,8 @@ from itertools import zip_longest
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -338,6 +340,40 @@ def test_a_step_through_the_kernel_is_the_same(checkpointing, models, monkeypatc
         metrics = distiller.step(rollouts)
         found.append((metrics["kl"], metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["rkv", "block-topk"])
+def test_compiled_parts_serve_all_layers_and_change_nothing(method, models, monkeypatch):
+    """Through dynamo and autograd's own graphs; the compiler behind them is left out to save its time."""
+    loaded, policy, graphs = models[3], METHODS[method], []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **o: compile_(module, backend=counted, **o))
+    torch._dynamo.reset()
+    adapter = random_adapter(loaded.model)
+    engine = engine_of(loaded, sparse_adapter=adapter)
+    rollouts = engine.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)
+    eager, compiled = (
+        distiller_of(loaded.model, adapter, loss="divergence", lr=1e-2, activation_checkpointing=True, compile=on)
+        for on in (False, True)
+    )
+    found = []
+    for some in (rollouts[:4], rollouts):
+        for distiller in (eager, compiled):
+            metrics = distiller.step(some)
+            found.append((metrics["kl"], metrics["grad_norm"], distiller.measure(some).mean))
+        counts = len(graphs)
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[3] == pytest.approx(found[2], rel=1e-4)
+    for (_, mine), (_, other) in zip(compiled.policy.adapter_parameters(), eager.policy.adapter_parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    compiled.step(rollouts[2:])
+    assert 0 < len(graphs) == counts
+    assert counts <= 5 * 4, "norms, attention before and after, MLP: few variants of each, whatever the layer"
 
 
 def test_no_whole_mask_exists_when_chunked():

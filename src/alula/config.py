@@ -375,11 +375,14 @@ class DistillSettings(Section):
     """Positions whose logits, of both policies, exist at one time."""
     activation_checkpointing: bool = True
     """Keep only each layer's input and compute the rest again in the backward pass."""
+    compile: bool | None = None
+    """Compile the parts of the decoder layers; by default what `learner.compile` says, or on a GPU."""
     move: MoveSettings | None = None
     """A sparser policy to go over to."""
 
-    def build(self) -> DistillConfig:
-        return DistillConfig(**self.model_dump(exclude={"move"}))
+    def build(self, learner_compiles: bool | None = None) -> DistillConfig:
+        compiled = learner_compiles if self.compile is None else self.compile
+        return DistillConfig(**(self.model_dump(exclude={"move"}) | {"compile": compiled}))
 
     def build_move(self) -> Move | None:
         return Move(**self.move.model_dump()) if self.move else None

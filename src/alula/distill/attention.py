@@ -24,6 +24,7 @@ MASK_ELEMENTS = 1 << 28
 """Most elements of a mask at a time, over rows, query heads, queries and keys: half a gigabyte in bfloat16."""
 
 
+@torch.compiler.disable  # what it does differs by layer, while one compiled layer serves all of them
 def attend(
     module: nn.Module,
     query: Tensor,

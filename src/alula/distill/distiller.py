@@ -59,7 +59,8 @@ class Distiller:
         self.world = world or World(device=model.device)
         self.loss = loss or Loss()
         start = adapter or fresh(model, config.rank, config.alpha, config.targets, config.seed)
-        self.policy = SparsePolicy(model, start, config.activation_checkpointing)
+        compiled = self.world.device.type == "cuda" if config.compile is None else config.compile
+        self.policy = SparsePolicy(model, start, config.activation_checkpointing, compiled)
         self.optimizer = MasterAdamW(self.policy.adapter_parameters(), config.lr, eps=EPS, compute=model.dtype)
         self.steps = 0
         """Optimizer steps tried."""
@@ -166,9 +167,10 @@ class Distiller:
         temperature = self._temperature(rollouts)
         alpha, kl = ([torch.empty(0)] * len(rollouts) for _ in range(2))
         for batch in self._batches(rollouts, range(len(rollouts))):
+            with self.policy.dense_frozen():  # as in training: nothing is compiled again
+                hidden, dense = self.policy(batch, rollouts), self.policy.dense(batch)
             found = against_hidden(
-                self.policy(batch, rollouts), self.policy.dense(batch), self.policy.head, batch.target_ids,
-                temperature, False, self.config.chunk,
+                hidden, dense, self.policy.head, batch.target_ids, temperature, False, self.config.chunk
             )  # fmt: skip
             assert found.acceptance is not None
             assert found.kl is not None
@@ -182,7 +184,8 @@ class Distiller:
         self._temperature(rollouts)
         found = [torch.empty(0)] * len(rollouts)
         for batch in self._batches(rollouts, range(len(rollouts))):
-            logprobs = sparse_logprobs(self.policy, self.config, batch, rollouts)
+            with self.policy.dense_frozen():
+                logprobs = sparse_logprobs(self.policy, self.config, batch, rollouts)
             for i, own in zip(batch.index, batch.split(logprobs)):
                 found[i] = own
         return found

@@ -19,7 +19,9 @@ from alula.rl.packing import Packed
 class SparsePolicy(nn.Module):
     """A twin of `model` on the very same parameters: its steps are seen here, φ is not seen there."""
 
-    def __init__(self, model: PreTrainedModel, adapter: Adapter, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, adapter: Adapter, activation_checkpointing: bool = False, compiled: bool = False
+    ) -> None:
         super().__init__()
         self.dense_parameters = list(model.parameters())
         self.model = share_weights(model).eval()
@@ -28,6 +30,8 @@ class SparsePolicy(nn.Module):
         self.rank, self.alpha, self.base_model = adapter.rank, adapter.alpha, adapter.base_model
         if activation_checkpointing:
             self._checkpoint_activations()
+        if compiled:
+            self._compile()
 
     def _checkpoint_activations(self) -> None:
         """As the learner does: the layers' own flag says training, all else stays in evaluation. Nothing is drawn."""
@@ -38,6 +42,13 @@ class SparsePolicy(nn.Module):
                 f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
             )
             layer.training = True  # type: ignore[union-attr]
+
+    def _compile(self) -> None:
+        """The parts of a layer (norms, attention, MLP) and not the layer: the attention function breaks the graph, and
+        what dynamo keeps for the layer's own code, limited in number, is left to the learner and the engine."""
+        for layer in self.model.get_decoder().layers:  # type: ignore[union-attr]
+            for part in layer.children():
+                part.compile(dynamic=True)
 
     @property
     def head(self) -> tuple[Tensor, Tensor | None]:

@@ -117,7 +117,8 @@ def build_learner_and_engine(
     learner.tensors()  # the moments take their memory now, before the engine takes what is left
     distiller = None
     if config.distill is not None:
-        distiller = Distiller(for_engine.model, config.distill.build(), loss=config.loss, world=world)
+        settings = config.distill.build(config.learner.compile)
+        distiller = Distiller(for_engine.model, settings, loss=config.loss, world=world)
         distiller.tensors()
     e = config.engine
     page = config.sparsity.select.block if config.sparsity.select else e.page
