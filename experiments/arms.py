@@ -71,7 +71,10 @@ def other_compressors(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
     """What matters in Sparse-RL's correction?"""
-    return [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in ("naive", *ABLATIONS)]
+    milder = bed.budgets[min(bed.budgets.index(budgets["rkv"]) + 1, len(bed.budgets) - 1)]
+    mild = [Arm(f"{name}, milder", bed.evictor("rkv", milder), name)
+            for name in ("naive", "reject-only", "reweight-only", "sparse-rl")]  # fmt: skip
+    return [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in ("naive", *ABLATIONS)] + mild
 
 
 def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
