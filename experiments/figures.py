@@ -37,18 +37,32 @@ def smoothed(metric: str, width: int = 5) -> Callable[[Row], list[tuple[int, flo
 
 
 def learning(question: str, bed: str) -> dict[str, str]:
-    """Accuracy, reward and length over training, an arm a line."""
-    arms = list(by_arm(raw(question, bed)).values())
+    """Accuracy, reward and length over training, an arm a line; a budget or a compressor a figure."""
+    groups: dict[str, list[list[Row]]] = {}
+    for label, runs in by_arm(raw(question, bed)).items():
+        groups.setdefault(group(question, label), []).append(runs)
+    common = groups.pop("", [])
     where = BED_NAMES[bed]
-    drawn = {
+    kinds = {
         "accuracy": (f"Held-out accuracy of the dense policy, {where}", "accuracy", judge.dense_accuracy),
         "reward": (f"Reward of the rollouts, {where}", "mean of five steps", smoothed("reward/mean")),
         "length": (f"Response length, {where}", "tokens, mean of five steps", smoothed("response/length_mean")),
     }
-    return {
-        name: chart(title, "step", unit, [over_steps(runs, COLOURS[i % 8], points) for i, runs in enumerate(arms)])
-        for name, (title, unit, points) in drawn.items()
-    }
+    drawn = {}
+    for suffix, arms in groups.items() or [("", [])]:
+        for name, (title, unit, points) in kinds.items():
+            lines = [over_steps(runs, COLOURS[i], points) for i, runs in enumerate(common + arms)]
+            drawn["-".join(filter(None, [name, suffix]))] = chart(title, "step", unit, lines)
+    return drawn
+
+
+def group(question: str, label: str) -> str:
+    """Which figure an arm belongs to; '' is all of them."""
+    if question == "correction":
+        return "milder" if label.endswith("milder") else "tempting"
+    if question == "compressors" and not label.startswith("dense"):
+        return label.split()[0]
+    return ""
 
 
 def probed(question: str, bed: str) -> dict[str, str]:
