@@ -88,6 +88,14 @@ def test_a_problem_that_comes_back_is_reported_again():
     assert [kind for _, kind in watch(flickering)] == ["rejection"]
 
 
+def test_a_run_that_rerolls_is_not_told_to():
+    for row, expected in (({}, True), ({"mismatch/rerolled": 0.2}, False)):
+        monitor = HealthMonitor()
+        [warning] = [w for _ in range(5) for w in monitor.observe({"mismatch/veto_rate": 0.2} | row)]
+        assert ("use the `reroll` correction" in warning.advice) is expected
+        assert ("finished densely" in warning.message) is not expected
+
+
 def test_messages_say_what_and_what_to_try():
     monitor = HealthMonitor()
     warnings = [warning for row in sick("mismatch/veto_rate", lambda step: 0.2) for warning in monitor.observe(row)]

@@ -19,6 +19,7 @@ __all__ = ["HealthMonitor", "HealthWarning"]
 REARM = 20
 WATCHED = (
     "mismatch/veto_rate",
+    "mismatch/rerolled",
     "mismatch/kl_k3",
     "policy/grad_norm",
     "policy/entropy",

@@ -59,14 +59,17 @@ def rejection(traces: Traces) -> HealthWarning | None:
     values = traces["mismatch/veto_rate"].last(5)
     if not values or fmean(values) <= 0.15:
         return None
+    rerolls = bool(traces["mismatch/rerolled"].recent)
     return HealthWarning(
         "rejection",
-        f"{fmean(values):.1%} of the rollouts of the last 5 steps were rejected (more than 15%): at this KV "
-        "budget the sparse policy too often samples what the dense one would not.",
-        "Raise the budget, keep sinks (4) and a window, or use the `reroll` correction, which repairs "
-        "rejected rollouts instead of losing them. If mismatch/veto_rate_token is flat, the answers have "
-        "only grown longer.",
-    )
+        f"{fmean(values):.1%} of the rollouts of the last 5 steps were rejected"
+        f"{' and finished densely' if rerolls else ''} (more than 15%): at this KV budget the sparse policy too often "
+        "samples what the dense one would not.",
+        "Raise the budget, keep sinks (4) and a window"
+        + ("; every reroll costs a dense suffix" if rerolls else ", or use the `reroll` correction, which repairs "
+           "rejected rollouts instead of losing them")
+        + ". If mismatch/veto_rate_token is flat, the answers have only grown longer.",
+    )  # fmt: skip
 
 
 def mismatch_rising(traces: Traces) -> HealthWarning | None:
