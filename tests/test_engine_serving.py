@@ -238,3 +238,13 @@ def test_chat_messages_need_a_chat_template(engine):
     (rollout,) = engine.generate(["w5"], Sampling(max_new_tokens=3))
     assert rollout.prompt_ids == [5]
     assert rollout.text
+
+
+def test_many_compiled_engines_live_in_one_process(monkeypatch):
+    """They share the code of one forward, and a whole graph that may not be compiled again would end in an error."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **given: real(f, backend="eager", **given))
+    for group in range(1, 7):
+        engine = Engine(oracle.custom_model(group, layers=1), page=4, kv_memory="1MiB", max_rows=2, compiled=True)
+        [rollout] = engine.generate([[5, 6, 7]], Sampling(max_new_tokens=3, ignore_eos=True))
+        assert len(rollout) == 3

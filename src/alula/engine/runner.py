@@ -55,6 +55,9 @@ class Runner:
         self.device = cache.device
         self.sparse_model = sparse_model
         self.head = model.get_output_embeddings()
+        if compiled:
+            # All engines and learners of a process compile the same forward, and each leaves entries of its own.
+            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for each in filter(None, (model, sparse_model)):
             attention.install(each)
             if compiled:
