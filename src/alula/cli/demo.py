@@ -23,12 +23,12 @@ def demo(
     from alula.demo.run import run_demo
 
     arms = run_demo(out, seed=seed, steps=steps, say=typer.echo)
-    table = Table(title="Held-out accuracy of the dense policy")
-    for column in ("run", "before", "lowest", "after", "reward", "length", "KV saved", "vetoed", "time"):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=column == "run")
+    table = Table(title="Held-out accuracy of the dense policy, and the last rollouts")
+    for column in ("run", "accuracy", "reward", "length", "KV saved", "vetoed", "time"):
+        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for arm in arms:
-        table.add_row(arm.name.partition("-")[2], f"{arm.before:.0%}", f"{arm.lowest:.0%}", f"{arm.after:.0%}",
-                      f"{arm.reward:.2f}", f"{arm.length:.0f}", f"{arm.kv_saved:.0%}", f"{arm.vetoed:.0%}",
+        table.add_row(arm.name.partition("-")[2], f"{arm.before:.0%} → {arm.after:.0%}", f"{arm.reward:.2f}",
+                      f"{arm.length:.0f}", f"{arm.kv_saved:.0%}", f"{arm.vetoed:.0%}",
                       f"{arm.seconds:.0f} s")  # fmt: skip
     typer.echo()
     Console().print(table)
