@@ -162,7 +162,7 @@ def small_step(ceilings: Ceilings) -> list[dict]:
     loaded = load_model("shape:smollm2-135m", device="cuda")
     engine = Engine(loaded, kv_memory="20GiB", max_rows=512, max_length=1024)
     learner = Learner(
-        loaded.model, LearnerConfig(lr=1e-6, compile=True, activation_checkpointing=False, token_budget=65536)
+        loaded.model, LearnerConfig(lr=1e-6, compile=True, activation_checkpointing=False, token_budget=32768)
     )
     prompts = [rng.integers(0, 49152, 100).tolist() for _ in range(64)]
     found = []
