@@ -9,7 +9,6 @@
 Each chunk's logits are computed again in the backward pass.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from alula.engine.rollout import Scores
 from alula.model import lm_logits
-from alula.rl.logprobs import _chunks, _fused, _statistics, chunked_logprobs
+from alula.rl.logprobs import chunked_logprobs, chunks, fused, statistics
 
 
 class Compared(NamedTuple):
@@ -56,9 +55,9 @@ class _AgainstHidden(torch.autograd.Function):
         overlap: bool,
         chunk: int,
     ) -> tuple[Tensor, ...]:
-        measured: Callable[..., Any] = _fused(compare) if hidden.is_cuda else compare
+        measured = fused(compare, hidden)
         parts = []
-        for rows in _chunks(len(targets), chunk):
+        for rows in chunks(len(targets), chunk):
             q, p = (lm_logits(x[rows], weight, bias) for x in (hidden, teacher))
             parts.append(measured(q, p, targets[rows], temperature))
         logprobs, kl, alpha, *normalisers = (torch.cat(column) for column in zip(*parts))
@@ -71,9 +70,9 @@ class _AgainstHidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_divergence: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, teacher, weight, bias, targets, *known = ctx.saved_tensors
-        slope: Callable[..., Any] = _fused(compare_gradient) if hidden.is_cuda else compare_gradient
+        slope = fused(compare_gradient, hidden)
         gradient = torch.empty_like(hidden)
-        for rows in _chunks(len(targets), ctx.chunk):
+        for rows in chunks(len(targets), ctx.chunk):
             q, p = (lm_logits(x[rows], weight, bias) for x in (hidden, teacher))
             lines = (x[rows] for x in (targets, *known, by_logprob, by_divergence))
             by_logits = slope(q, p, *lines, ctx.temperature, ctx.overlap, hidden.dtype)
@@ -149,11 +148,11 @@ class _Listed(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, ...]:
-        statistics: Callable[..., Any] = _fused(_statistics) if hidden.is_cuda else _statistics
+        measured = fused(statistics, hidden)
         parts = []
-        for rows in _chunks(len(targets), chunk):
+        for rows in chunks(len(targets), chunk):
             logits = lm_logits(hidden[rows], weight, bias)
-            sampled, normaliser, _ = statistics(logits, targets[rows], temperature, False)
+            sampled, normaliser, _ = measured(logits, targets[rows], temperature, False)
             parts.append((sampled, logits.gather(-1, ids[rows]) / temperature - normaliser[:, None], normaliser))
         sampled, listed, normaliser = (torch.cat(column) for column in zip(*parts))
         ctx.save_for_backward(hidden, weight, bias, targets, ids, normaliser)
@@ -163,10 +162,10 @@ class _Listed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_sampled: Tensor, by_listed: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, targets, ids, normaliser = ctx.saved_tensors
-        shared: Callable[..., Any] = _fused(_shared_slope) if hidden.is_cuda else _shared_slope
+        shared = fused(_shared_slope, hidden)
         total = by_sampled + by_listed.sum(-1)
         gradient = torch.empty_like(hidden)
-        for rows in _chunks(len(targets), ctx.chunk):
+        for rows in chunks(len(targets), ctx.chunk):
             logits = lm_logits(hidden[rows], weight, bias)
             by_logits = shared(logits, normaliser[rows], total[rows], ctx.temperature, hidden.dtype)
             # One after the other: a sampled token may be listed too, and each addition alone has no conflicts.

@@ -55,11 +55,11 @@ def topk_logprobs(
     bias: Tensor | None = None,
 ) -> TopLogprobs:
     """Log-probs of `targets` and of the `k` most likely tokens at every position, without gradient."""
-    statistics: Callable[..., Any] = _fused(_statistics) if hidden.is_cuda else _statistics
+    measured = fused(statistics, hidden)
     parts = []
-    for rows in _chunks(len(targets), chunk):
+    for rows in chunks(len(targets), chunk):
         logits = lm_logits(hidden[rows], weight, bias)
-        given, normaliser, _ = statistics(logits, targets[rows], temperature, False)
+        given, normaliser, _ = measured(logits, targets[rows], temperature, False)
         best, ids = logits.topk(k, dim=-1)
         parts.append(TopLogprobs(given, ids, best / temperature - normaliser[:, None]))
     return TopLogprobs(*(torch.cat(field) for field in zip(*parts)))
@@ -80,7 +80,7 @@ def chunked_apply(
     """
     states = hidden if isinstance(hidden, tuple) else (hidden,)
     return torch.cat(
-        [fn(*(lm_logits(h[rows], weight, bias) for h in states)) for rows in _chunks(len(states[0]), chunk)]
+        [fn(*(lm_logits(h[rows], weight, bias) for h in states)) for rows in chunks(len(states[0]), chunk)]
     )
 
 
@@ -96,12 +96,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        statistics: Callable[..., Any] = _fused(_statistics) if hidden.is_cuda else _statistics
+        measured = fused(statistics, hidden)
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normaliser, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs) if entropy else None
-        for rows in _chunks(len(targets), chunk):
+        for rows in chunks(len(targets), chunk):
             logits = lm_logits(hidden[rows], weight, bias)
-            found = statistics(logits, targets[rows], temperature, entropy)
+            found = measured(logits, targets[rows], temperature, entropy)
             logprobs[rows], normaliser[rows] = found[:2]
             if entropies is not None:
                 entropies[rows] = found[2]
@@ -114,12 +114,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
-        logit_gradient = _fused(_logit_gradient) if hidden.is_cuda else _logit_gradient
+        logit_gradient = fused(_logit_gradient, hidden)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for rows in _chunks(len(targets), ctx.chunk):
+        for rows in chunks(len(targets), ctx.chunk):
             logits = lm_logits(hidden[rows], weight, bias)
             grad = logit_gradient(
                 logits, targets[rows], normaliser[rows], gradient[rows], ctx.temperature, hidden.dtype
@@ -141,7 +141,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-def _statistics(
+def statistics(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-prob of the target, log of the normaliser, and entropy -Σ p log p, at the temperature."""
@@ -165,9 +165,13 @@ def _logit_gradient(
     return ((chosen - probabilities) * (gradient / temperature)[:, None]).to(dtype)
 
 
+def fused(function: Callable[..., Any], hidden: Tensor) -> Callable[..., Any]:
+    """On a GPU compiled: one or two passes over a chunk's logits instead of eight."""
+    return _compiled(function) if hidden.is_cuda else function
+
+
 @cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One or two passes over a chunk's logits instead of eight."""
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
@@ -178,7 +182,7 @@ def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
+def chunks(length: int, chunk: int) -> Iterator[slice]:
     """Slices of `chunk` positions; a single empty one where there is nothing, so that shapes are kept."""
     for start in range(0, max(length, 1), chunk):
         yield slice(start, min(start + chunk, length))
