@@ -19,10 +19,14 @@ Rows = Iterable[dict]
 def run(sections: dict[str, Callable[[Ceilings], Rows]], description: str | None) -> None:
     """The command line of a script whose sections compare with what the machine can do."""
     options = arguments(sections, description).parse_args()
+    ceilings, machine = measured_machine()
+    record({name: partial(section, ceilings) for name, section in sections.items()}, options, machine)
+
+
+def measured_machine() -> tuple[Ceilings, dict]:
     ceilings = measure_ceilings(torch.device("cuda"))
     release()  # some sections need nearly all of the memory
-    machine = {"copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}
-    record({name: partial(section, ceilings) for name, section in sections.items()}, options, machine)
+    return ceilings, {"copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}
 
 
 def arguments(sections: Iterable[str], description: str | None) -> argparse.ArgumentParser:

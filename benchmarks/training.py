@@ -1,20 +1,28 @@
 """Training's numbers on one GPU: `python benchmarks/training.py --out benchmarks/results/training-h200.json`.
 
 Random weights of real shapes. A step is the real one: rollouts from the engine, dense scores, correction, packed
-updates; rewards are drawn at random, since random weights earn none.
+updates; rewards are drawn at random, since random weights earn none. Only `gsm8k` is a training as users start it, on
+a real model and graded answers: it wants ALULA_SMOLLM2, SmolLM2-135M-Instruct's GGUF file (`make model`), and a
+`--data-dir`.
 """
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
 
 import numpy as np
 import torch
-from sections import release, run
+from sections import arguments, measured_machine, record, release
 
 from alula import Engine, Evict, Sampling, Sparsity
 from alula.bench import Ceilings
+from alula.config_file import load_config
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request
 from alula.model import LoadedModel, load_model
@@ -24,6 +32,7 @@ from alula.rl.learner import Learner
 from alula.rl.learner_config import LearnerConfig
 from alula.rl.losses import Divisors, Loss, divisors, policy_loss
 from alula.rl.packing import Packed
+from alula.rl.trainer import Trainer
 
 DEVICE = torch.device("cuda")
 
@@ -192,8 +201,48 @@ def paper_step(ceilings: Ceilings) -> list[dict]:
     return [{"kind": "step at the paper's scale, qwen2.5-1.5b", **row}]
 
 
-SECTIONS = {"weights": weights, "small": small_step, "learner": learner_speed, "paper": paper_step}
+def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict]:
+    """recipes/smollm2-gsm8k.yaml, 512 rollouts of at most 256 tokens, two updates: the median of eight steps.
+
+    `skip_no_signal` is off, so that both updates see every rollout however few problems the model can solve.
+    """
+    model = os.environ.get("ALULA_SMOLLM2")
+    if not model:
+        raise SystemExit("gsm8k: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file (`make model`)")
+    recipe = Path(__file__).parent.parent / "recipes" / "smollm2-gsm8k.yaml"
+    shared = [f"model.source={model}", "steps=10", "eval.every=1000", "eval.size=64", "eval.sparse=false",
+              "checkpoint.every=0", "objective.skip_no_signal=false", "learner.activation_checkpointing=false",
+              "learner.token_budget=65536"]  # fmt: skip
+    if data_dir:
+        shared += [f"data.data_dir={data_dir}", f"eval.data.data_dir={data_dir}"]
+    for name, settings in (
+        ("dense", ["sparsity.evict=null", "objective.correction=none"]),
+        ("rkv 64+16", []),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            Trainer(load_config(recipe, [*shared, *settings, f"out={folder}/run"])).run()
+            lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "time/step" in line][2:]  # the first two compile and capture
+        phases = [key.removeprefix("time/") for key in steps[0] if key.startswith("time/")]
+        yield {
+            "kind": "smollm2-135m on gsm8k", "sparsity": name, "rollouts": 512, "updates": 2, "steps": len(steps),
+            "mean_length": fmean(step["response/length_mean"] for step in steps),
+            **{f"{phase}_s": median(step[f"time/{phase}"] for step in steps) for phase in phases},
+            "kv_saved": fmean(step["kv/saved"] for step in steps),
+            "kv_peak_gib": max(step["kv/bytes_peak"] for step in steps) / 2**30,
+            "step_s_each": [step["time/step"] for step in steps],
+        }  # fmt: skip
+        release()
+
+
+SECTIONS = {"weights": weights, "small": small_step, "learner": learner_speed, "paper": paper_step, "gsm8k": gsm8k_step}
 
 
 if __name__ == "__main__":
-    run(SECTIONS, __doc__)
+    parser = arguments(SECTIONS, __doc__)
+    parser.add_argument("--data-dir", help="of gsm8k, as data.data_dir; by default the Hugging Face hub's")
+    options = parser.parse_args()
+    ceilings, machine = measured_machine()
+    gsm8k = partial(gsm8k_step, data_dir=options.data_dir)
+    sections = {name: partial(section, ceilings) for name, section in {**SECTIONS, "gsm8k": gsm8k}.items()}
+    record(sections, options, machine)

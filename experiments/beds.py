@@ -88,7 +88,7 @@ SMOLLM2 = Bed(
     name="smollm2",
     task=HintedPointer(symbols=26, min_hops=50, max_hops=60, hint=0.5),
     fresh=smollm2,
-    warm=WarmUp(problems=4096, batch=64, careful_steps=250, mastered=0.001, careful_lr=3e-4, mixture_steps=60,
+    warm=WarmUp(problems=4096, batch=64, careful_steps=400, mastered=0.0005, careful_lr=3e-4, mixture_steps=100,
                 mixture_lr=1e-4),
     warm_seeds=False,
     evict="+16,window=8,sinks=4",
