@@ -39,8 +39,9 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 class Engine:
     """Generates with the model's own Hugging Face modules over a paged KV cache that really evicts.
 
-    `kv_memory` is the whole pool; `max_rows` how many sequences decode together; `max_length` the most KV tokens
-    of one sequence (default: what the model allows, at most what the pool holds). `lookahead` decode steps are
+    `kv_memory` is the whole pool (default: what `max_rows` dense sequences of `max_length` need, at most most of what
+    is free); `max_rows` how many sequences decode together; `max_length` the most KV tokens of one sequence (default:
+    what the model allows, at most what the pool holds). `lookahead` decode steps are
     planned and launched at a time; finished sequences are noticed after that many. `buckets` are the batch sizes
     that decode steps are padded to: one value pins them (and prompts then run one by one), which makes results
     bit-equal whatever the company. `sparse_adapter` is a LoRA, or its folder, that takes part in every forward pass of
@@ -80,6 +81,8 @@ class Engine:
         memory = parse_bytes(kv_memory) if kv_memory is not None else default_memory(self.device)
         pages = pages_in(memory, self.shape, page)
         longest = min(max_length or getattr(self.model.config, "max_position_embeddings", 1 << 20), (pages - 1) * page)
+        if kv_memory is None:
+            pages = min(pages, ample_pages(max_rows, longest, page))
         self.lookahead = lookahead or (8 if cuda else 1)
         self.pool = PagePool(pages)
         self.cache = Cache(self.shape, pages, page, max_rows, self.device)
@@ -421,6 +424,11 @@ def shape_of(model: Any) -> Shape:
     scaling = next((m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")), dim**-0.5)
     dtype = next(model.parameters()).dtype
     return Shape(config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", heads), dim, dtype, scaling)
+
+
+def ample_pages(rows: int, longest: int, page: int) -> int:
+    """More than so many sequences can fill, with room to compact in; a larger pool would only cost time to wake."""
+    return rows * (pages_for(longest, page) + 1) * 5 // 4 + 64
 
 
 def default_memory(device: torch.device) -> int:

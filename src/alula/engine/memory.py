@@ -83,8 +83,12 @@ class _VirtualRange:
 
     def map(self) -> None:
         handle, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
-        torch.cuda.empty_cache()  # torch may sit on freed memory that the driver needs now
-        self._call("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self.properties), zero)
+        create = ("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self.properties), zero)
+        try:
+            self._call(*create)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()  # torch may sit on freed memory that the driver needs now
+            self._call(*create)
         self._call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, zero)
         access = _Access(self.location, READ_WRITE)
         self._call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))

@@ -107,8 +107,15 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | Non
     return ready(training), None if held_out is None else ready(held_out)
 
 
+def longest_sequence(config: RunConfig, loaded: LoadedModel, *datasets: Dataset | None) -> int:
+    """Tokens of the longest prompt with the longest answer that the run may ask for, at most what the model allows."""
+    prompt = max(len(example.prompt_ids or ()) for dataset in datasets if dataset for example in dataset)
+    answer = max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
+    return min(prompt + answer, getattr(loaded.model.config, "max_position_embeddings", 1 << 20))
+
+
 def build_learner_and_engine(
-    config: RunConfig, loaded: LoadedModel, world: World
+    config: RunConfig, loaded: LoadedModel, world: World, longest: int
 ) -> tuple[Learner, Engine, Distiller | None]:
     """On one device without adapters the engine reads the learner's own parameters; otherwise it has a copy, which
     `Engine.update_weights` refreshes. A distiller reads what the engine reads."""
@@ -123,7 +130,7 @@ def build_learner_and_engine(
     e = config.engine
     page = config.sparsity.select.block if config.sparsity.select else e.page
     engine = Engine(
-        for_engine, page=page, kv_memory=e.kv_memory, max_rows=e.max_rows, max_length=e.max_length,
+        for_engine, page=page, kv_memory=e.kv_memory, max_rows=e.max_rows, max_length=e.max_length or longest,
         lookahead=e.lookahead, buckets=e.buckets, graphs=e.graphs, compiled=e.compiled,
         sparse_adapter=None if distiller is None else distiller.adapter(),
     )  # fmt: skip

@@ -33,6 +33,7 @@ from alula.rl.setup import (
     check_shares,
     load_data,
     load_policy,
+    longest_sequence,
     shares_weights,
 )
 from alula.rl.step_metrics import step_metrics
@@ -69,7 +70,8 @@ class Trainer:
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
         self.rewards = config.rewards.build()
-        self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world)
+        longest = longest_sequence(config, self.loaded, training, self.held_out)
+        self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world, longest)
         self.stop = StopRequest(world)
         self.monitor = build_monitor(config, self.engine, training, world)
         self.collector = Collector(config, self.engine, self.learner, self.rewards, self.monitor, world, self.stop)
