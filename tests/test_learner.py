@@ -210,6 +210,18 @@ def test_float32_steps_are_bit_equal_to_torch_adamw(clip):
             assert a.grad is None
 
 
+def test_a_second_optimizer_takes_the_gradients_over():
+    """A warm-up in two stages makes a learner for each, on the same half-precision parameters."""
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    first, second = (MasterAdamW([("w", parameter)], lr=lr, compute=torch.bfloat16) for lr in (1.0, 0.5))
+    second.backward((parameter * 2).sum())
+    norm, taken = second.step(lr=0.5)
+    assert taken
+    assert norm == pytest.approx(2 * 3**0.5)
+    assert first.masters["w"].grad is None
+    assert torch.equal(parameter, torch.full((3,), 0.5, dtype=torch.bfloat16))
+
+
 def test_bfloat16_parameters_follow_float32_masters():
     """Updates far below bfloat16's resolution still add up, gradients add up in float32, none is left behind."""
     parameter = torch.nn.Parameter(torch.ones(16, dtype=torch.bfloat16))

@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from alula.distill.kernel import visible_attention
+from alula.distill.opaque import attend_opaquely
 from alula.distill.tiles import look
 from alula.distill.view import View
+from alula.engine.attention import number_layers
 from alula.ops.dispatch import use_triton
 from alula.ops.packed_attention import packed_attention
 
@@ -24,7 +26,6 @@ MASK_ELEMENTS = 1 << 28
 """Most elements of a mask at a time, over rows, query heads, queries and keys: half a gigabyte in bfloat16."""
 
 
-@torch.compiler.disable  # what it does differs by layer, while one compiled layer serves all of them
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -35,15 +36,20 @@ def attend(
     cu_seqlens: Tensor,
     max_seqlen: int,
     scaling: float,
-    view: View | None = None,
+    view: View | Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The AttentionInterface signature, for a packed batch of one; without a view it is the dense policy's."""
+    """The AttentionInterface signature, for a packed batch of one; without a view it is the dense policy's.
+
+    In compiled layers the view comes as its ticket: see `alula.distill.opaque`.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if view is None or view.dense(module.layer_idx):  # type: ignore[arg-type]
+    if view is None:
         return packed_attention(q, k, v, cu_seqlens, max_seqlen, scaling)[None], None
-    attention = kernel_attention if use_triton(q) else sparse_attention
-    return attention(q, k, v, view, module.layer_idx, scaling)[None], None  # type: ignore[arg-type, operator]
+    if isinstance(view, Tensor):
+        q, k, v = (x.contiguous() for x in (q, k, v))  # which the compiler fuses into what made them
+        return attend_opaquely(q, k, v, view, module.alula_layer, scaling)[0][None], None  # type: ignore[arg-type]
+    return attend_view(q, k, v, view, module.layer_idx, scaling)[None], None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, attend)
@@ -51,6 +57,16 @@ AttentionInterface.register(NAME, attend)
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
+    number_layers(model)
+
+
+@torch.compiler.disable  # what it does differs by layer, while one compiled layer serves all of them
+def attend_view(q: Tensor, k: Tensor, v: Tensor, view: View, layer: int, scaling: float) -> Tensor:
+    """q [T, Hq, D], k and v [T, Hkv, D] of a layer, packed -> [T, Hq, D]"""
+    if view.dense(layer):
+        return packed_attention(q, k, v, view.starts, view.width, scaling)
+    attention = kernel_attention if use_triton(q) else sparse_attention
+    return attention(q, k, v, view, layer, scaling)
 
 
 def sparse_attention(

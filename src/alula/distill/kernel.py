@@ -26,40 +26,56 @@ class _VisibleAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out = torch.empty_like(q)
-        lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
-        ctx.grid = (triton.cdiv(seen.width, BLOCK), len(seen.prompts) * q.shape[1])
-        narrow = q.element_size() == 2 and q.shape[2] <= 128  # more would not fit into registers and shared memory
-        ctx.constants = seen.constants() | {
-            "GROUP": q.shape[1] // k.shape[1],
-            "HEADS": k.shape[1],
-            "DIM": q.shape[2],
-            "DIM_POW2": max(16, triton.next_power_of_2(q.shape[2])),
-            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-            "num_warps": 4 if narrow else 8,
-            "num_stages": 2 if narrow else 1,
-        }
-        ctx.seen, ctx.lists, ctx.scaling = seen.arguments(), lists, scaling
-        _forward[ctx.grid](
-            q, k, v, out, lse, lists.of_queries, lists.queries, *ctx.seen, scaling * LOG2E, **ctx.constants
-        )
+        out, lse = forward(q, k, v, seen, lists, scaling)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.seen, ctx.lists, ctx.scaling = seen, lists, scaling
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
-        gradient, lists = gradient.contiguous(), ctx.lists
-        dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, lse))
-        shared = (*ctx.seen, ctx.scaling * LOG2E, ctx.scaling)
-        _backward_q[ctx.grid](
-            q, k, v, gradient, out, dq, lse, delta, lists.of_queries, lists.queries, *shared, **ctx.constants
-        )
-        blocks, lines = ctx.grid
-        _backward_kv[blocks, lines // ctx.constants["GROUP"]](
-            q, k, v, gradient, dk, dv, lse, delta, lists.of_keys, lists.keys, *shared, **ctx.constants
-        )
-        return dq, dk, dv, None, None, None
+        found = backward(gradient.contiguous(), *ctx.saved_tensors, ctx.seen, ctx.lists, ctx.scaling)
+        return (*found, None, None, None)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> tuple[Tensor, Tensor]:
+    """Of contiguous tensors: the attention, and the logs (to base 2) of its normalisers, float32 [Hq, T]."""
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(seen.width, BLOCK), len(seen.prompts) * q.shape[1])
+    _forward[grid](
+        q, k, v, out, lse, lists.of_queries, lists.queries, *seen.arguments(), scaling * LOG2E,
+        **constants(q, k, seen),
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, lists: Lists,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, lse))
+    blocks, rows = triton.cdiv(seen.width, BLOCK), len(seen.prompts)
+    shared, given = (*seen.arguments(), scaling * LOG2E, scaling), constants(q, k, seen)
+    _backward_q[blocks, rows * q.shape[1]](
+        q, k, v, gradient, out, dq, lse, delta, lists.of_queries, lists.queries, *shared, **given
+    )
+    _backward_kv[blocks, rows * k.shape[1]](
+        q, k, v, gradient, dk, dv, lse, delta, lists.of_keys, lists.keys, *shared, **given
+    )
+    return dq, dk, dv
+
+
+def constants(q: Tensor, k: Tensor, seen: Seen) -> dict[str, Any]:
+    narrow = q.element_size() == 2 and q.shape[2] <= 128  # more would not fit into registers and shared memory
+    return seen.constants() | {
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEADS": k.shape[1],
+        "DIM": q.shape[2],
+        "DIM_POW2": max(16, triton.next_power_of_2(q.shape[2])),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "num_warps": 4 if narrow else 8,
+        "num_stages": 2 if narrow else 1,
+    }
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -9,10 +9,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alula.distill.adapter import Adapter, attach
 from alula.distill.attention import use_sparse_attention
+from alula.distill.opaque import ticket
 from alula.distill.view import View
 from alula.engine.rollout import Rollout
 from alula.errors import require
 from alula.model import share_weights
+from alula.ops.dispatch import use_triton
 from alula.rl.packing import Packed
 
 
@@ -30,8 +32,12 @@ class SparsePolicy(nn.Module):
         self.rank, self.alpha, self.base_model = adapter.rank, adapter.alpha, adapter.base_model
         if activation_checkpointing:
             self._checkpoint_activations()
+        self.compiled = compiled
         if compiled:
-            self._compile()
+            for layer in self.model.get_decoder().layers:  # type: ignore[union-attr]
+                layer.compile(dynamic=True)  # type: ignore[union-attr]
+        self._view: View | None = None
+        """Of the last forward pass: its backward pass may look into it."""
 
     def _checkpoint_activations(self) -> None:
         """As the learner does: the layers' own flag says training, all else stays in evaluation. Nothing is drawn."""
@@ -42,13 +48,6 @@ class SparsePolicy(nn.Module):
                 f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
             )
             layer.training = True  # type: ignore[union-attr]
-
-    def _compile(self) -> None:
-        """The parts of a layer (norms, attention, MLP) and not the layer: the attention function breaks the graph, and
-        what dynamo keeps for the layer's own code, limited in number, is left to the learner and the engine."""
-        for layer in self.model.get_decoder().layers:  # type: ignore[union-attr]
-            for part in layer.children():
-                part.compile(dynamic=True)
 
     @property
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -68,14 +67,16 @@ class SparsePolicy(nn.Module):
 
     def forward(self, batch: Packed, rollouts: Sequence[Rollout]) -> Tensor:
         """Hidden states [N, H] of the targets under the policy that sampled `rollouts`, φ included."""
-        return self._hidden(batch, View.of([rollouts[i] for i in batch.index], batch.input_ids.device))
+        view = self._view = View.of([rollouts[i] for i in batch.index], batch.input_ids.device)
+        opaque = self.compiled and use_triton(batch.input_ids)
+        return self._hidden(batch, ticket(view) if opaque else view)
 
     def dense(self, batch: Packed) -> Tensor:
         """Hidden states [N, H] of the targets under the dense policy, without φ."""
         with self._without_adapter():
             return self._hidden(batch, None)
 
-    def _hidden(self, batch: Packed, view: View | None) -> Tensor:
+    def _hidden(self, batch: Packed, view: View | Tensor | None) -> Tensor:
         return self.model.get_decoder()(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,

@@ -69,9 +69,10 @@ class Lists(NamedTuple):
 def look(view: View, layer: int, query: Tensor, key: Tensor) -> tuple[Seen, Lists]:
     """What packed queries [T, Hq, D] see of packed keys [T, Hkv, D] in a layer; kept in the view."""
     if layer not in view.seen:
-        chosen = pages_read(view, layer, query, key) if view.selects(layer) else None
+        selects = view.selects(layer)
+        chosen = pages_read(view, layer, query, key) if selects else None
         evicted_at = None if view.evicted_at is None else view.evicted_at[layer]
-        page = view.select.block if view.select else 1
+        page = view.select.block if view.select and selects else 1
         seen = Seen(view.starts, view.prompts, len(query), view.width, evicted_at, chosen, page)
         view.seen[layer] = seen, tile_lists(seen, key.shape[1])
     return view.seen[layer]

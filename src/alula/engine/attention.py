@@ -54,8 +54,13 @@ AttentionInterface.register(NAME, _attention)
 
 
 def install(model: nn.Module) -> None:
-    """Route a model's attention here. The layer's number stays on the CPU, where reading it costs nothing."""
+    """Route a model's attention here."""
     model.config._attn_implementation = NAME  # type: ignore[union-attr]
+    number_layers(model)
+
+
+def number_layers(model: nn.Module) -> None:
+    """Every attention module's number as a tensor. It stays on the CPU, where reading it costs nothing."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.alula_layer = torch.tensor(module.layer_idx)

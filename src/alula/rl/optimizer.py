@@ -51,11 +51,8 @@ class MasterAdamW:
             weight_decay=weight_decay,
             fused=True if on_cuda else None,
         )
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda p, master=self.masters[name]: _move_gradient(p, master))
-            for name, p in self.parameters.items()
-            if p is not self.masters[name]
-        ]
+        for name, parameter in self.parameters.items():
+            _own(parameter, self.masters[name])
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's share of the loss."""
@@ -123,6 +120,16 @@ def _next_scale(scale: float, served: float, taken: bool) -> Tensor:
     if served + 1 < PATIENCE:
         return torch.tensor([scale, served + 1])
     return torch.tensor([min(LARGEST_SCALE, 2 * scale), 0.0])
+
+
+def _own(parameter: Tensor, master: Tensor) -> None:
+    """Let the parameter's gradients go to this master from now on, and no longer to an earlier optimizer's."""
+    if earlier := parameter.__dict__.pop("_gradient_goes_to", None):
+        earlier.remove()
+    if parameter is not master:
+        parameter._gradient_goes_to = parameter.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
+            lambda p: _move_gradient(p, master)
+        )
 
 
 def _move_gradient(parameter: Tensor, master: Tensor) -> None:
