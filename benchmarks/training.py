@@ -202,7 +202,7 @@ def paper_step(ceilings: Ceilings) -> list[dict]:
 
 
 def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict]:
-    """recipes/smollm2-gsm8k.yaml, 512 rollouts of at most 256 tokens, two updates: the median of eight steps.
+    """recipes/smollm2-gsm8k.yaml, 512 rollouts of at most 256 tokens, two updates: the median of six steps.
 
     `skip_no_signal` is off, so that both updates see every rollout however few problems the model can solve.
     """
@@ -210,7 +210,7 @@ def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict
     if not model:
         raise SystemExit("gsm8k: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file (`make model`)")
     recipe = Path(__file__).parent.parent / "recipes" / "smollm2-gsm8k.yaml"
-    shared = [f"model.source={model}", "steps=10", "eval.every=1000", "eval.size=64", "eval.sparse=false",
+    shared = [f"model.source={model}", "steps=8", "eval.every=1000", "eval.size=64", "eval.sparse=false",
               "checkpoint.every=0", "objective.skip_no_signal=false", "learner.activation_checkpointing=false",
               "learner.token_budget=65536"]  # fmt: skip
     if data_dir:
