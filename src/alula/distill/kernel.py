@@ -26,18 +26,18 @@ class _VisibleAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = forward(q, k, v, seen, lists, scaling)
+        out, lse = attention_forward(q, k, v, seen, lists, scaling)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.seen, ctx.lists, ctx.scaling = seen, lists, scaling
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        found = backward(gradient.contiguous(), *ctx.saved_tensors, ctx.seen, ctx.lists, ctx.scaling)
+        found = attention_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.seen, ctx.lists, ctx.scaling)
         return (*found, None, None, None)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> tuple[Tensor, Tensor]:
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> tuple[Tensor, Tensor]:
     """Of contiguous tensors: the attention, and the logs (to base 2) of its normalisers, float32 [Hq, T]."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
@@ -49,7 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: 
     return out, lse
 
 
-def backward(
+def attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, lists: Lists,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -28,7 +28,7 @@ def attend_opaquely(
     q: Tensor, k: Tensor, v: Tensor, view: Tensor, layer: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hkv, D], contiguous -> [T, Hq, D], and what the gradient needs, [Hq, T]"""
-    return kernel.forward(q, k, v, *look(_views[int(view)], int(layer), q, k), scaling)
+    return kernel.attention_forward(q, k, v, *look(_views[int(view)], int(layer), q, k), scaling)
 
 
 @attend_opaquely.register_fake
@@ -42,7 +42,7 @@ def _backward(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     seen = look(_views[int(view)], int(layer), q, k)
-    return kernel.backward(gradient.contiguous(), q, k, v, out, lse, *seen, scaling)
+    return kernel.attention_backward(gradient.contiguous(), q, k, v, out, lse, *seen, scaling)
 
 
 @_backward.register_fake
