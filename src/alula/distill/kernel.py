@@ -33,11 +33,14 @@ class _VisibleAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        found = attention_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.seen, ctx.lists, ctx.scaling)
-        return (*found, None, None, None)
+        q, k, v, out, lse = ctx.saved_tensors
+        whole = gradient.contiguous()
+        return (*attention_backward(whole, q, k, v, out, lse, ctx.seen, ctx.lists, ctx.scaling), None, None, None)
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float
+) -> tuple[Tensor, Tensor]:
     """Of contiguous tensors: the attention, and the logs (to base 2) of its normalisers, float32 [Hq, T]."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
