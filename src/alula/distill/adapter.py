@@ -84,17 +84,16 @@ class Adapter:
 
 
 class LowRank(nn.Module):
-    """A linear layer and its low-rank update; `on` says whether the update takes part."""
+    """A linear layer and its low-rank update."""
 
     def __init__(self, base: nn.Linear, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
-        self.base, self.scale, self.on = base, scale, True
+        self.base, self.scale = base, scale
         self.lora_a, self.lora_b = nn.Parameter(a), nn.Parameter(b)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.base(x)
         # `scale` on the product of width `rank`, which is small; a compiled layer fuses the sum into what follows.
-        return out + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b) if self.on else out
+        return self.base(x) + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b)
 
 
 def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:

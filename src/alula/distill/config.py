@@ -75,6 +75,11 @@ class DistillConfig:
         """Whether the divergence needs the teacher's whole distribution."""
         return self.loss != "policy" and self.divergence in ("kl", "overlap")
 
+    @property
+    def asks_teacher_now(self) -> bool:
+        """Whether the dense policy is run beside the sparse one."""
+        return self.loss != "policy" and self.teacher == "after"
+
     def due(self, step: int) -> bool:
         """Whether training step `step`, counted from 1, distils."""
         return step % self.every == 0

@@ -118,9 +118,10 @@ class Distiller:
         row = {i: place for place, i in enumerate(index)}
         names = ("loss", "divergence", "policy_loss", "clip_fraction", "drift", "kl")
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.world.device))
-        with self.policy.dense_frozen():
-            for batch in self._batches(rollouts, index):
-                found = compared(self.policy, self.config, batch, rollouts, teacher)
+        for batch in self._batches(rollouts, index):
+            dense = self.policy.dense(batch) if self.config.asks_teacher_now else None
+            with self.policy.dense_frozen():
+                found = compared(self.policy, self.config, batch, rollouts, dense, teacher)
                 recorded = batch.flat([_logprobs(r) for r in rollouts])
                 share = self.config.weight * found.divergence.sum() / tokens
                 if self.config.loss != "divergence":
@@ -167,8 +168,9 @@ class Distiller:
         temperature = self._temperature(rollouts)
         alpha, kl = ([torch.empty(0)] * len(rollouts) for _ in range(2))
         for batch in self._batches(rollouts, range(len(rollouts))):
-            with self.policy.dense_frozen():  # as in training: nothing is compiled again
-                hidden, dense = self.policy(batch, rollouts), self.policy.dense(batch)
+            dense = self.policy.dense(batch)
+            with self.policy.dense_frozen():
+                hidden = self.policy(batch, rollouts)
             found = against_hidden(
                 hidden, dense, self.policy.head, batch.target_ids, temperature, False, self.config.chunk
             )  # fmt: skip

@@ -18,18 +18,16 @@ def compared(
     config: DistillConfig,
     batch: Packed,
     rollouts: Sequence[Rollout],
+    dense: Tensor | None,
     before: Sequence[Scores] | None = None,
 ) -> Compared:
-    """Log-probs of the sparse policy and its divergence from the teacher: the dense policy, now or `before`."""
+    """Log-probs of the sparse policy and its divergence from the teacher: the dense policy now, by its hidden states
+    [N, H], or `before`."""
     temperature = rollouts[0].sampling.scored_temperature
     head, targets = policy.head, batch.target_ids
     if config.loss == "policy":
         logprobs = sparse_logprobs(policy, config, batch, rollouts)
         return Compared(logprobs, torch.zeros_like(logprobs))
-    dense = None
-    if config.teacher == "after":
-        with torch.no_grad():
-            dense = policy.dense(batch)
     hidden = policy(batch, rollouts)
     if config.whole_vocabulary:
         assert dense is not None

@@ -1,53 +1,46 @@
-"""The sparse policy in the learner: the dense policy's own parameters, φ beside them, sparse attention."""
+"""The sparse policy in the learner, and the dense one that teaches it: the same parameters, φ beside them in one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alula.distill.adapter import Adapter, attach
 from alula.distill.attention import use_sparse_attention
 from alula.distill.opaque import ticket
 from alula.distill.view import View
 from alula.engine.rollout import Rollout
-from alula.errors import require
 from alula.model import share_weights
 from alula.ops.dispatch import use_triton
+from alula.rl.attention import use_packed_attention
 from alula.rl.packing import Packed
+from alula.rl.policy import checkpoint_activations
 
 
 class SparsePolicy(nn.Module):
-    """A twin of `model` on the very same parameters: its steps are seen here, φ is not seen there."""
+    """Twins of `model` on the very same parameters: its steps are seen here, φ is not seen there."""
 
     def __init__(
         self, model: PreTrainedModel, adapter: Adapter, activation_checkpointing: bool = False, compiled: bool = False
     ) -> None:
         super().__init__()
         self.dense_parameters = list(model.parameters())
-        self.model = share_weights(model).eval()
+        self.model, self.teacher = share_weights(model).eval(), share_weights(model).eval()
         use_sparse_attention(self.model)
+        use_packed_attention(self.teacher)
         self.layers = attach(self.model, adapter)
         self.rank, self.alpha, self.base_model = adapter.rank, adapter.alpha, adapter.base_model
         if activation_checkpointing:
-            self._checkpoint_activations()
+            checkpoint_activations(self.model)
         self.compiled = compiled
-        if compiled:
-            for layer in self.model.get_decoder().layers:  # type: ignore[union-attr]
+        for own in (self.model, self.teacher) if compiled else ():  # the teacher finds what the learner compiled
+            for layer in own.get_decoder().layers:  # type: ignore[union-attr]
                 layer.compile(dynamic=True)  # type: ignore[union-attr]
         self._view: View | None = None
         """Of the last forward pass: its backward pass may look into it."""
-
-    def _checkpoint_activations(self) -> None:
-        """As the learner does: the layers' own flag says training, all else stays in evaluation. Nothing is drawn."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        for layer in self.model.get_decoder().layers:  # type: ignore[union-attr]
-            require(
-                isinstance(layer, GradientCheckpointingLayer),
-                f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
-            )
-            layer.training = True  # type: ignore[union-attr]
 
     @property
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -69,32 +62,12 @@ class SparsePolicy(nn.Module):
         """Hidden states [N, H] of the targets under the policy that sampled `rollouts`, φ included."""
         view = self._view = View.of([rollouts[i] for i in batch.index], batch.input_ids.device)
         opaque = self.compiled and use_triton(batch.input_ids)
-        return self._hidden(batch, ticket(view) if opaque else view)
+        return _hidden(self.model, batch, view=ticket(view) if opaque else view)
 
+    @torch.no_grad()
     def dense(self, batch: Packed) -> Tensor:
         """Hidden states [N, H] of the targets under the dense policy, without φ."""
-        with self._without_adapter():
-            return self._hidden(batch, None)
-
-    def _hidden(self, batch: Packed, view: View | Tensor | None) -> Tensor:
-        return self.model.get_decoder()(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-            view=view,
-        ).last_hidden_state[0, batch.targets]
-
-    @contextmanager
-    def _without_adapter(self) -> Iterator[None]:
-        for layer in self.layers.values():
-            layer.on = False
-        try:
-            yield
-        finally:
-            for layer in self.layers.values():
-                layer.on = True
+        return _hidden(self.teacher, batch)
 
     @contextmanager
     def dense_frozen(self) -> Iterator[None]:
@@ -107,3 +80,14 @@ class SparsePolicy(nn.Module):
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
+
+
+def _hidden(model: PreTrainedModel, batch: Packed, **options: Any) -> Tensor:
+    return model.get_decoder()(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen,
+        **options,
+    ).last_hidden_state[0, batch.targets]

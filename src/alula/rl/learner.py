@@ -27,7 +27,7 @@ from alula.rl.learning_rate import learning_rate
 from alula.rl.losses import merge_metrics
 from alula.rl.optimizer import MasterAdamW
 from alula.rl.packing import Packed, Tokens, collate, pack
-from alula.rl.policy import Policy
+from alula.rl.policy import Policy, checkpoint_activations
 
 LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs [N], entropy [N], batch) -> this micro-batch's share of the loss, and its metrics.
@@ -81,7 +81,7 @@ class Learner:
             self.reference = Policy(copy.deepcopy(model).requires_grad_(False), config.logprob_chunk)
         self.policy = Policy(model, config.logprob_chunk)
         if config.activation_checkpointing:
-            self.policy.checkpoint_activations()
+            checkpoint_activations(model)
         compiled = config.compile
         if compiled is None:
             compiled = self.world.device.type == "cuda" and not self.world.many

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -10,6 +11,26 @@ from alula.errors import require
 from alula.rl.attention import use_packed_attention
 from alula.rl.logprobs import chunked_logprobs, topk_logprobs
 from alula.rl.packing import Packed
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute each layer in the backward pass.
+
+    transformers does it only in layers whose own flag says training; all else stays in evaluation, so that no dropout
+    makes the trained policy another one than the scored. Nothing is drawn, so no generator's state is kept.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    # transformers lets the first layer's input require a gradient always: without one, another variant to compile.
+    model.disable_input_require_grads()
+    model.get_input_embeddings().register_forward_hook(
+        lambda _module, _inputs, out: out.requires_grad_() if torch.is_grad_enabled() else None
+    )
+    for layer in model.get_decoder().layers:  # type: ignore[union-attr]
+        require(
+            isinstance(layer, GradientCheckpointingLayer),
+            f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
+        )
+        layer.training = True  # type: ignore[union-attr]
 
 
 class Scored(NamedTuple):
@@ -41,20 +62,6 @@ class Policy(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         return list(self.decoder.layers)  # type: ignore[arg-type]
-
-    def checkpoint_activations(self) -> None:
-        """Recompute each layer in the backward pass.
-
-        transformers does it only in layers whose own flag says training; all else stays in evaluation, so
-        that no dropout makes the trained policy another one than the scored.
-        """
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in self.layers:
-            require(
-                isinstance(layer, GradientCheckpointingLayer),
-                f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
-            )
-            layer.training = True
 
     def forward(self, batch: Packed, temperature: float, topk: int = 0, entropy: bool = True) -> Scored:
         hidden = self.decoder(
