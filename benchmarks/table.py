@@ -106,8 +106,9 @@ def sparrow_table(results: dict) -> list[tuple[str, ...]]:
 def distill_table(results: dict) -> list[tuple[str, ...]]:
     rows = {name: section["rows"] for name, section in results.items()}
     found = []
-    for r in rows["agreement"]:
-        what = f"learner's sparse forward against the engine, {r['sparsity']}, {'with' if r['adapter'] else 'no'} φ"
+    for r in rows["agreement"] + rows["agreement_float16"]:
+        kind = f"{r['sparsity']}, {'with' if r['adapter'] else 'no'} φ, {r['dtype'].removeprefix('torch.')}"
+        what = f"learner's sparse forward against the engine, {kind}"
         found.append((what, f"mean {r['mean']:.4f}, p99 {r['p99']:.3f}", "0.02"))
     for r in rows["overhead"]:
         how = f"{r['fraction']:.0%} of rollouts, {r['divergence']}, teacher {r['teacher']}"

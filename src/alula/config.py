@@ -376,7 +376,7 @@ class DistillSettings(Section):
     activation_checkpointing: bool = True
     """Keep only each layer's input and compute the rest again in the backward pass."""
     compile: bool | None = None
-    """Compile the parts of the decoder layers; by default what `learner.compile` says, or on a GPU."""
+    """Compile the decoder layers; by default what `learner.compile` says, or on a GPU."""
     move: MoveSettings | None = None
     """A sparser policy to go over to."""
 

@@ -45,7 +45,7 @@ class DistillConfig:
     """Positions whose logits, of both policies, exist at one time."""
     activation_checkpointing: bool = True
     compile: bool | None = None
-    """Compile the parts of the decoder layers; None: on a GPU."""
+    """Compile the decoder layers; None: on a GPU."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
