@@ -1,11 +1,15 @@
-"""The two test beds: a task that tempts a model to stop thinking under a small KV cache, and a model warmed up on it.
+"""The test beds: a task that tempts a model to stop thinking under a small KV cache, and a model warmed up on it.
 
 Pointer chasing with a hint (`alula.demo.problems`): the careful chain looks every hop up in its own context and is
-right as long as it can; the shortcut repeats the hint and is right in a fixed share of problems. Both beds are warmed
-up on 60 % careful chains and 40 % shortcuts, so that reinforcement learning decides between the two.
+right as long as it can; the shortcut repeats the hint and is right in a fixed share of problems. Its two beds are
+warmed up on 60 % careful chains and 40 % shortcuts, so that reinforcement learning decides between the two. The third
+bed is GSM8K as it is.
 """
 
+import json
 import os
+import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +17,17 @@ from typing import Any
 
 import torch
 
+from alula.data import Dataset, prepare
+from alula.data.dataset import Example
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import Progress, WarmUp, teach, tiny_llama
 from alula.errors import SettingError
 from alula.model import load_model
 from alula.rl.export import export
+from alula.rl.learner import Learner
+from alula.rl.learner_config import LearnerConfig
+from alula.rl.warmup import Trace, warm_up
 
 HERE = Path(__file__).parent
 
@@ -29,7 +38,7 @@ def tiny(task: HintedPointer, seed: int) -> tuple[Any, Any]:
     return tiny_llama(len(tokenizer), tokenizer, seed), tokenizer
 
 
-def smollm2(task: HintedPointer, seed: int) -> tuple[Any, Any]:
+def smollm2(task: HintedPointer | None, seed: int) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct with its own tokenizer, from the GGUF file that ALULA_SMOLLM2 names."""
     path = os.environ.get("ALULA_SMOLLM2")
     if not path:
@@ -39,13 +48,9 @@ def smollm2(task: HintedPointer, seed: int) -> tuple[Any, Any]:
     return loaded.model, loaded.tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bed:
     name: str
-    task: HintedPointer
-    fresh: Callable[[HintedPointer, int], tuple[Any, Any]]
-    """(task, seed) -> model before the warm-up, tokenizer."""
-    warm: WarmUp
     warm_seeds: bool
     """Whether every seed has a warm-up of its own; otherwise all start from the same model."""
     evict: str
@@ -54,9 +59,6 @@ class Bed:
     select: str
     """What follows a selector's budget."""
     read_budgets: tuple[int, ...]
-    train_problems: int
-    held_out: int
-    probe_prompts: int
 
     @property
     def recipe(self) -> Path:
@@ -69,8 +71,87 @@ class Bed:
     def selector(self, budget: int) -> str:
         return f"block-topk:{budget}{self.select}"
 
+    def warm_up(self, seed: int, folder: Path, progress: Progress) -> None:
+        """Write the warmed-up model."""
+        raise NotImplementedError
 
-TINY = Bed(
+    def write_data(self, seed: int, folder: Path) -> None:
+        """Write `train.jsonl` and `held.jsonl`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointerBed(Bed):
+    task: HintedPointer
+    fresh: Callable[[HintedPointer, int], tuple[Any, Any]]
+    """(task, seed) -> model before the warm-up, tokenizer."""
+    warm: WarmUp
+    train_problems: int
+    held_out: int
+    probe_prompts: int
+
+    def warm_up(self, seed: int, folder: Path, progress: Progress) -> None:
+        model, tokenizer = self.fresh(self.task, seed)
+        learner = teach(model, tokenizer, self.task, self.warm, seed, progress)
+        export(folder, model, learner.full_parameters(), tokenizer)
+
+    def write_data(self, seed: int, folder: Path) -> None:
+        write_problems(self.task.dataset(self.train_problems, 1000 + seed), folder / "train.jsonl")
+        write_problems(self.task.dataset(self.held_out, 2000 + seed), folder / "held.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsm8kBed(Bed):
+    """GSM8K with the model's own chat template, warmed up on the training set's solutions. ALULA_DATA names the folder
+    that holds `gsm8k/train.jsonl` and `gsm8k/test.jsonl`."""
+
+    epochs: int
+    batch: int
+    lr: float
+
+    def warm_up(self, seed: int, folder: Path, progress: Progress) -> None:
+        model, tokenizer = smollm2(None, seed)
+        asked = Dataset(tuple(Example(row["question"]) for row in gsm8k("train")), "gsm8k")
+        prompts = [list(example.prompt_ids or ()) for example in prepare(asked, tokenizer)]
+        answers = tokenizer([solution(row["answer"]) for row in gsm8k("train")], add_special_tokens=False)["input_ids"]
+        traces = [Trace(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers)]
+        order = [i for epoch in range(self.epochs) for i in shuffled(len(traces), f"{seed}/{epoch}")]
+        batches = [[traces[i] for i in order[at : at + self.batch]] for at in range(0, len(order), self.batch)]
+        settings = LearnerConfig(
+            lr=self.lr, warmup_steps=min(20, len(batches) - 1), decay="cosine", total_steps=len(batches),
+            token_budget=1 << 15, activation_checkpointing=False,
+        )  # fmt: skip
+        learner = Learner(model, settings)
+        warm_up(learner, batches, seen=lambda step, loss: progress("solutions", step, len(batches), loss))
+        export(folder, model, learner.full_parameters(), tokenizer)
+
+    def write_data(self, seed: int, folder: Path) -> None:
+        for split, name in (("train", "train.jsonl"), ("test", "held.jsonl")):
+            rows = ({"prompt": row["question"], "answer": row["answer"].rpartition("####")[2].strip()}
+                    for row in gsm8k(split))  # fmt: skip
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def gsm8k(split: str) -> list[dict[str, str]]:
+    folder = os.environ.get("ALULA_DATA")
+    if not folder:
+        raise SettingError("ALULA_DATA is not set; let it name the folder that holds gsm8k/train.jsonl.")
+    return [json.loads(line) for line in Path(folder, "gsm8k", f"{split}.jsonl").read_text().splitlines()]
+
+
+def solution(answer: str) -> str:
+    """GSM8K's own, without its calculator marks, its result where the reward looks for one."""
+    steps, _, result = re.sub("<<[^>]*>>", "", answer).rpartition("####")
+    return f"{steps.strip()}\nThe answer is \\boxed{{{result.strip()}}}."
+
+
+def shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+TINY = PointerBed(
     name="tiny",
     task=HintedPointer(symbols=12, min_hops=10, max_hops=12, hint=0.5),
     fresh=tiny,
@@ -84,7 +165,7 @@ TINY = Bed(
     held_out=256,
     probe_prompts=128,
 )
-SMOLLM2 = Bed(
+SMOLLM2 = PointerBed(
     name="smollm2",
     task=HintedPointer(symbols=26, min_hops=50, max_hops=60, hint=0.5),
     fresh=smollm2,
@@ -99,19 +180,28 @@ SMOLLM2 = Bed(
     held_out=256,
     probe_prompts=64,
 )  # fmt: skip
-BEDS = {bed.name: bed for bed in (TINY, SMOLLM2)}
+GSM8K = Gsm8kBed(
+    name="gsm8k",
+    warm_seeds=False,
+    evict="+16,window=8,sinks=4,protect_prompt=true",
+    budgets=(32, 64, 80, 96, 112, 128, 160, 192),
+    select=",block=16,dense_layers=2",
+    read_budgets=(48, 64, 80, 96, 112, 128, 160, 192),
+    epochs=3,
+    batch=64,
+    lr=3e-4,
+)
+POINTER_BEDS = {bed.name: bed for bed in (TINY, SMOLLM2)}
+BEDS: dict[str, Bed] = {**POINTER_BEDS, GSM8K.name: GSM8K}
 
 
 def prepared(bed: Bed, seed: int, work: Path, progress: Progress) -> Path:
     """Folder with `model`, `train.jsonl` and `held.jsonl` of a seed, made where it is missing."""
-    start, own = work / f"start-{seed if bed.warm_seeds else 0}", work / f"data-{seed}"
+    first = seed if bed.warm_seeds else 0
+    start, own = work / f"start-{first}", work / f"data-{seed}"
     if not (start / "model").exists():
-        warm_seed = seed if bed.warm_seeds else 0
-        model, tokenizer = bed.fresh(bed.task, warm_seed)
-        learner = teach(model, tokenizer, bed.task, bed.warm, warm_seed, progress)
-        export(start / "model", model, learner.full_parameters(), tokenizer)
+        bed.warm_up(first, start / "model", progress)
     if not (own / "held.jsonl").exists():
         own.mkdir(parents=True, exist_ok=True)
-        write_problems(bed.task.dataset(bed.train_problems, 1000 + seed), own / "train.jsonl")
-        write_problems(bed.task.dataset(bed.held_out, 2000 + seed), own / "held.jsonl")
+        bed.write_data(seed, own)
     return start

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from beds import Bed
+from beds import Bed, PointerBed
 from probe import EVICTORS, measured
 
 TEMPTING = 0.7
@@ -14,17 +14,20 @@ def chosen_budgets(bed: Bed, seed: int, work: Path, budget: int | None = None) -
     """Of every evictor that was probed the largest budget that tempts the seed's model; where none does, the smallest.
 
     Models of different seeds spread their attention differently: at one budget chains may break in one and hold in
-    another, so it is the temptation that is held equal, not the budget.
+    another, so it is the temptation that is held equal, not the budget. A bed without a shortcut tempts nobody: there
+    it is the second of its budgets.
     """
     if budget is not None:
         return dict.fromkeys(EVICTORS, budget)
+    if not isinstance(bed, PointerBed):
+        return dict.fromkeys(EVICTORS, bed.budgets[1])
     warm_seed = seed if bed.warm_seeds else 0
     rows = [row for row in measured(work / "probe.jsonl") if row["seed"] == warm_seed]
     probed = [method for method in EVICTORS if any(row["sparsity"].startswith(method) for row in rows)]
     return {method: largest_tempting(bed, rows, method) for method in probed}
 
 
-def largest_tempting(bed: Bed, rows: list[dict[str, Any]], method: str) -> int:
+def largest_tempting(bed: PointerBed, rows: list[dict[str, Any]], method: str) -> int:
     careful = {row["sparsity"]: row["careful"] or 0.0 for row in rows}
     policies = {budget: bed.evictor(method, budget) for budget in bed.budgets}
     limit = TEMPTING * bed.task.hint

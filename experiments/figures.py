@@ -14,7 +14,7 @@ from tables import RESULTS, by_arm, raw
 
 from alula.mismatch.plot import COLOURS, Line, chart
 
-BED_NAMES = {"tiny": "tiny bed", "smollm2": "SmolLM2-135M"}
+BED_NAMES = {"tiny": "tiny bed", "smollm2": "SmolLM2-135M", "gsm8k": "SmolLM2-135M on GSM8K"}
 
 
 def over_steps(runs: Sequence[Row], colour: str, points: Callable[[Row], list[tuple[int, float]]]) -> Line:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beds import BEDS, Bed, prepared
+from beds import POINTER_BEDS, Bed, PointerBed, prepared
 from settings import recipe_settings
 
 from alula.data import prepare
@@ -32,7 +32,9 @@ VETO = math.log(1e-4)
 class Probe:
     """A model, by default the warmed-up one, on problems that no run trains or is evaluated on, two answers to each."""
 
-    def __init__(self, bed: Bed, seed: int, work: Path, prompts: int | None = None, model: Path | None = None) -> None:
+    def __init__(
+        self, bed: PointerBed, seed: int, work: Path, prompts: int | None = None, model: Path | None = None
+    ) -> None:
         self.bed, self.seed = bed, seed
         recipe = recipe_settings(bed)
         options = {**recipe["engine"], "max_rows": recipe["sampling"]["prompts"] * recipe["sampling"]["n"]}
@@ -102,7 +104,9 @@ def measured(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(bed: Bed, seed: int, work: Path, policies: list[str], prompts: int | None = None) -> list[dict[str, Any]]:
+def run(
+    bed: PointerBed, seed: int, work: Path, policies: list[str], prompts: int | None = None
+) -> list[dict[str, Any]]:
     """Rows of a seed; what was measured before is not measured again."""
     path = work / "probe.jsonl"
     done = {(row["seed"], row["sparsity"]) for row in measured(path)}
@@ -120,13 +124,13 @@ def run(bed: Bed, seed: int, work: Path, policies: list[str], prompts: int | Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bed", choices=BEDS, required=True)
+    parser.add_argument("--bed", choices=POINTER_BEDS, required=True)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default=",".join((*EVICTORS, "block-topk")))
     parser.add_argument("--prompts", type=int, help="problems to probe on; by default the bed's")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     options = parser.parse_args()
-    bed, work = BEDS[options.bed], options.work / options.bed
+    bed, work = POINTER_BEDS[options.bed], options.work / options.bed
     work.mkdir(parents=True, exist_ok=True)
     for seed in range(options.seeds):
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from arms import QUESTIONS
-from beds import BEDS, Bed
+from beds import POINTER_BEDS, Bed
 from choice import chosen_budgets
 from probe import Probe
 from raw import rows, short
@@ -33,12 +33,12 @@ def policies(bed: Bed, budget: int) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bed", choices=BEDS, required=True)
+    parser.add_argument("--bed", choices=POINTER_BEDS, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
-    bed, work = BEDS[options.bed], options.work / options.bed
+    bed, work = POINTER_BEDS[options.bed], options.work / options.bed
     path = options.out / "robustness" / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["arm"], row["seed"], row["policy"]) for row in rows(path)}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import probe
 from arms import ONE_SEED, PROBED, QUESTIONS, Arm
-from beds import BEDS, Bed, prepared
+from beds import BEDS, Bed, PointerBed, prepared
 from choice import chosen_budgets
 from raw import write_probe, write_raw
 
@@ -129,7 +129,7 @@ def main() -> None:
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
     for question in options.question.split(","):
-        if options.budget is None:
+        if options.budget is None and isinstance(bed, PointerBed):
             for seed in range(options.seeds if bed.warm_seeds else 1):
                 in_a_child(probe.run, bed, seed, work, probe.grid(bed, PROBED.get(question, ("rkv",))))
         seeds = range(1 if question in ONE_SEED else options.seeds)

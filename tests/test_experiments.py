@@ -15,7 +15,7 @@ import judge
 import run
 import tables
 from arms import QUESTIONS
-from beds import BEDS, TINY
+from beds import BEDS, GSM8K, TINY, solution
 from choice import chosen_budgets
 
 from alula.config_file import load_config
@@ -65,6 +65,19 @@ def test_the_budget_is_the_largest_that_tempts(tmp_path):
     (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # hint 0.5: tempting below 0.35, which the second model reaches with less KV
     assert [chosen_budgets(TINY, seed, tmp_path)["rkv"] for seed in range(2)] == [32, 28]
+
+
+def test_gsm8k_as_it_is_learned_and_asked(tmp_path, monkeypatch):
+    row = {"question": "6 and 7?", "answer": "6 * 7 = <<6*7=42>>42 of them.\n#### 1,042"}
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setenv("ALULA_DATA", str(tmp_path))
+    assert solution(row["answer"]) == "6 * 7 = 42 of them.\nThe answer is \\boxed{1,042}."
+    GSM8K.write_data(0, tmp_path)
+    for name in ("train.jsonl", "held.jsonl"):
+        assert json.loads((tmp_path / name).read_text()) == {"prompt": "6 and 7?", "answer": "1,042"}
+    assert chosen_budgets(GSM8K, 0, tmp_path)["rkv"] == 64
 
 
 @pytest.mark.slow
