@@ -287,7 +287,15 @@ def test_other_data_at_a_resume_is_refused(tmp_path, capsys):
     assert "training data differs" in capsys.readouterr().err
 
 
-def test_the_second_signal_is_obeyed_at_once(tmp_path):
+@pytest.fixture
+def interruptible():
+    """A process started in the background may ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_second_signal_is_obeyed_at_once(tmp_path, interruptible):
     run = toy.trainer(toy.quick(tmp_path / "run"))
     with run.stop.listening():
         signal.raise_signal(signal.SIGINT)
