@@ -3,6 +3,7 @@
 Sections, each alone with `--only agreement,overhead,...`; results are merged into the output file.
 
     agreement      log-probs of the learner's sparse forward against the engine's, with and without φ
+    agreement_float16  the same, of a model in float16
     overhead       a distillation step against a learner update on the same rollouts, by fraction and teacher
     decode         decode steps with φ merged against those without
     speed          rollout speed at every budget of the ladder
@@ -108,6 +109,9 @@ class Bench:
                        "p99": gap.quantile(0.99).item(), "most": gap.max().item()}  # fmt: skip
             del engine, distiller
             release()
+
+    def agreement_float16(self) -> Iterator[Row]:
+        return Bench(argparse.Namespace(**vars(self.options) | {"dtype": "float16"})).agreement()
 
     def select(self) -> Iterator[Row]:
         return self.acceptance(select, self.options.select_budgets)
@@ -245,7 +249,7 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-SECTIONS = ("agreement", "overhead", "decode", "speed", "select", "evict")
+SECTIONS = ("agreement", "agreement_float16", "overhead", "decode", "speed", "select", "evict")
 
 
 def main() -> None:

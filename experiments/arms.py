@@ -111,5 +111,7 @@ QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
 }
 ONE_SEED = ("threshold",)
 """A dose-response: many budgets, one run each."""
+BY_PROBE = ("threshold", "budget")
+"""Read against what the probe says of a budget."""
 PROBED = {"threshold": ("rkv", "block-topk"), "compressors": OTHERS}
 """Compressors that must be probed before a question's runs; for the others `rkv`."""

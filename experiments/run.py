@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import probe
-from arms import ONE_SEED, PROBED, QUESTIONS, Arm
+from arms import BY_PROBE, ONE_SEED, PROBED, QUESTIONS, Arm
 from beds import BEDS, Bed, PointerBed, prepared
 from choice import chosen_budgets
 from raw import write_probe, write_raw
@@ -129,6 +129,8 @@ def main() -> None:
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
     for question in options.question.split(","):
+        if question in BY_PROBE and not isinstance(bed, PointerBed):
+            raise SystemExit(f"--question {question}: needs a probe of its budgets, which --bed {bed.name} has not")
         if options.budget is None and isinstance(bed, PointerBed):
             for seed in range(options.seeds if bed.warm_seeds else 1):
                 in_a_child(probe.run, bed, seed, work, probe.grid(bed, PROBED.get(question, ("rkv",))))
@@ -141,7 +143,8 @@ def main() -> None:
         wanted = options.arms.split(",") if options.arms else [""]
         runs = [run for run in runs if any(part in run.arm.name for part in wanted)]
         deadline = run_all(runs, options.jobs, deadline)
-        write_probe(bed, work, options.out)
+        if isinstance(bed, PointerBed):
+            write_probe(bed, work, options.out)
         write_raw(question, bed, [(run.arm, run.seed) for run in runs], work, options.out)
 
 

@@ -2,6 +2,7 @@
 against plain masked attention over full masks."""
 
 import copy
+import gc
 from itertools import zip_longest
 
 import pytest
@@ -373,8 +374,17 @@ def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, mode
     assert found[3] == pytest.approx(found[2], rel=1e-4)
     for (_, mine), (_, other) in zip(compiled.policy.adapter_parameters(), eager.policy.adapter_parameters()):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    gradients = []
+    for distiller in (eager, compiled):
+        with distiller.policy.dense_frozen():  # another forward pass comes before the backward one
+            hidden, _ = (distiller.policy(collate(rollouts, some), rollouts) for some in ([0, 1], [2, 3]))
+            gc.collect()
+            parameters = [parameter for _, parameter in distiller.policy.adapter_parameters()]
+            gradients.append(torch.autograd.grad(hidden.square().sum(), parameters))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
     compiled.step(rollouts[2:])
     assert 0 < len(graphs) == counts
+    assert kernels or counts <= 10 * 4, "few variants of each piece, whatever the layer"
     whole = [graph for graph in graphs if "attend_opaquely" in graph.code]  # otherwise it breaks at the attention
     assert len(whole) == (2 if kernels else 0), "with a gradient and without, whatever the layer"
 

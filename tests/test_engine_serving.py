@@ -248,3 +248,17 @@ def test_many_compiled_engines_live_in_one_process(monkeypatch):
         engine = Engine(oracle.custom_model(group, layers=1), page=4, kv_memory="1MiB", max_rows=2, compiled=True)
         [rollout] = engine.generate([[5, 6, 7]], Sampling(max_new_tokens=3, ignore_eos=True))
         assert len(rollout) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_default_pool_lets_every_row_run(loaded, rows, monkeypatch):
+    """Also where prompts are long and protected: each row then holds the shared prompt and a copy of its own."""
+    evict = Evict("snapkv", 10, buffer=4, window=3, sinks=2, protect_prompt=True)
+    engine = Engine(loaded, page=4, max_rows=rows, max_length=1040, lookahead=4)
+    decode, together = engine.runner.decode, []
+    monkeypatch.setattr(engine.runner, "decode", lambda chunk, features: (
+        together.append(len(chunk.parts)), decode(chunk, features))[1])  # fmt: skip
+    prompts = [[3 + i, 4, 5] * 333 for i in range(rows)]
+    made = engine.generate(prompts, Sampling(max_new_tokens=40, ignore_eos=True), Sparsity(evict))
+    assert [len(rollout) for rollout in made] == [40] * rows
+    assert set(together) == {rows}

@@ -1,4 +1,5 @@
 import copy
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import OPTConfig, OPTForCausalLM
 
 from alula.errors import SettingError
 from alula.model import load_model, share_weights
@@ -13,6 +15,7 @@ from alula.rl.learner import Learner
 from alula.rl.learner_config import LearnerConfig, LoRA
 from alula.rl.learning_rate import learning_rate
 from alula.rl.optimizer import MasterAdamW
+from alula.rl.policy import checkpoint_activations
 
 SHAPES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral"]
 
@@ -219,7 +222,22 @@ def test_a_second_optimizer_takes_the_gradients_over():
     assert taken
     assert norm == pytest.approx(2 * 3**0.5)
     assert first.masters["w"].grad is None
-    assert torch.equal(parameter, torch.full((3,), 0.5, dtype=torch.bfloat16))
+    learned = torch.full((3,), 0.5, dtype=torch.bfloat16)
+    assert torch.equal(parameter, learned)
+    for late in (lambda: first.backward(parameter.sum()), lambda: first.step(lr=1.0), first.publish):
+        with pytest.raises(SettingError, match="another learner"):
+            late()
+    assert torch.equal(parameter, learned)
+    pickle.dumps(parameter)
+
+
+def test_layers_that_drop_out_by_themselves_are_refused():
+    """Their flag says training where they are recomputed."""
+    config = OPTConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, ffn_dim=8, num_attention_heads=1, dropout=0.1)
+    with pytest.raises(SettingError, match=r"OPTDecoderLayer has dropout=0.1"):
+        checkpoint_activations(OPTForCausalLM(config).eval())
+    config.dropout = 0.0
+    checkpoint_activations(OPTForCausalLM(config).eval())
 
 
 def test_bfloat16_parameters_follow_float32_masters():

@@ -27,7 +27,7 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
     ] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool; by default most of what is free.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool; by default what the batch needs.")] = None,
     page: Annotated[int, typer.Option(help="KV tokens per page.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of the table.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the records here, as JSON.")] = None,

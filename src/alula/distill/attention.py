@@ -33,23 +33,17 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    view: View | Tensor,
     scaling: float,
-    view: View | Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The AttentionInterface signature, for a packed batch of one; without a view it is the dense policy's.
-
-    In compiled layers the view comes as its ticket: see `alula.distill.opaque`.
-    """
+    """The AttentionInterface signature, for a packed batch of one. In compiled layers the view comes as its ticket: see
+    `alula.distill.opaque`."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if view is None:
-        return packed_attention(q, k, v, cu_seqlens, max_seqlen, scaling)[None], None
     if isinstance(view, Tensor):
         q, k, v = (x.contiguous() for x in (q, k, v))  # which the compiler fuses into what made them
         return attend_opaquely(q, k, v, view, module.alula_layer, scaling)[0][None], None  # type: ignore[arg-type]
-    return attend_view(q, k, v, view, module.layer_idx, scaling)[None], None  # type: ignore[arg-type]
+    return attend_view(q, k, v, view, module, scaling)[None], None
 
 
 AttentionInterface.register(NAME, attend)
@@ -61,8 +55,9 @@ def use_sparse_attention(model: PreTrainedModel) -> None:
 
 
 @torch.compiler.disable  # what it does differs by layer, while one compiled layer serves all of them
-def attend_view(q: Tensor, k: Tensor, v: Tensor, view: View, layer: int, scaling: float) -> Tensor:
+def attend_view(q: Tensor, k: Tensor, v: Tensor, view: View, module: nn.Module, scaling: float) -> Tensor:
     """q [T, Hq, D], k and v [T, Hkv, D] of a layer, packed -> [T, Hq, D]"""
+    layer: int = module.layer_idx  # type: ignore[assignment]
     if view.dense(layer):
         return packed_attention(q, k, v, view.starts, view.width, scaling)
     attention = kernel_attention if use_triton(q) else sparse_attention

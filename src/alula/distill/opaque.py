@@ -4,6 +4,7 @@ A compiled layer serves all layers and all micro-batches, so what differs betwee
 number, and a ticket for the `View`, which is looked up here, in the forward pass and again in the backward one.
 """
 
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,12 +16,14 @@ from alula.distill.tiles import look
 from alula.distill.view import View
 
 _views: WeakValueDictionary[int, View] = WeakValueDictionary()
+_numbers = count()
 
 
 def ticket(view: View) -> Tensor:
     """Good for as long as somebody holds the view."""
-    _views[id(view)] = view
-    return torch.tensor(id(view))
+    number = next(_numbers)
+    _views[number] = view
+    return torch.tensor(number)
 
 
 @torch.library.custom_op("alula::attend_opaquely", mutates_args=())

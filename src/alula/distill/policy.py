@@ -36,11 +36,9 @@ class SparsePolicy(nn.Module):
         if activation_checkpointing:
             checkpoint_activations(self.model)
         self.compiled = compiled
-        for own in (self.model, self.teacher) if compiled else ():  # the teacher finds what the learner compiled
+        for own in (self.model, self.teacher) if compiled else ():
             for layer in own.get_decoder().layers:  # type: ignore[union-attr]
                 layer.compile(dynamic=True)  # type: ignore[union-attr]
-        self._view: View | None = None
-        """Of the last forward pass: its backward pass may look into it."""
 
     @property
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -60,9 +58,12 @@ class SparsePolicy(nn.Module):
 
     def forward(self, batch: Packed, rollouts: Sequence[Rollout]) -> Tensor:
         """Hidden states [N, H] of the targets under the policy that sampled `rollouts`, φ included."""
-        view = self._view = View.of([rollouts[i] for i in batch.index], batch.input_ids.device)
+        view = View.of([rollouts[i] for i in batch.index], batch.input_ids.device)
         opaque = self.compiled and use_triton(batch.input_ids)
-        return _hidden(self.model, batch, view=ticket(view) if opaque else view)
+        hidden = _hidden(self.model, batch, view=ticket(view) if opaque else view)
+        if hidden.grad_fn is not None:
+            hidden.grad_fn.metadata["view"] = view  # type: ignore[index]  # the backward pass looks into it
+        return hidden
 
     @torch.no_grad()
     def dense(self, batch: Packed) -> Tensor:

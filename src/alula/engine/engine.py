@@ -427,8 +427,10 @@ def shape_of(model: Any) -> Shape:
 
 
 def ample_pages(rows: int, longest: int, page: int) -> int:
-    """More than so many sequences can fill, with room to compact in; a larger pool would only cost time to wake."""
-    return rows * (pages_for(longest, page) + 1) * 5 // 4 + 64
+    """As many as so many sequences can fill, each counted twice: one that evicts compacts beside the prompt it shares.
+    A larger pool would only cost time to wake."""
+    each = pages_for(longest, page)
+    return rows * 2 * (each + 1) + each + 64
 
 
 def default_memory(device: torch.device) -> int:

@@ -57,6 +57,7 @@ class _Access(ctypes.Structure):
 
 
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3
+SPARE = 1 << 30
 
 
 class _VirtualRange:
@@ -89,6 +90,8 @@ class _VirtualRange:
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()  # torch may sit on freed memory that the driver needs now
             self._call(*create)
+        if torch.cuda.mem_get_info(self.device)[0] < SPARE:
+            torch.cuda.empty_cache()  # captures and the driver itself want some too
         self._call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, zero)
         access = _Access(self.location, READ_WRITE)
         self._call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))

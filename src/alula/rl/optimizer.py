@@ -13,6 +13,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from alula.errors import require
 
 LARGEST_SCALE, LOWER, PATIENCE = 2.0**16, 16.0, 50
 """An overflow divides the scale by `LOWER`: four lost updates reach 1. `PATIENCE` good steps in a row double it."""
@@ -51,11 +54,13 @@ class MasterAdamW:
             weight_decay=weight_decay,
             fused=True if on_cuda else None,
         )
-        for name, parameter in self.parameters.items():
-            _own(parameter, self.masters[name])
+        self._halves = [(p, self.masters[name]) for name, p in self.parameters.items() if p is not self.masters[name]]
+        for parameter, master in self._halves:
+            _take_over(parameter, master)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's share of the loss."""
+        self._refuse_if_replaced()
         (loss if self.scale is None else loss * float(self.scale[0])).backward()
 
     def step(self, lr: float, max_norm: float | None = None, finite_loss: bool = True) -> tuple[float, bool]:
@@ -85,10 +90,18 @@ class MasterAdamW:
     @torch.no_grad()
     def publish(self) -> None:
         """Write the masters into the model's parameters in place: whoever shares them sees the new values."""
-        pairs = [(p, m) for p, m in zip(self.parameters.values(), self.masters.values()) if p is not m]
-        if pairs:
-            parameters, masters = zip(*pairs)
+        self._refuse_if_replaced()
+        if self._halves:
+            parameters, masters = zip(*self._halves)
             torch._foreach_copy_(list(parameters), list(masters))
+
+    def _refuse_if_replaced(self) -> None:
+        """Its masters are of the past then, and would undo what the other one learned."""
+        for parameter, master in self._halves[:1]:
+            require(
+                _masters[parameter][0] is master,
+                "another learner was made on these parameters and trains them now; use that one.",
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state as flat, live tensors: `model.<name>` (masters), `optimizer.<name>.<moment>`, and in
@@ -122,14 +135,16 @@ def _next_scale(scale: float, served: float, taken: bool) -> Tensor:
     return torch.tensor([min(LARGEST_SCALE, 2 * scale), 0.0])
 
 
-def _own(parameter: Tensor, master: Tensor) -> None:
+_masters = WeakTensorKeyDictionary()
+"""Parameter -> the master that its gradients go to, and the hook that brings them there."""
+
+
+def _take_over(parameter: Tensor, master: Tensor) -> None:
     """Let the parameter's gradients go to this master from now on, and no longer to an earlier optimizer's."""
-    if earlier := parameter.__dict__.pop("_gradient_goes_to", None):
-        earlier.remove()
-    if parameter is not master:
-        parameter._gradient_goes_to = parameter.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
-            lambda p: _move_gradient(p, master)
-        )
+    if parameter in _masters:
+        _masters[parameter][1].remove()
+    hook = parameter.register_post_accumulate_grad_hook(lambda p: _move_gradient(p, master))
+    _masters[parameter] = master, hook
 
 
 def _move_gradient(parameter: Tensor, master: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The dense policy as one module: decoder, LM head and log-probs of the scored positions in one forward."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,32 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each layer in the backward pass.
 
     transformers does it only in layers whose own flag says training; all else stays in evaluation, so that no dropout
-    makes the trained policy another one than the scored. Nothing is drawn, so no generator's state is kept.
+    makes the trained policy another one than the scored. Layers that drop out by themselves are refused, so nothing is
+    drawn, and no generator's state is kept.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     # transformers lets the first layer's input require a gradient always: without one, another variant to compile.
     model.disable_input_require_grads()
-    model.get_input_embeddings().register_forward_hook(
-        lambda _module, _inputs, out: out.requires_grad_() if torch.is_grad_enabled() else None
-    )
+    embeddings = model.get_input_embeddings()
+    if _ask_for_gradient not in embeddings._forward_hooks.values():
+        embeddings.register_forward_hook(_ask_for_gradient)
     for layer in model.get_decoder().layers:  # type: ignore[union-attr]
+        drops = [f"{name}={p}" for name, p in vars(layer).items() if "dropout" in name and isinstance(p, float) and p]
+        require(
+            not drops,
+            f"activation_checkpointing: {type(layer).__name__} has {', '.join(drops)}, and would train another policy "
+            "than is scored; set it to 0 in the model's configuration, or switch activation_checkpointing off.",
+        )
         require(
             isinstance(layer, GradientCheckpointingLayer),
             f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
         )
         layer.training = True  # type: ignore[union-attr]
+
+
+def _ask_for_gradient(module: nn.Module, inputs: Any, out: Tensor) -> None:
+    if torch.is_grad_enabled():
+        out.requires_grad_()
 
 
 class Scored(NamedTuple):
