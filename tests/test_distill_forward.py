@@ -346,9 +346,14 @@ def test_a_step_through_the_kernel_is_the_same(checkpointing, models, monkeypatc
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("method", ["rkv", "block-topk"])
 def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, models, monkeypatch):
-    """Through dynamo and autograd's own graphs; the compiler behind them is left out to save its time."""
+    """Through dynamo and autograd's own graphs; the compiler behind them is left out to save its time. The eager one
+    never runs through the kernels."""
     loaded, policy, graphs = models[3], METHODS[method], []
-    monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1" if kernels else "0")
+
+    def both():
+        for distiller in (eager, compiled):
+            monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1" if kernels and distiller is compiled else "0")
+            yield distiller
 
     def counted(graph, inputs):
         graphs.append(graph)
@@ -365,24 +370,24 @@ def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, mode
         for on in (False, True)
     )
     found = []
-    for some in (rollouts[:4], rollouts):
-        for distiller in (eager, compiled):
+    for some in (rollouts[:2], rollouts[1:4]):
+        for distiller in both():
             metrics = distiller.step(some)
             found.append((metrics["kl"], metrics["grad_norm"], distiller.measure(some).mean))
         counts = len(graphs)
     assert found[1] == pytest.approx(found[0], rel=1e-4)
     assert found[3] == pytest.approx(found[2], rel=1e-4)
     for (_, mine), (_, other) in zip(compiled.policy.adapter_parameters(), eager.policy.adapter_parameters()):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
     gradients = []
-    for distiller in (eager, compiled):
+    for distiller in both():
         with distiller.policy.dense_frozen():  # another forward pass comes before the backward one
-            hidden, _ = (distiller.policy(collate(rollouts, some), rollouts) for some in ([0, 1], [2, 3]))
+            hidden, _ = (distiller.policy(collate(rollouts, some), rollouts) for some in ([4, 0], [2, 3]))
             gc.collect()
             parameters = [parameter for _, parameter in distiller.policy.adapter_parameters()]
             gradients.append(torch.autograd.grad(hidden.square().sum(), parameters))
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
-    compiled.step(rollouts[2:])
+    torch.testing.assert_close(*gradients, rtol=1e-2, atol=5e-3)  # of values up to 5, at nearly the same parameters
+    compiled.step(rollouts[5:])
     assert 0 < len(graphs) == counts
     assert kernels or counts <= 10 * 4, "few variants of each piece, whatever the layer"
     whole = [graph for graph in graphs if "attend_opaquely" in graph.code]  # otherwise it breaks at the attention
