@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from alula.model import share_weights
 from alula.ops.dispatch import use_triton
 from alula.rl.attention import use_packed_attention
 from alula.rl.packing import Packed
-from alula.rl.policy import checkpoint_activations
+from alula.rl.policy import checkpoint_activations, hidden_states
 
 
 class SparsePolicy(nn.Module):
@@ -60,7 +59,7 @@ class SparsePolicy(nn.Module):
         """Hidden states [N, H] of the targets under the policy that sampled `rollouts`, φ included."""
         view = View.of([rollouts[i] for i in batch.index], batch.input_ids.device)
         opaque = self.compiled and use_triton(batch.input_ids)
-        hidden = _hidden(self.model, batch, view=ticket(view) if opaque else view)
+        hidden = hidden_states(self.model, batch, view=ticket(view) if opaque else view)
         if hidden.grad_fn is not None:
             hidden.grad_fn.metadata["view"] = view  # type: ignore[index]  # the backward pass looks into it
         return hidden
@@ -68,7 +67,7 @@ class SparsePolicy(nn.Module):
     @torch.no_grad()
     def dense(self, batch: Packed) -> Tensor:
         """Hidden states [N, H] of the targets under the dense policy, without φ."""
-        return _hidden(self.teacher, batch)
+        return hidden_states(self.teacher, batch)
 
     @contextmanager
     def dense_frozen(self) -> Iterator[None]:
@@ -81,14 +80,3 @@ class SparsePolicy(nn.Module):
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
-
-
-def _hidden(model: PreTrainedModel, batch: Packed, **options: Any) -> Tensor:
-    return model.get_decoder()(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        cu_seqlens=batch.cu_seqlens,
-        max_seqlen=batch.max_seqlen,
-        **options,
-    ).last_hidden_state[0, batch.targets]

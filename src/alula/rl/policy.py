@@ -45,6 +45,18 @@ def _ask_for_gradient(module: nn.Module, inputs: Any, out: Tensor) -> None:
         out.requires_grad_()
 
 
+def hidden_states(model: PreTrainedModel, batch: Packed, **options: Any) -> Tensor:
+    """[N, H]: of the positions whose next token is scored. `options` go down to the attention function."""
+    return model.get_decoder()(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen,
+        **options,
+    ).last_hidden_state[0, batch.targets]
+
+
 class Scored(NamedTuple):
     logprobs: Tensor
     """float32 [N]: of every target token."""
@@ -68,21 +80,11 @@ class Policy(nn.Module):
         self.chunk = chunk
 
     @property
-    def decoder(self) -> nn.Module:
-        return self.model.get_decoder()
-
-    @property
     def layers(self) -> list[nn.Module]:
-        return list(self.decoder.layers)  # type: ignore[arg-type]
+        return list(self.model.get_decoder().layers)  # type: ignore[arg-type]
 
     def forward(self, batch: Packed, temperature: float, topk: int = 0, entropy: bool = True) -> Scored:
-        hidden = self.decoder(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-        ).last_hidden_state[0, batch.targets]
+        hidden = hidden_states(self.model, batch)
         head = self.model.get_output_embeddings()
         weight, bias = head.weight, getattr(head, "bias", None)
         if topk:
