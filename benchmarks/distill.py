@@ -7,7 +7,7 @@ Sections, each alone with `--only agreement,overhead,...`; results are merged in
     overhead       a distillation step against a learner update on the same rollouts, by fraction and teacher
     decode         decode steps with φ merged against those without
     speed          rollout speed at every budget of the ladder
-    select, evict  tail and mean of acceptance on held-out prompts before and after `--seconds` of distillation, for
+    select, evict  tail and mean of acceptance on held-out prompts before and after `--steps` of distillation, for
                    two budgets and several seeds, and over a ladder of budgets: which sparsity meets a threshold
                    before and after. These two may share a GPU with other work; the others may not
 
@@ -122,28 +122,25 @@ class Bench:
     def acceptance(self, make: Callable[[int], Sparsity], budgets: list[int]) -> Iterator[Row]:
         nothing = fresh(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
         engine = self.engine(nothing)
-        self._distil(engine, make(budgets[0]), seed=99, limit=1)  # compiles what the clock should not see
+        self._distil(engine, make(budgets[0]), seed=99, steps=1)  # compiles what the clock should not see
         engine.update_sparse_adapter(nothing)
         without = self._ladder(engine, make)
         for budget in budgets:
             for seed in range(self.options.seeds):
-                row = {"kind": "acceptance", "budget": budget} | self._distil(engine, make(budget), seed)
+                row = {"kind": "acceptance", "budget": budget} | self._distil(engine, make(budget), seed, self.options.steps)
                 if seed == 0:
                     row["ladder"] = {"before": without, "after": self._ladder(engine, make)}
                 yield row
 
-    def _distil(self, engine: Engine, policy: Sparsity, seed: int, limit: int | None = None) -> Row:
-        """`--seconds` of distillation from nothing, or `limit` steps."""
+    def _distil(self, engine: Engine, policy: Sparsity, seed: int, steps: int) -> Row:
         distiller = Distiller(self.loaded.model, self.config(seed=seed))
         engine.update_sparse_adapter(distiller.adapter())
         before = self._measured(engine, policy, seed)
         losses: list[float] = []
-        steps, started = 0, time.perf_counter()
-        while time.perf_counter() - started < self.options.seconds and steps != limit:
-            round_ = replace(self.rollouts, seed=1000 * (seed + 1) + steps)
-            distill_alone(engine, distiller, policy, self.training, 1, round_,
-                          lambda _, row: losses.append(row["distill/kl"]))  # fmt: skip
-            steps += 1
+        started = time.perf_counter()
+        round_ = replace(self.rollouts, seed=1000 * (seed + 1))
+        distill_alone(engine, distiller, policy, self.training, steps, round_,
+                      lambda _, row: losses.append(row["distill/kl"]))  # fmt: skip
         spent = time.perf_counter() - started
         after = self._measured(engine, policy, seed)
         return {"sparsity": policy.describe(), "seed": seed, "steps": steps, "seconds": spent, "kl_by_step": losses,
@@ -264,11 +261,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256, help="prompts per distillation step")
     parser.add_argument("--held-out", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=768, help="longest answer")
-    parser.add_argument("--seconds", type=float, default=30, help="of distillation, per budget and seed")
+    parser.add_argument("--steps", type=int, default=20, help="of distillation, per budget and seed")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--select-budgets", type=numbers, default=[64, 128])
-    parser.add_argument("--evict-budgets", type=numbers, default=[64, 128])
-    parser.add_argument("--ladder", type=numbers, default=[64, 96, 128, 256])
+    parser.add_argument("--select-budgets", type=numbers, default=[64, 192])
+    parser.add_argument("--evict-budgets", type=numbers, default=[64, 192])
+    parser.add_argument("--ladder", type=numbers, default=[64, 96, 128, 160, 192, 256])
     parser.add_argument("--speed-tokens", type=int, default=1024)
     parser.add_argument("--overhead-prompts", type=int, default=32)
     parser.add_argument("--overhead-tokens", type=int, default=1024)
