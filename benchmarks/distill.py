@@ -4,6 +4,7 @@ Sections, each alone with `--only agreement,overhead,...`; results are merged in
 
     agreement      log-probs of the learner's sparse forward against the engine's, with and without φ
     agreement_float16  the same, of a model in float16
+    agreement_residual  the same, of a model whose residual stream is float32
     overhead       a distillation step against a learner update on the same rollouts, by fraction and teacher
     decode         decode steps with φ merged against those without
     speed          rollout speed at every budget of the ladder
@@ -54,7 +55,9 @@ def evict(budget: int) -> Sparsity:
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.loaded: LoadedModel = load_model(options.model, device=options.device, dtype=options.dtype)
+        self.loaded: LoadedModel = load_model(
+            options.model, device=options.device, dtype=options.dtype, residual=options.residual
+        )
         self.training, held_out = self.data().split(options.held_out, seed=0)
         self.held_out = [list(example.prompt_ids or ()) for example in held_out]
         self.rollouts = Rollouts(prompts=options.prompts, samples=1, max_new_tokens=options.tokens, temperature=1.0)
@@ -104,14 +107,18 @@ class Bench:
                 with asleep(engine):
                     scores = distiller.score(made)
                 gap = torch.cat([s.cpu() - _logprobs(r) for s, r in zip(scores, made)]).abs()
-                yield {"kind": "agreement", "dtype": str(self.loaded.model.dtype), "adapter": adapter is not None,
-                       "sparsity": policy.describe(), "tokens": len(gap), "mean": gap.mean().item(),
-                       "p99": gap.quantile(0.99).item(), "most": gap.max().item()}  # fmt: skip
+                yield {"kind": "agreement", "dtype": str(self.loaded.model.dtype), "residual": self.options.residual,
+                       "adapter": adapter is not None, "sparsity": policy.describe(), "tokens": len(gap),
+                       "mean": gap.mean().item(), "p99": gap.quantile(0.99).item(),
+                       "most": gap.max().item()}  # fmt: skip
             del engine, distiller
             release()
 
     def agreement_float16(self) -> Iterator[Row]:
         return Bench(argparse.Namespace(**vars(self.options) | {"dtype": "float16"})).agreement()
+
+    def agreement_residual(self) -> Iterator[Row]:
+        return Bench(argparse.Namespace(**vars(self.options) | {"residual": "float32"})).agreement()
 
     def select(self) -> Iterator[Row]:
         return self.acceptance(select, self.options.select_budgets)
@@ -246,7 +253,7 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-SECTIONS = ("agreement", "agreement_float16", "overhead", "decode", "speed", "select", "evict")
+SECTIONS = ("agreement", "agreement_float16", "agreement_residual", "overhead", "decode", "speed", "select", "evict")
 
 
 def main() -> None:
@@ -256,6 +263,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default=None)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default=None)
+    parser.add_argument("--residual", default=None, help="float32, of a 16-bit model")
     parser.add_argument("--kv-memory", default="20GiB")
     parser.add_argument("--rows", type=int, default=256, help="sequences that decode together")
     parser.add_argument("--prompts", type=int, default=256, help="prompts per distillation step")

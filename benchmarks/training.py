@@ -22,7 +22,7 @@ import torch
 from sections import arguments, measured_machine, record, release
 
 from alula import Engine, Evict, Sampling, Sparsity
-from alula.bench import Ceilings
+from alula.bench import Ceilings, StepBench, timed
 from alula.config_file import load_config
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request
@@ -36,6 +36,8 @@ from alula.rl.packing import Packed
 from alula.rl.trainer import Trainer
 
 DEVICE = torch.device("cuda")
+LENGTHS = [1024, 4096, 2048, 3072, 1536, 2560, 1024, 1024]
+"""Of packed sequences: 16k tokens."""
 
 
 class Phases(dict):
@@ -113,6 +115,15 @@ def one_step(
     }  # fmt: skip
 
 
+def random_sequences(rng: np.random.Generator, vocabulary: int, lengths: list[int]) -> list[Rollout]:
+    return [
+        Rollout(
+            rng.integers(0, vocabulary, 128).tolist(), rng.integers(0, vocabulary, n - 128).tolist(), None, "length"
+        )
+        for n in lengths
+    ]
+
+
 def learner_speed(ceilings: Ceilings) -> list[dict]:
     """16k packed tokens of 1-4k sequences, one optimizer step of four micro-batches, qwen2.5-1.5b."""
     found = []
@@ -120,11 +131,8 @@ def learner_speed(ceilings: Ceilings) -> list[dict]:
     for settings in ({"compile": True, "activation_checkpointing": False}, {"compile": True}, {}):
         loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
         learner = Learner(loaded.model, LearnerConfig(lr=1e-6, **settings))
-        lengths = [1024, 4096, 2048, 3072, 1536, 2560, 1024, 1024] * 4
-        sequences = [
-            Rollout(rng.integers(0, 151936, 128).tolist(), rng.integers(0, 151936, n - 128).tolist(), None, "length")
-            for n in lengths
-        ]
+        lengths = LENGTHS * 4
+        sequences = random_sequences(rng, 151936, lengths)
 
         def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
             return -logprobs.mean() / 4, {}
@@ -237,7 +245,37 @@ def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict
         release()
 
 
-SECTIONS = {"weights": weights, "small": small_step, "learner": learner_speed, "paper": paper_step, "gsm8k": gsm8k_step}
+def residual_cost(ceilings: Ceilings) -> Iterator[dict]:
+    """What a float32 residual stream costs: with it and without, in turns, the best of five."""
+    for model in ("smollm2-135m", "qwen2.5-1.5b"):
+        for what, prepare in (("decode step", decode_step), ("learner update", learner_update)):
+            runs = {
+                residual: prepare(load_model(f"shape:{model}", device=DEVICE, residual=residual))
+                for residual in (None, "float32")
+            }
+            turns = [{residual: run() for residual, run in runs.items()} for _ in range(5)]
+            without, wide = (min(turn[residual] for turn in turns) for residual in runs)
+            yield {"kind": "residual", "what": what, "model": model, "without_ms": without * 1e3, "with_ms": wide * 1e3,
+                   "slower": wide / without - 1}  # fmt: skip
+            del runs
+            release()
+
+
+def decode_step(loaded: LoadedModel) -> Callable[[], float]:
+    """Dense, 64 rows of 1k tokens."""
+    return StepBench(Engine(loaded, kv_memory="4GiB", max_rows=64, max_length=2048), 64, 1024).seconds
+
+
+def learner_update(loaded: LoadedModel) -> Callable[[], float]:
+    """One optimizer step on 16k packed tokens; the first call compiles."""
+    learner = Learner(loaded.model, LearnerConfig(lr=1e-9, token_budget=sum(LENGTHS)))
+    sequences = random_sequences(np.random.default_rng(0), loaded.model.config.vocab_size, LENGTHS)
+    step = partial(learner.update, sequences, lambda logprobs, entropy, packed: (-logprobs.mean(), {}))
+    return partial(timed, step, DEVICE, 1)
+
+
+SECTIONS = {"weights": weights, "small": small_step, "learner": learner_speed, "residual": residual_cost,
+            "paper": paper_step, "gsm8k": gsm8k_step}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def share(world: World):
     return everything if world.size == 1 else [everything[:6], everything[6:]][world.rank]
 
 
-def learner(world, dtype="float32", **settings):
-    model = load_model(f"shape:{SHAPE}", dtype=dtype).model
+def learner(world, dtype="float32", residual=None, **settings):
+    model = load_model(f"shape:{SHAPE}", dtype=dtype, residual=residual).model
     return Learner(model, LearnerConfig(**{**SETTINGS, **settings}), world)
 
 
@@ -108,6 +108,12 @@ def main(out: Path) -> None:
         half = learner(world, dtype=dtype)
         report[dtype] = summary(step(half))
         report[dtype]["dtypes"] = sorted({str(t.dtype) for _, t in half.full_parameters()})
+
+    wide = learner(world, dtype="bfloat16", residual="float32")
+    streams = set()
+    for layer in wide.policy.layers:
+        layer.input_layernorm.register_forward_pre_hook(lambda _, inputs: streams.add(str(inputs[0].dtype)))
+    report["residual"] = summary(step(wide)) | {"streams": sorted(streams)}
 
     if world.rank == 0:
         (out / "report.json").write_text(json.dumps(report))

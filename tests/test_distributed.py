@@ -108,6 +108,14 @@ def test_lora_and_half_precision(two_ranks):
         assert report[dtype]["dtypes"] == [f"torch.{dtype}"]
 
 
+def test_a_float32_residual_stream_is_not_cast_between_layers(two_ranks):
+    _, report = two_ranks
+    expected = summary(step(learner(World(), dtype="bfloat16", residual="float32")))
+    assert report["residual"]["streams"] == ["torch.float32"]
+    for name in ("loss", "grad_norm"):
+        assert report["residual"][name] == pytest.approx(expected[name], rel=0.02)
+
+
 def test_export_from_two_ranks(two_ranks):
     out, _ = two_ranks
     loaded = AutoModelForCausalLM.from_pretrained(out / "exported")

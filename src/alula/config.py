@@ -40,6 +40,9 @@ class ModelSettings(Section):
     shape on `task:` data takes the task's by itself, and its vocabulary is cut to it."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of weights and compute; by default bfloat16 on CUDA (with float32 masters) and float32 on the CPU."""
+    residual: Literal["float32"] | None = None
+    """`float32` keeps the residual stream of a 16-bit model in float32, in rollouts and training alike: the engine's
+    and the learner's log-probs come closer. Without effect on a float32 model."""
     device: Literal["cpu", "cuda"] | None = None
     """By default CUDA where there is one."""
 

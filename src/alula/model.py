@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from alula.errors import SettingError, require
+from alula.residual import widen_like, widen_residual
 from alula.shapes import shape
 from alula.support import refuse_after_dry_run, refuse_unsupported
 
@@ -50,12 +51,17 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
     seed: int = 0,
+    residual: str | None = None,
 ) -> LoadedModel:
     """Load plain dense weights (safetensors or GGUF, no remote code), or draw random ones for `shape:<name>`.
 
     `dtype` is float32 on the CPU and bfloat16 on CUDA unless given. The model is *built* in it: casting a
-    finished model would round RoPE's frequencies as well, which must stay float32.
+    finished model would round RoPE's frequencies as well, which must stay float32. `residual="float32"` keeps the
+    residual stream of a 16-bit model in float32 (`alula.residual`).
     """
+    require(
+        residual in (None, "float32"), f"residual={residual}: must be float32, or left out for that of the weights."
+    )
     source, device = os.fspath(source), _device(device)
     dtype = _dtype(dtype, device)
     if source.startswith(SHAPE):
@@ -65,6 +71,8 @@ def load_model(
         model = model.to(device=device)  # type: ignore[call-arg]
     model.eval()
     refuse_after_dry_run(model, share_weights(model))
+    if residual is not None:
+        widen_residual(model)
     return LoadedModel(model, tokenizer, _short_name(source), _eos_ids(model, tokenizer))
 
 
@@ -72,7 +80,8 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A second model on the very parameters of the first, with a config of its own.
 
     transformers keeps the choice of attention on the config object, so the sampler and the learner need one
-    each. Tied weights stay tied; buffers (RoPE's frequencies) are copied as they are.
+    each. Tied weights stay tied; buffers (RoPE's frequencies) are copied as they are; a float32 residual stream
+    (`alula.residual`) is one in the twin too.
     """
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))
@@ -81,6 +90,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         _put(twin, name, buffer.clone())
     twin.generation_config = copy.deepcopy(model.generation_config)
+    widen_like(model, twin)
     return twin.train(model.training)
 
 

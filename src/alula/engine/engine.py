@@ -113,11 +113,18 @@ class Engine:
 
     @classmethod
     def load(
-        cls, source: str, *, device: str = "cpu", dtype: str | torch.dtype | None = None, seed: int = 0, **options: Any
+        cls,
+        source: str,
+        *,
+        device: str = "cpu",
+        dtype: str | torch.dtype | None = None,
+        seed: int = 0,
+        residual: str | None = None,
+        **options: Any,
     ) -> "Engine":
         """A hub id, a Hugging Face folder, a GGUF file, or `shape:<name>` for random weights; options as above."""
         refuse_unknown(cls, options)
-        return cls(load_model(source, device=device, dtype=dtype, seed=seed), **options)
+        return cls(load_model(source, device=device, dtype=dtype, seed=seed, residual=residual), **options)
 
     # -- generation ---------------------------------------------------------------------------------------
 

@@ -73,11 +73,13 @@ def shard(module: nn.Module, layers: Iterable[nn.Module], world: World) -> None:
     """Shard `module` over all ranks in place, one group per layer and one for the rest.
 
     The shards are float32 and serve as master weights; layers are gathered and computed in the dtype the
-    module had. Gradients are *summed* in float32: the loss carries its own denominators over the whole batch,
-    so nothing is averaged.
+    module had, and read what they are given in its own (a residual stream may be wider). Gradients are *summed* in
+    float32: the loss carries its own denominators over the whole batch, so nothing is averaged.
     """
     dtype = next(module.parameters()).dtype
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     mesh = init_device_mesh(world.device.type, (world.size,))
     for part in (*layers, module):
         for parameter in part.parameters():

@@ -90,7 +90,7 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
         gradients=4 * trained // ranks,
         reference=parameters * width // ranks if config.objective.kl > 0 and not lora else 0,
         logits=2 * 4 * config.learner.logprob_chunk * text.vocab_size,
-        activations=layers * text.hidden_size * width * config.learner.token_budget
+        activations=layers * text.hidden_size * (4 if config.model.residual else width) * config.learner.token_budget
         if config.learner.activation_checkpointing
         else 0,
         prompt=prompt,

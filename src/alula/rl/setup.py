@@ -36,7 +36,8 @@ def check_shares(config: RunConfig, world: World) -> None:
 
 def load_policy(config: RunConfig, world: World) -> LoadedModel:
     """The model with a tokenizer."""
-    loaded = load_model(config.model.source, device=world.device, dtype=config.model.dtype, seed=config.seed)
+    m = config.model
+    loaded = load_model(m.source, device=world.device, dtype=m.dtype, seed=config.seed, residual=m.residual)
     name = config.model.tokenizer
     if name is None and loaded.tokenizer is None and config.data.source.startswith(TASK):
         name = config.data.source
