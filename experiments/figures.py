@@ -10,7 +10,7 @@ from statistics import fmean
 
 import judge
 from judge import Row
-from tables import RESULTS, by_arm, raw
+from tables import RESULTS, before_training, by_arm, raw
 
 from alula.mismatch.plot import COLOURS, Line, chart
 
@@ -91,36 +91,36 @@ def probed(question: str, bed: str) -> dict[str, str]:
 
 def dose(question: str, bed: str) -> dict[str, str]:
     """The outcome against the tail before training: eviction and selection."""
-    tails = {(row["sparsity"], row["seed"]): row["tail"] for row in raw("probe", bed)}
-    hazards = {(row["sparsity"], row["seed"]): row["vetoed_rollouts"] for row in raw("probe", bed)}
+    before = before_training(bed)
     kinds: dict[str, list[Row]] = {}
     for run in raw(question, bed):
         kinds.setdefault(run["sparsity"].partition(":")[0], []).append(run)
 
-    def lines(known: dict[tuple[str, int], float]) -> list[Line]:
+    def lines(name: str) -> list[Line]:
         drawn = []
         for i, (kind, runs) in enumerate(kinds.items()):
-            points = sorted((known[run["sparsity"], run["seed"]], judge.final(run)) for run in runs)
+            points = sorted((before(run)[name], judge.final(run)) for run in runs)
             drawn.append(Line(kind, [x for x, _ in points], [y for _, y in points], colour=COLOURS[i], dots=True))
         starts = [judge.start(run) for runs in kinds.values() for run in runs]
-        edges = [min(known.values()), max(known.values())]
+        known = [row[name] for row in raw("probe", bed)]
+        edges = [min(known), max(known)]
         return [*drawn, Line("start", edges, [fmean(starts)] * 2, colour="#999999", dashed=True)]
 
     where = BED_NAMES[bed]
     return {
-        "tail": chart(f"Outcome against the tail, {where}", "tail before training", "final accuracy", lines(tails)),
+        "tail": chart(f"Outcome against the tail, {where}", "tail before training", "final accuracy", lines("tail")),
         "vetoed": chart(f"Outcome against vetoes, {where}", "vetoed rollouts before training", "final accuracy",
-                        lines(hazards)),
+                        lines("vetoed_rollouts")),
     }  # fmt: skip
 
 
 def saving(question: str, bed: str) -> dict[str, str]:
     """Final accuracy against the KV that a budget saves before training, a line a correction, a point a dose."""
-    saved = {(row["sparsity"], row["seed"]): row["kv_saved"] for row in raw("probe", bed)}
+    before = before_training(bed)
     found: dict[str, list[tuple[float, list[float]]]] = {}
     for runs in by_arm(raw(question, bed)).values():
         if runs[0]["sparsity"] != "dense":
-            x = fmean(saved[run["sparsity"], run["seed"]] for run in runs)
+            x = fmean(before(run)["kv_saved"] for run in runs)
             found.setdefault(runs[0]["correction"], []).append((x, [*map(judge.final, runs)]))
     lines = []
     for i, (name, points) in enumerate(found.items()):

@@ -32,6 +32,12 @@ def by_arm(runs: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def before_training(bed: str) -> Callable[[Row], Row]:
+    """What the probe measured of the policy that a run began with; beds with one warm-up have one probe for all seeds."""
+    rows = {(row["sparsity"], row["seed"]): row for row in raw("probe", bed)}
+    return lambda run: rows.get((run["sparsity"], run["seed"])) or rows[run["sparsity"], 0]
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
@@ -60,7 +66,7 @@ def outcome_table(bed: str, question: str) -> str:
         same = " =" if judge.equivalent(difference) else ""
         rows.append([
             name, percent(fmean(map(judge.start, runs))), percent(*judge.interval([*map(judge.final, runs)])),
-            " ".join(f"{100 * judge.final(run):.0f}" for run in runs),
+            " ".join(map(last_accuracy, runs)),
             f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
             "" if name == "dense" else points(*difference) + same,
             percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
@@ -69,6 +75,11 @@ def outcome_table(bed: str, question: str) -> str:
             f"{fmean(judge.at_end(run, 'reward/mean') for run in runs):.2f}",
         ])  # fmt: skip
     return markdown(head, rows)
+
+
+def last_accuracy(run: Row) -> str:
+    step, accuracy = judge.dense_accuracy(run)[-1]
+    return f"{100 * accuracy:.0f}" + ("" if run["state"] == "finished" else f" (step {step})")
 
 
 def warnings_table(bed: str, question: str) -> str:
@@ -105,10 +116,9 @@ def probe_table(bed: str, question: str) -> str:
 
 def threshold_table(bed: str, question: str) -> str:
     """Each budget's tail before training against what became of the run."""
-    tails = {(row["sparsity"], row["seed"]): row for row in raw("probe", bed)}
-    rows = []
+    probe, rows = before_training(bed), []
     for run in raw(question, bed):
-        before = tails[run["sparsity"], run["seed"]]
+        before = probe(run)
         rows.append([
             run["sparsity"].split(",")[0],
             f"{before['tail']:.3f} [{before['tail_low']:.3f}, {before['tail_high']:.3f}]",
