@@ -131,7 +131,7 @@ def distilled(results: dict) -> list[tuple[str, ...]]:
 
 def sparser(results: dict) -> list[tuple[str, ...]]:
     """The smallest budget whose tail meets tau before and after, and its rollout speed against dense."""
-    speeds = {(r["policy"], r["budget"]): r["tokens_per_s"] for r in results["speed"]["rows"]}
+    speeds = {(r["policy"], r["budget"]): f"{r['against_dense']:.2f} ×" for r in results["speed"]["rows"]}
     found = []
     for section in ("select", "evict"):
         for r in results[section]["rows"]:
@@ -140,7 +140,7 @@ def sparser(results: dict) -> list[tuple[str, ...]]:
                     min((rung["budget"] for rung in r["ladder"][when] if rung["tail"] >= tau), default=None)
                     for when in ("before", "after")
                 ]
-                ratios = [f"{speeds[section, b] / speeds['dense', 0]:.2f} ×" if b else "–" for b in met]
+                ratios = [speeds.get((section, b), "not measured") if b else "–" for b in met]
                 budgets = " → ".join(str(b or "–") for b in met)
                 found.append((f"{r['sparsity']}, τ = {tau:.2f}", budgets, " → ".join(ratios)))
     return found

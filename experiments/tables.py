@@ -171,19 +171,22 @@ def steps_table(bed: str, question: str) -> str:
 def distilled_table(bed: str, question: str) -> str:
     """Tails before and after a few steps of distillation at a budget: there, a mean over seeds, and at others."""
     measured = json.loads((BENCHMARKS / "distill-h200.json").read_text())
-    budgets = [64, 96, 128, 256]
+    budgets: list[int] = []
     body = []
     for section in ("select", "evict"):
         by_policy: dict[str, list[Row]] = {}
         for row in measured[section]["rows"]:
             by_policy.setdefault(row["sparsity"], []).append(row)
         for policy, rows in by_policy.items():
-            own = " → ".join(f"{fmean(row[when]['tail'] for row in rows):.3f}" for when in ("before", "after"))
-            [ladder] = [row["ladder"] for row in rows if "ladder" in row] or [None]
-            elsewhere = [" → ".join(f"{ladder[when][i]['tail']:.3f}" for when in ("before", "after")) if ladder else ""
-                         for i in range(len(budgets))]  # fmt: skip
+            own, [ladder] = arrow(rows, "tail"), [row["ladder"] for row in rows if "ladder" in row]
+            budgets = [rung["budget"] for rung in ladder["before"]]
+            elsewhere = [arrow([{"before": a, "after": b}], "tail") for a, b in zip(ladder["before"], ladder["after"])]
             body.append([policy, str(len(rows)), own, *elsewhere])
     return markdown(["distilled at", "seeds", "tail there", *(f"at {size}, one seed" for size in budgets)], body)
+
+
+def arrow(rows: Sequence[Row], name: str) -> str:
+    return " → ".join(f"{fmean(row[when][name] for row in rows):.3f}" for when in ("before", "after"))
 
 
 TABLES: dict[str, Callable[[str, str], str]] = {
