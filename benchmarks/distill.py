@@ -134,7 +134,9 @@ class Bench:
         without = self._ladder(engine, make)
         for budget in budgets:
             for seed in range(self.options.seeds):
-                row = {"kind": "acceptance", "budget": budget} | self._distil(engine, make(budget), seed, self.options.steps)
+                row = {"kind": "acceptance", "budget": budget} | self._distil(
+                    engine, make(budget), seed, self.options.steps
+                )
                 if seed == 0:
                     row["ladder"] = {"before": without, "after": self._ladder(engine, make)}
                 yield row

@@ -17,9 +17,9 @@ from alula.mismatch.calibrate import Grid, Text, calibrate
 from alula.mismatch.calibration import Calibration, Configuration
 from alula.mismatch.cost import AnalyticCost, Hardware, Shape
 from alula.mismatch.families import parse_methods
-from alula.mismatch.measure import Bins, measure_own
+from alula.mismatch.measure import Bins
 from alula.mismatch.plan import Infeasible, Workload, default_tau, plan
-from alula.mismatch.verify import Verification, policy_of
+from alula.mismatch.verify import policy_of, verify
 
 DEVICE, PAGE, LENGTH, BINS = "cuda", 16, 2048, Bins(256, 8)
 BUDGETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -95,9 +95,8 @@ def checked(one: Engine, found: Calibration, family: Configuration, fresh: tuple
     except Infeasible as error:
         return {"tau": tau, "out_of_reach": str(error), "reachable": error.reachable}
     text = Text(fresh, LENGTH, seed=1)
-    tail = measure_own(one, text.prompts, text.sampling, policy_of(made.schedule), BINS)
-    verified = Verification(made.schedule, tau, tail)
+    verified = verify(one, made.schedule, policy_of(made.schedule), text, tau)
     print(verified.table(), flush=True)
     return {"tau": tau, "floor": made.floor, "schedule": made.schedule.to_dict(), "predicted_speedup": made.speedup,
-            "predicted_rows": made.sparse.batch, "dense_rows": made.dense.batch, "tail": tail.overall,
+            "predicted_rows": made.sparse.batch, "dense_rows": made.dense.batch, "tail": verified.tail.overall,
             "violated": verified.violated, "table": verified.table(), "verification": verified.to_dict()}  # fmt: skip

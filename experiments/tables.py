@@ -33,7 +33,7 @@ def by_arm(runs: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def before_training(bed: str) -> Callable[[Row], Row]:
-    """What the probe measured of the policy that a run began with; beds with one warm-up have one probe for all seeds."""
+    """What the probe measured of the policy that a run began with; a bed with one warm-up has one probe."""
     rows = {(row["sparsity"], row["seed"]): row for row in raw("probe", bed)}
     return lambda run: rows.get((run["sparsity"], run["seed"])) or rows[run["sparsity"], 0]
 

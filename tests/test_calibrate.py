@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -20,12 +21,13 @@ from alula.mismatch.calibrate import ForwardMeasure, Grid, Text, calibrate
 from alula.mismatch.calibration import Calibration, Configuration, tail_to_dict
 from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape
 from alula.mismatch.families import parse_methods
-from alula.mismatch.measure import Bins, cut, measure, measure_own, own_rollouts, side_by_side
+from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
 from alula.mismatch.plan import Workload, plan
 from alula.mismatch.search import next_budgets, spread
 from alula.mismatch.tail import MIN_PROMPTS, Tail
 from alula.mismatch.timings import load_cost, timing_record
-from alula.mismatch.verify import Verification, policy_of
+from alula.mismatch.verify import Verification, named, policy_of, verify
+from alula.mismatch.veto import Share
 from alula.mismatch.work import Work
 from alula.sparsity.parse import parse_sparsity, spell
 from alula.sparsity.policy import DENSE
@@ -79,7 +81,7 @@ def test_tails_of_policies_side_by_side(engine, text):
 
 def test_a_policy_on_its_own_rollouts(engine):
     policy, sampling = EVICT.sparsity(8), Sampling(n=2, max_new_tokens=30, seed=5)
-    own = measure_own(engine, PROMPTS, sampling, policy, BINS)
+    own = BINS.tail(*own_rollouts(engine, PROMPTS, sampling, policy))
     rollouts = engine.generate([list(p) for p in PROMPTS], sampling, policy)
     expected = BINS.tail(rollouts, engine.acceptance(rollouts, policy))
     assert own.tokens.tolist() == expected.tokens.tolist()
@@ -309,11 +311,10 @@ def test_an_evictor_beside_a_selector(engine, text, tmp_path):
     policy = policy_of(made.schedule)
     assert policy == Sparsity(evict, Select("block-topk", made.schedule, PAGE, 0))
     engine.check(policy)
-    for other, named in ((None, "none"), (Evict("streaming", 24, buffer=4, window=2, sinks=1), "streaming:24")):
-        with pytest.raises(SettingError, match=f"was made for evict=streaming:20,.* not evict={named}"):
+    for other, name in ((None, "none"), (Evict("streaming", 24, buffer=4, window=2, sinks=1), "streaming:24")):
+        with pytest.raises(SettingError, match=f"was made for evict=streaming:20,.* not evict={name}"):
             engine.check(replace(policy, evict=other))
-    own = Verification(made.schedule, tau, measure_own(engine, PROMPTS, TEXT.sampling, policy, BINS))
-    assert "| 12-24 |" in own.table()
+    assert "| 12-24 |" in verify(engine, made.schedule, policy, TEXT, tau).table()
 
 
 def test_a_schedule_made_for_one_part_alone_is_refused_beside_another(engine, tmp_path):
@@ -407,11 +408,51 @@ def test_verification_of_a_schedule():
     tail = Tail(
         np.array([0.9, 0.7, 0.1]), np.array([0.81, 0.6, 0.0]), np.array([0.95, 0.79, 0.2]), counts, counts, 0.8, 12
     )
-    found = Verification(schedule, 0.8, tail)
+    found = Verification(schedule, 0.8, tail, Share(3, 30))
     assert found.violated == [1], "too few prompts are no evidence"
     assert [found.verdict(t) for t in tail] == ["above tau", "below tau", "fewer than 20 prompts"]
     assert "| 12-24 | 32 | 0.7000 | 0.6000-0.7900 | 30 | 30 | below tau |" in found.table()
     assert found.to_dict()["tail"] == tail_to_dict(tail)
+    assert not replace(found, tau=None).violated, "nothing to judge it by"
+
+
+@given(st.integers(1, 500), st.data())
+def test_the_interval_of_a_share_holds_what_a_score_test_accepts(of, data):
+    """Wilson's bounds are the shares at which |count - n p| = z sqrt(n p (1 - p))."""
+    share = Share(data.draw(st.integers(0, of)), of)
+    for bound in share.interval:
+        apart, deviation = abs(share.count - of * bound), math.sqrt(of * bound * (1 - bound))
+        np.testing.assert_allclose(apart, 1.959964 * deviation, atol=1e-6)
+    assert share.interval[0] - 1e-9 <= share.value <= share.interval[1] + 1e-9
+
+
+def test_vetoed_rollouts_are_counted_on_its_own_rollouts(loaded):
+    sharp = copy.deepcopy(loaded)
+    with torch.no_grad():
+        sharp.model.base_model.norm.weight.mul_(12)  # a policy that is sure of every token is often surely wrong
+    engine = Engine(sharp, page=PAGE, kv_memory="8MiB", max_rows=96, lookahead=4)
+    schedule, policy = named("streaming:6+2,window=2,sinks=1", 12, 36)
+    assert (schedule.budgets, schedule.width, policy.evict.budget) == ((6, 6, 6), 12, 6)
+    found = verify(engine, schedule, policy, TEXT, None)
+    rollouts = engine.generate([list(p) for p in PROMPTS], TEXT.sampling, policy)
+    by_hand = 0
+    for rollout, scores in zip(rollouts, engine.score(rollouts)):
+        by_hand += any(math.exp(a - b) < 1e-4 for a, b in zip(scores.logprobs.tolist(), rollout.logprobs.tolist()))
+    assert found.vetoed == Share(by_hand, len(PROMPTS))
+    assert found.too_many_vetoed
+    whole = verify(engine, *named("streaming:40+2,window=2,sinks=1", 12, 36), TEXT, None)
+    assert whole.vetoed.count == 0
+    assert not whole.too_many_vetoed
+
+
+def test_what_to_verify(tmp_path):
+    schedule = Schedule((16, 32), 12, "mine", None, "quest", 4, {"options": {"dense_layers": 1}})
+    schedule.save(tmp_path / "mine.json")
+    assert named(str(tmp_path / "mine.json"), 5, 50) == (schedule, policy_of(schedule))
+    both = named("block-topk:24,block=4", 20, 50)
+    assert both[0].budgets == (24, 24, 24)
+    with pytest.raises(SettingError, match="dense"):
+        named("dense", 20, 50)
 
 
 def test_timings_become_a_cost_model(tmp_path):

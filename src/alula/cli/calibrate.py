@@ -1,7 +1,7 @@
 """`alula calibrate`: how far sparse policies are from the dense one, by length, as a file and a plot."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,8 +10,11 @@ from alula.errors import SettingError, require
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.engine.engine import Engine
+    from alula.mismatch.calibrate import Text
     from alula.mismatch.calibration import Calibration
     from alula.model import LoadedModel
+    from alula.sparsity.policy import Sparsity
+    from alula.sparsity.schedule import Schedule
 
 
 def calibrate(
@@ -56,13 +59,15 @@ def calibrate(
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 512,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("calibration.json"),
     verify: Annotated[
-        Path | None, typer.Option(help="Measure this schedule on rollouts of its own instead, on other prompts.")
+        str | None,
+        typer.Option(help="Measure this schedule or policy (rkv:512+128) on rollouts of its own, on other prompts."),
     ] = None,
 ) -> None:
     """Measure the tail of acceptance of sparse policies at every length; `alula plan` makes a schedule of it.
 
     A calibration that was interrupted goes on where it was. With --verify SCHEDULE nothing is searched: the schedule
-    generates its own rollouts, and the exit code is 1 if some bin's tail is confidently below tau.
+    generates its own rollouts, and the exit code is 1 if some bin's tail is confidently below tau, or if confidently
+    more than 15 % of the rollouts hold a token that the dense policy would not have sampled.
     """
     import sys
 
@@ -71,19 +76,20 @@ def calibrate(
     loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, max(length // 2, 1))
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
+    width = bin_width or min(2000, -(-length // 8))
     if verify is not None:
-        from alula.sparsity.schedule import Schedule
+        from alula.mismatch.calibrate import Text
+        from alula.mismatch.verify import named
 
-        schedule = Schedule.load(verify)
-        bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
-        chosen = choose(dataset, prompts, seed, from_end=True)
-        holds = run_verify(engines, chosen, schedule, bins, tau, samples, length, temperature, seed, out, progress)
+        schedule, policy = named(verify, width, length)
+        chosen = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
+        threshold = tau[0] if tau else schedule.notes.get("tau")
+        holds = run_verify(engines, chosen, schedule, policy, threshold, quantile, confidence, out, progress)
         raise typer.Exit(0 if holds else 1)
     from alula.mismatch.calibrate import Grid, Text
     from alula.mismatch.calibrate import calibrate as measure_all
     from alula.mismatch.families import parse_methods
 
-    width = bin_width or min(2000, -(-length // 8))
     text = Text(choose(dataset, prompts, seed), length, samples, temperature, seed)
     grid = Grid(
         tuple(parse_methods(methods, numbers("pages", pages))),
@@ -198,26 +204,29 @@ def write(found: "Calibration", out: Path) -> None:
 
 
 def run_verify(
-    engines: Engines, prompts: tuple[tuple[int, ...], ...], schedule: Any, bins: Any, tau: list[float] | None,
-    samples: int, length: int, temperature: float, seed: int, out: Path, progress: bool,
+    engines: Engines, text: "Text", schedule: "Schedule", policy: "Sparsity", tau: float | None, quantile: float,
+    confidence: float, out: Path, progress: bool,
 ) -> bool:  # fmt: skip
-    """Measure a schedule on rollouts of its own, write and print what was found; False where it is violated."""
+    """Measure a policy on rollouts of its own, write and print what was found; False where it is violated."""
     import json
 
-    from alula.mismatch.calibrate import Text
-    from alula.mismatch.measure import measure_own
-    from alula.mismatch.verify import Verification, policy_of
+    from alula.mismatch.verify import verify
+    from alula.mismatch.veto import TOO_MANY
 
-    threshold = tau[0] if tau else schedule.notes.get("tau")
-    if threshold is None:
-        raise SettingError(f"schedule {schedule.name!r} does not say its tau; give one with --tau.")
-    policy, text = policy_of(schedule), Text(prompts, length, samples, temperature, seed + 1)
-    engine = engines.with_page(schedule.block or 16)
-    tail = measure_own(engine, text.prompts, text.sampling, policy, bins, progress=progress)
-    found = Verification(schedule, threshold, tail)
+    engine = engines.with_page(policy.select.block if policy.select else 16)
+    found = verify(engine, schedule, policy, text, tau, quantile=quantile, confidence=confidence, progress=progress)
     typer.echo(found.table())
-    where = [f"{j * bins.width}-{(j + 1) * bins.width}" for j in found.violated]
+    where = [f"{j * schedule.width}-{(j + 1) * schedule.width}" for j in found.violated]
     out = out if out != Path("calibration.json") else Path("verified.json")
     out.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-    typer.echo(f"{out}: tau {threshold:.4f} " + (f"is violated at lengths {', '.join(where)}." if where else "holds."))
-    return not where
+    share, (lower, upper) = found.vetoed, found.vetoed.interval
+    typer.echo(f"vetoed rollouts (some token with p_dense / p_sparse < 1e-4): {share.count} of {share.of}, "
+               f"{share.value:.1%} ({lower:.1%} to {upper:.1%}).")  # fmt: skip
+    if found.too_many_vetoed:
+        typer.echo(f"That is more than {TOO_MANY:.0%}: so many answers are spoilt, whatever the tail says; use a "
+                   "larger budget, or objective.correction=reroll.")  # fmt: skip
+    if tau is None:
+        typer.echo(f"{out}: no tau was given, so the tail is not judged.")
+    else:
+        typer.echo(f"{out}: tau {tau:.4f} " + (f"is violated at lengths {', '.join(where)}." if where else "holds."))
+    return not where and not found.too_many_vetoed

@@ -71,19 +71,6 @@ def measure(
     return tails  # type: ignore[return-value]
 
 
-def measure_own(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    policy: Sparsity,
-    bins: Bins,
-    *,
-    progress: bool = False,
-) -> Tail:
-    """The tail of a policy on rollouts of its own."""
-    return bins.tail(*own_rollouts(engine, prompts, sampling, policy, progress=progress))
-
-
 def own_rollouts(
     engine: Engine,
     prompts: Sequence[Sequence[int]],

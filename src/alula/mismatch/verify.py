@@ -1,12 +1,22 @@
-"""A schedule measured again on rollouts of its own: a trajectory under a fixed budget is not a scheduled one."""
+"""A policy measured on rollouts of its own: a trajectory under a fixed budget is not a scheduled one.
+
+Two things decide: the tail of acceptance in every bin, which says that the policy is near the dense one token by token,
+and the share of vetoed rollouts, which says how many answers hold a token that the dense policy would not have written.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from alula.engine.engine import Engine
 from alula.errors import SettingError, require
+from alula.mismatch.calibrate import Text
 from alula.mismatch.calibration import Configuration, Kind, tail_to_dict
+from alula.mismatch.measure import Bins, own_rollouts
 from alula.mismatch.tail import MIN_PROMPTS, Estimate, Tail
+from alula.mismatch.veto import TOO_MANY, Share
 from alula.sparsity.evict import METHODS as EVICTORS
+from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.policy import Sparsity
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.select import METHODS as SELECTORS
@@ -15,17 +25,27 @@ from alula.sparsity.select import METHODS as SELECTORS
 @dataclass(frozen=True)
 class Verification:
     schedule: Schedule
-    tau: float
+    tau: float | None
+    """None: the tail is reported and not judged."""
     tail: Tail
+    vetoed: Share
 
     @property
     def violated(self) -> list[int]:
         """Bins whose tail is confidently below tau: even its simultaneous upper bound is."""
-        return [j for j, bin_ in enumerate(self.tail) if bin_.enough and bin_.upper < self.tau]
+        tau = 0.0 if self.tau is None else self.tau
+        return [j for j, bin_ in enumerate(self.tail) if bin_.enough and bin_.upper < tau]
+
+    @property
+    def too_many_vetoed(self) -> bool:
+        """Confidently: even the lower bound is above what a run warns of."""
+        return self.vetoed.interval[0] > TOO_MANY
 
     def verdict(self, bin_: Estimate) -> str:
         if not bin_.enough:
             return f"fewer than {MIN_PROMPTS} prompts"
+        if self.tau is None:
+            return ""
         if bin_.upper < self.tau:
             return "below tau"
         return "above tau" if bin_.lower >= self.tau else "not told apart from tau"
@@ -44,12 +64,45 @@ class Verification:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
+        lower, upper = self.vetoed.interval
         return {
             "schedule": self.schedule.to_dict(),
             "tau": self.tau,
             "tail": tail_to_dict(self.tail),
             "violated": self.violated,
+            "vetoed": {"rollouts": self.vetoed.count, "of": self.vetoed.of, "lower": lower, "upper": upper},
         }
+
+
+def verify(
+    engine: Engine,
+    schedule: Schedule,
+    policy: Sparsity,
+    text: Text,
+    tau: float | None,
+    *,
+    quantile: float = 0.05,
+    confidence: float = 0.95,
+    progress: bool = False,
+) -> Verification:
+    """On rollouts that `policy` makes of the text's prompts, in the bins of its schedule."""
+    rollouts, alphas = own_rollouts(engine, text.prompts, text.sampling, policy, progress=progress)
+    bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
+    vetoed = Share.vetoed(rollouts, engine.score(rollouts))
+    return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed)
+
+
+def named(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:
+    """What to verify: a schedule's file or preset, or a policy as the command line spells it (`rkv:512+128`)."""
+    if ":" not in text or Path(text).exists():
+        schedule = Schedule.load(text)
+        return schedule, policy_of(schedule)
+    policy = parse_sparsity(text)
+    part = policy.select or policy.evict
+    assert part is not None, "with a colon it is sparse"
+    if isinstance(part.budget, Schedule):
+        return part.budget, policy
+    return Schedule((part.budget,) * -(-length // width), width, text), policy
 
 
 def policy_of(schedule: Schedule) -> Sparsity:

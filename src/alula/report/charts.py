@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from alula.mismatch.veto import TOO_MANY
 from alula.report.runs import Curve, Run
 from alula.report.series import points, smooth, thin
 
@@ -29,7 +30,9 @@ MAIN = (
     Chart("Response length", "response/length_mean", "tokens"),
     Chart("Policy entropy", "policy/entropy", "nats per token"),
     Chart("Mismatch KL", "mismatch/kl_k3", "nats per token", "sparse to dense, before masking", log=True),
-    Chart("Rejected rollouts", "mismatch/veto_rate", "% of rollouts", "trouble above the line", "percent", limit=0.15),
+    Chart(
+        "Rejected rollouts", "mismatch/veto_rate", "% of rollouts", "trouble above the line", "percent", limit=TOO_MANY
+    ),
     Chart("KV cache saved", "kv/saved", "% of the dense policy's tokens", format="percent"),
     Chart("Tail acceptance", "mismatch/tail", "5th percentile of overlap", "of the worst length bin"),
     Chart("Gradient norm", "policy/grad_norm", "before clipping", log=True),

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from alula.mismatch.veto import TOO_MANY
 from alula.report.runs import Run
 from alula.rl.live import duration
 
@@ -41,7 +42,7 @@ def headline(run: Run) -> list[Cell]:
         accuracy_cell(held_out(run, "dense")),
         Cell(f"{sparse[-1][0]:.1%}", f"± {sparse[-1][1]:.1%}") if sparse else Cell(),
         Cell() if lengths is None else Cell(f"{lengths.values[:10].mean():.0f} → {lengths.values[-10:].mean():.0f}"),
-        Cell() if rejected is None else Cell(f"{rejected:.1%}", *(("above 15%", "bad") if rejected > 0.15 else ())),
+        Cell() if rejected is None else Cell(f"{rejected:.1%}", *(("above 15%", "bad") if rejected > TOO_MANY else ())),
         Cell() if saved is None else Cell(f"{saved:.0%}"),
         Cell() if speed is None else Cell(f"{sorted(speed.values)[len(speed.values) // 2]:,.0f}"),
         Cell() if steps is None else Cell(duration(steps.values.sum()), f"{seconds(steps.values.mean())} per step"),

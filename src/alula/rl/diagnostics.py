@@ -6,14 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from alula.mismatch.veto import REFERENCE_VETO
 from alula.rl import ragged
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks."""
 
 PERCENTILES = (1, 5, 50, 95, 99)
-REFERENCE_VETO = 1e-4
-"""Sparse-RL's threshold: what the veto rates count under a correction that has no veto of its own."""
 
 
 def percentiles(values: Tensor, at: tuple[int, ...] = PERCENTILES, reduce: Reduce | None = None) -> Tensor:

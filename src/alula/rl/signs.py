@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from alula.mismatch.veto import TOO_MANY
+
 WINDOW = 10
 """Steps that a level is the median of: wide enough that one batch's noise does not decide."""
 
@@ -57,7 +59,7 @@ Traces = Mapping[str, Trace]
 def rejection(traces: Traces) -> HealthWarning | None:
     """More than 15 % of the rollouts of the last five steps rejected; the paper's stable run averaged 7 %."""
     values = traces["mismatch/veto_rate"].last(5)
-    if not values or fmean(values) <= 0.15:
+    if not values or fmean(values) <= TOO_MANY:
         return None
     rerolls = bool(traces["mismatch/rerolled"].recent)
     return HealthWarning(

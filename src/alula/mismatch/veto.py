@@ -1,0 +1,50 @@
+"""Which rollouts Sparse-RL would reject (arXiv 2601.10079): those with a token that the dense policy hardly has.
+
+    vetoed = some t has ξ_t = p_dense(o_t) / q_sparse(o_t) < 1e-4
+
+A percentile over tokens, as the tail of acceptance is, does not see one spoilt token in a hundred, and one may spoil
+an answer. Of runs with the same tail those with many vetoed rollouts collapsed (docs/results/threshold.md).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the report reads the thresholds, and comes without torch
+    from alula.engine.rollout import Rollout, Scores
+
+REFERENCE_VETO = 1e-4
+"""Sparse-RL's threshold: what the veto rates count under a correction that has no veto of its own."""
+TOO_MANY = 0.15
+"""Share of vetoed rollouts that a run warns of; Sparse-RL's stable run averaged 7 %."""
+
+
+def vetoed(rollout: "Rollout", dense: "Scores") -> bool:
+    """`dense`: the same tokens' log-probs under the dense policy."""
+    assert rollout.logprobs is not None
+    ratio = dense.logprobs.cpu() - rollout.logprobs.cpu()
+    return bool((ratio < math.log(REFERENCE_VETO)).any())
+
+
+@dataclass(frozen=True)
+class Share:
+    """So many of so many, with Wilson's 95 % interval (JASA 22, 1927)."""
+
+    count: int
+    of: int
+
+    @classmethod
+    def vetoed(cls, rollouts: "Sequence[Rollout]", dense: "Sequence[Scores]") -> "Share":
+        return cls(sum(map(vetoed, rollouts, dense)), len(rollouts))
+
+    @property
+    def value(self) -> float:
+        return self.count / self.of
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        z2, n = 1.959964**2, self.of
+        middle = (self.count + z2 / 2) / (n + z2)
+        half = math.sqrt(z2 * (self.count * (n - self.count) / n + z2 / 4)) / (n + z2)
+        return max(0.0, middle - half), min(1.0, middle + half)
