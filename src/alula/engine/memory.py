@@ -113,7 +113,11 @@ class _VirtualRange:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self.driver, name)(*arguments)
         if code == 2:
-            raise torch.cuda.OutOfMemoryError(f"kv_memory: the device has no {self.wanted / 2**30:.1f} GiB left for KV")
+            wanted, free = self.wanted / 2**30, torch.cuda.mem_get_info(self.device)[0] / 2**30
+            raise torch.cuda.OutOfMemoryError(
+                f"kv_memory={wanted:.1f}GiB: the GPU has {free:.1f} GiB free; lower it (or learner.token_budget, whose "
+                "activations share the GPU), or stop other processes there."
+            )
         if code != 0:
             raise RuntimeError(f"{name} failed with CUDA driver error {code}")
 

@@ -5,12 +5,15 @@ a backward pass. Keys and values may have fewer heads than queries.
 """
 
 import inspect
-from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""torch 2.11 groups heads without being asked; later versions refuse unless told."""
 
 
 def packed_attention(
@@ -44,21 +47,9 @@ def _flash(
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if _gqa_is_an_argument():
-        options["enable_gqa"] = True
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0), **GROUPED}
     boundaries = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return cast(Tensor, varlen_attn(query, key, value, *boundaries, **options))
-
-
-@cache
-def _gqa_is_an_argument() -> bool:
-    """torch 2.11 groups heads without being asked; later versions refuse unless `enable_gqa=True`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _per_sequence(
