@@ -5,7 +5,8 @@
 Two kernels for one product differ in the last bits of float32 (here: random noise of 5e-7 of the product's size), and
 rounding to 16 bits makes that a whole step of the last bit, now and then, soon everywhere. So a float32 model is run
 twice with that noise, rounding at the places where a 16-bit model does; leaving a place out shows what it adds. The
-real engine against its own `score` shows that the imitation is true.
+real engine against its own `score` shows that the imitation is true. The learner's sparse forward, which distillation
+trains, is compared with the engine as well, with `residual=float32` and without.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from alula import Engine, Sampling
+from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.distill.distiller import Distiller
 from alula.model import load_model
 
 ASKED = ("Tell me about birds.", "What is 17 * 23? Think step by step.", "Write a short story about a lighthouse.",
@@ -116,17 +118,34 @@ def gap(a: Tensor, b: Tensor) -> dict[str, float]:
     return {"mean": apart.mean().item(), "p99": apart.quantile(0.99).item(), "max": apart.max().item()}
 
 
+PROMPTS: list[Any] = [[{"role": "user", "content": text}] for text in ASKED]
+
+
 def engine(path: str, dtype: str, tokens: int) -> tuple[list, Tensor, Tensor]:
     """Rollouts of the dense engine, their log-probs and those that `score` gives the same tokens."""
     one = Engine.load(path, dtype=dtype, kv_memory="256MiB")
-    prompts = [[{"role": "user", "content": text}] for text in ASKED]
-    made = one.generate(prompts, Sampling(n=1, max_new_tokens=tokens, seed=1), progress=False)  # type: ignore[arg-type]
-    scored = one.score(made)
-    return (
-        made,
-        torch.cat([r.logprobs for r in made if r.logprobs is not None]),
-        torch.cat([s.logprobs for s in scored]),
-    )
+    made = one.generate(PROMPTS, Sampling(n=1, max_new_tokens=tokens, seed=1), progress=False)
+    return made, joined(made), torch.cat([s.logprobs for s in one.score(made)])
+
+
+def sparse(path: str, dtype: str, residual: str | None, tokens: int) -> dict[str, dict[str, float]]:
+    """The learner's forward under a policy against the engine that sampled with it; dense: `score`."""
+    loaded, found = load_model(path, dtype=dtype, residual=residual), {}
+    one, learner = Engine(loaded, kv_memory="256MiB"), Distiller(loaded.model)
+    for policy in (
+        Sparsity(),
+        Sparsity(evict=Evict("rkv", 96, buffer=32, window=8, sinks=4)),
+        Sparsity(select=Select("block-topk", 96, block=16, dense_layers=2)),
+    ):
+        sampling, evicts = Sampling(n=1, max_new_tokens=tokens, seed=1), policy.evict is not None
+        made = one.generate(PROMPTS, sampling, policy, record=evicts, progress=False)
+        scored = [s.logprobs for s in one.score(made)] if policy.dense else learner.score(made)
+        found[policy.describe()] = gap(torch.cat(scored), joined(made))
+    return found
+
+
+def joined(made: list) -> Tensor:
+    return torch.cat([r.logprobs for r in made])
 
 
 def main() -> None:
@@ -146,6 +165,13 @@ def main() -> None:
         _, *both = engine(arguments.model, name, arguments.tokens)
         found["engine against score"][name] = gap(*both)
         print(name, found["engine against score"][name], flush=True)
+    for name, dtype_, residual in (
+        ("bfloat16", "bfloat16", None), ("bfloat16, float32 residual", "bfloat16", "float32"),
+        ("float16", "float16", None),
+    ):  # fmt: skip
+        rows = sparse(arguments.model, dtype_, residual, arguments.tokens)
+        found.setdefault("sparse forward against engine", {})[name] = rows
+        print(name, {policy: row["mean"] for policy, row in rows.items()}, flush=True)
     imitation = Imitation(arguments.model)
     truth = imitation.logprobs(made, set(), 0.0)
     for dtype in (torch.bfloat16, torch.float16):

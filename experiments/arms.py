@@ -101,6 +101,16 @@ def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
     return without + [Arm(f"{name}, distilled", policy, name, extra, "distill") for name in names]
 
 
+def control(bed: Bed, budgets: Budgets) -> list[Arm]:
+    """Does a controller that counts vetoed rollouts save a run that begins at the tempting budget?"""
+    first = budgets["rkv"]
+    ladder = [size for size in bed.budgets if size >= first]
+    extra = ("control.enabled=true", "control.on_violation=adapt", "control.vetoed=0.1", f"control.ladder={ladder}")
+    policy, names = bed.evictor("rkv", first), ("naive", "sparse-rl", "tis")
+    without = [Arm(name, policy, name) for name in names]
+    return [DENSE, *without, *(Arm(f"{name}, controlled", policy, name, extra, "control") for name in names)]
+
+
 QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
     "collapse": main_collapse,
     "threshold": threshold,
@@ -108,6 +118,7 @@ QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
     "correction": correction,
     "compressors": other_compressors,
     "distill": distill,
+    "control": control,
 }
 ONE_SEED = ("threshold",)
 """A dose-response: many budgets, one run each."""

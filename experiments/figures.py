@@ -131,7 +131,7 @@ def saving(question: str, bed: str) -> dict[str, str]:
 
 
 FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
-    "collapse": learning, "compressors": learning, "correction": learning, "distill": learning,
+    "collapse": learning, "compressors": learning, "correction": learning, "distill": learning, "control": learning,
     "probe": probed, "threshold": dose, "budget": saving,
 }  # fmt: skip
 

@@ -441,15 +441,18 @@ class MonitorSettings(Section):
 
 
 class ControlSettings(Section):
-    """The controller that holds the tail; see docs/sparrow.md."""
+    """The controller that holds the tail, and vetoed rollouts rare; see docs/sparrow.md."""
 
     enabled: bool = False
-    """Whether anything is done about a tail that falls below tau."""
+    """Whether anything is done about a tail that falls below tau, or about too many vetoed rollouts."""
     tau: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The tail to hold; by default the one that the schedule was planned for."""
+    vetoed: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The largest share of rollouts that may be vetoed (some token with p_dense / p_sparse < 1e-4), say 0.1; it sees
+    what the tail does not. By default they are not counted."""
     on_violation: Literal["warn", "adapt", "dense", "stop"] = "warn"
-    """What confident evidence of a tail below tau does: report it, move budgets, read and keep everything from that
-    length on, or stop the run."""
+    """What confident evidence of a tail below tau, or of too many vetoes, does: report it, move budgets, read and keep
+    everything from that length on, or stop the run."""
     margin: Positive = 0.03
     """Under `adapt` a budget falls only where the tail is confidently above tau + margin."""
     false_alarm_steps: Annotated[float, Field(ge=1)] = 200.0
@@ -468,12 +471,14 @@ class ControlSettings(Section):
         planned = [b.notes["tau"] for b in parts if isinstance(b, Schedule) and "tau" in b.notes]
         tau = self.tau if self.tau is not None else next(iter(planned), None)
         require(len(parts) > 0, "control.enabled=true, but the rollouts are dense; set a sparsity.")
-        if tau is None:
-            raise SettingError("control.enabled=true needs control.tau; this budget was not planned for one.")
+        require(
+            tau is not None or self.vetoed is not None,
+            "control.enabled=true needs control.tau, as this budget was not planned for one, or control.vetoed.",
+        )
         grid = [16 * pages for pages in PAGES if 16 * pages < max_length]
         return Control(
             tau, max_length, True, self.on_violation, quantile, self.margin, self.false_alarm_steps, self.patience,
-            ladder=tuple(self.ladder or [*grid, -(-max_length // 16) * 16]),
+            ladder=tuple(self.ladder or [*grid, -(-max_length // 16) * 16]), vetoed=self.vetoed,
         )  # fmt: skip
 
 

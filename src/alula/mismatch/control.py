@@ -15,7 +15,8 @@ PAGES = (32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 7
 class Control:
     """Settings of the controller."""
 
-    tau: float
+    tau: float | None
+    """The tail to hold; None: only vetoed rollouts count."""
     max_length: int
     """The longest sequence of the run: a budget of that many tokens is dense."""
     enabled: bool = False
@@ -34,11 +35,17 @@ class Control:
     """The most rollouts of one prompt in one observation."""
     ladder: tuple[int, ...] = tuple(16 * pages for pages in PAGES)
     """Budgets that a bin may move to; the ends bound it."""
+    vetoed: float | None = None
+    """The largest share of rollouts that may be vetoed (`alula.mismatch.veto`); None: they are not counted. Confident
+    evidence of more does what `on_violation` says, to all bins; under `adapt` no budget falls without confident
+    evidence of less than a quarter of it."""
 
     def __post_init__(self) -> None:
         if self.on_violation not in ON_VIOLATION:
             raise unknown("on_violation", self.on_violation, ON_VIOLATION)
-        require(0 < self.tau < 1, f"tau={self.tau}: must lie between 0 and 1.")
+        require(self.tau is not None or self.vetoed is not None, "tau and vetoed: the controller needs one of them.")
+        for name, value in (("tau", self.tau), ("vetoed", self.vetoed)):
+            require(value is None or 0 < value < 1, f"{name}={value}: must lie between 0 and 1.")
         require(self.margin > 0, f"margin={self.margin}: must be positive, or budgets would never rest.")
         require(self.false_alarm_steps >= 1, f"false_alarm_steps={self.false_alarm_steps}: must be at least 1.")
         require(self.samples >= 1, f"samples={self.samples}: must be at least 1.")
@@ -58,16 +65,36 @@ class Event:
     """Share of the bin's tokens below tau, since its last change."""
 
     def describe(self, control: Control, width: int) -> str:
+        assert control.tau is not None
         where = f"lengths {self.bin * width}-{(self.bin + 1) * width}"
         if self.action == "fall":
             return f"{where}: the tail is confidently above {control.tau + control.margin:.3f}; " \
                    f"budget {self.before} -> {self.after}."  # fmt: skip
-        what = {
-            "warn": "the schedule stays as it is (on_violation=warn)",
-            "rise": f"budget {self.before} -> {self.after}",
-            "dense": "dense from here on (on_violation=dense)",
-            "stop": "the run stops (on_violation=stop)",
-            "saturated": f"the budget {self.before} cannot rise further",
-        }[self.action]
-        return f"{where}: {self.share:.1%} of the tokens are below tau={control.tau:.3f}, " \
-               f"confidently more than {control.quantile:.0%}; {what}."  # fmt: skip
+        return f"{where}: {self.share:.1%} of the tokens are below tau={control.tau:.3f}, confidently more than " \
+               f"{control.quantile:.0%}; {_answer(self.action, self.before, self.after)}."  # fmt: skip
+
+
+@dataclass(frozen=True)
+class VetoEvent:
+    """Too many rollouts were vetoed, and what happened to the largest budget."""
+
+    action: Action
+    before: int
+    after: int
+    share: float
+    """Of the rollouts since the last change."""
+
+    def describe(self, control: Control) -> str:
+        return f"{self.share:.1%} of the rollouts are vetoed, confidently more than {control.vetoed:.0%}; " \
+               f"{_answer(self.action, self.before, self.after)}."  # fmt: skip
+
+
+def _answer(action: Action, before: int, after: int) -> str:
+    return {
+        "warn": "the schedule stays as it is (on_violation=warn)",
+        "rise": f"budget {before} -> {after}",
+        "fall": f"budget {before} -> {after}",
+        "dense": "dense from here on (on_violation=dense)",
+        "stop": "the run stops (on_violation=stop)",
+        "saturated": f"the budget {before} cannot rise further",
+    }[action]

@@ -1,9 +1,12 @@
-"""A controller that holds the tail of acceptance at its threshold while the policy trains.
+"""A controller that holds the tail of acceptance at its threshold, and vetoed rollouts rare, while the policy trains.
 
 Per length bin, two tests run on the tokens of every step (`alula.mismatch.evidence`): is the tail below tau, is
 it above tau + margin? A bin rises one rung of the ladder on evidence of the first, falls one on evidence of the
 second. Between the two thresholds nothing moves (hysteresis), and a fall that had to be taken back makes the
 time before the bin may fall again four times as long: its reversals grow with the logarithm of the run's length.
+
+A third test counts vetoed rollouts, each prompt one bet. A tail over tokens is blind to the one spoilt token that
+spoils an answer; where too many answers are, every bin rises.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from alula.errors import SettingError, require
-from alula.mismatch.control import Action, Control, Event
+from alula.mismatch.control import Action, Control, Event, VetoEvent
 from alula.mismatch.evidence import Evidence
 from alula.sparsity.schedule import Schedule
 
@@ -55,7 +58,11 @@ class Controller:
         room = control.max_length - self.width * np.arange(n)  # tokens of one rollout that fit into each bin
         room[:-1] = np.minimum(room[:-1], self.width)
         self.caps = np.maximum(room, 1) * control.samples
-        self.bar = log(control.false_alarm_steps * n)
+        self.bar, self.veto_bar = log(control.false_alarm_steps * n), log(control.false_alarm_steps)
+        limit = control.vetoed or 1.0
+        self.spoilt, self.sound = Evidence(1, limit, +1), Evidence(1, limit / 4, -1)
+        self.vetoed, self.rollouts = 0, 0
+        """Since the schedule's last change."""
 
     @property
     def schedule(self) -> Schedule:
@@ -74,7 +81,7 @@ class Controller:
         the present one). Tokens drawn under an older budget of their bin are left out, so a delay between
         generation and observation slows the controller but cannot make it act twice on the same fault.
         """
-        if not self.control.enabled or self.stopped:
+        if not self.control.enabled or self.stopped or self.control.tau is None:
             return []
         self._collect(np.asarray(alpha), np.asarray(positions), np.asarray(prompts), version)
         alarms = np.flatnonzero(self.low.value() >= self.bar)
@@ -82,7 +89,41 @@ class Controller:
             return self._violation(alarms)
         return self._fall() if self.control.on_violation == "adapt" else []
 
+    def observe_vetoes(
+        self, vetoed: ArrayLike, rollouts: ArrayLike, version: ArrayLike | None = None
+    ) -> VetoEvent | None:
+        """Take one step's prompts: how many rollouts of each were vetoed, of how many; `version` as in `observe`."""
+        counts, of = np.asarray(vetoed), np.asarray(rollouts)
+        fresh = np.broadcast_to(np.asarray(self.version if version is None else version), of.shape) == self.version
+        counts, of = counts[fresh & (of > 0)], of[fresh & (of > 0)]
+        if not self.control.enabled or self.stopped or self.control.vetoed is None or not len(of):
+            return None
+        for evidence in (self.spoilt, self.sound):
+            evidence.add(np.zeros(len(of), np.int64), of, counts, np.full(len(of), of.max()))
+        self.vetoed, self.rollouts = self.vetoed + int(counts.sum()), self.rollouts + int(of.sum())
+        if self.spoilt.value()[0] < self.veto_bar:
+            return None
+        before, share, version_before = max(self.bins.budget), self.vetoed / self.rollouts, self.version
+        action: Action = "warn"
+        match self.control.on_violation:
+            case "stop":
+                self.stopped, action = True, "stop"
+            case "dense":
+                self._dense(0)
+                action = "dense" if self.version > version_before else "saturated"
+            case "adapt":
+                self._rise(np.arange(len(self.bins.budget)))
+                action = "rise" if self.version > version_before else "saturated"
+        self._forget_vetoes()
+        return VetoEvent(action, before, max(self.bins.budget), share)
+
+    def _forget_vetoes(self) -> None:
+        self.spoilt.reset(np.array([0]))
+        self.sound.reset(np.array([0]))
+        self.vetoed = self.rollouts = 0
+
     def _collect(self, alpha: Array, positions: Array, prompts: Array, version: ArrayLike | None) -> None:
+        assert self.control.tau is not None
         where = np.minimum(positions // self.width, len(self.bins.budget) - 1)
         drawn = np.broadcast_to(np.asarray(self.version if version is None else version), where.shape)
         fresh = drawn >= np.asarray(self.bins.since)[where]
@@ -145,6 +186,8 @@ class Controller:
         self._move([max(b, everything) if j >= first else b for j, b in enumerate(self.bins.budget)])
 
     def _fall(self) -> list[Event]:
+        if self.control.vetoed is not None and self.sound.value()[0] < self.veto_bar:
+            return []
         ready = self.high.value() >= self.bar
         ready &= np.asarray(self.bins.quiet) >= np.asarray(self.bins.hold)
         if self.forward:  # a smaller budget here acts on every later bin that has been seen, so all must agree
@@ -179,6 +222,7 @@ class Controller:
             self.bins.tokens[j] = self.bins.below[j] = 0
         self.low.reset(np.array(stale))
         self.high.reset(np.array(stale))
+        self._forget_vetoes()
 
     def _up(self, budget: int) -> int:
         at = bisect_right(self.control.ladder, budget)
@@ -201,6 +245,9 @@ class Controller:
             "bins": asdict(self.bins),
             "low": self.low.log_m.tolist(),
             "high": self.high.log_m.tolist(),
+            "spoilt": self.spoilt.log_m.tolist(),
+            "sound": self.sound.log_m.tolist(),
+            "vetoed": [self.vetoed, self.rollouts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,3 +260,5 @@ class Controller:
         self.original, self.version, self.stopped = saved, state["version"], state["stopped"]
         self.bins = _Bins(**{name: list(values) for name, values in state["bins"].items()})
         self.low.log_m, self.high.log_m = np.array(state["low"]), np.array(state["high"])
+        self.spoilt.log_m, self.sound.log_m = np.array(state["spoilt"]), np.array(state["sound"])
+        self.vetoed, self.rollouts = state["vetoed"]

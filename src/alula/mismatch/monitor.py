@@ -72,10 +72,13 @@ class Monitor:
         self.base, self.kind = sparsity, controlled(sparsity)
         self.max_length = max_length
         self.schedule = schedule_of(budget_of(sparsity, self.kind), watch.width, max_length)
-        self.tau = control.tau if control else self.schedule.notes.get("tau")
+        self.tau = self.schedule.notes.get("tau") if control is None or control.tau is None else control.tau
         self.controller: Controller | None = None
         if control is not None and control.enabled and not sparsity.dense:
-            require(watch.rollouts > 0, "control.enabled=true with monitor.rollouts=0: there is nothing to go by.")
+            require(
+                watch.rollouts > 0 or control.tau is None,
+                "control.enabled=true with monitor.rollouts=0: there is no tail to go by.",
+            )
             require(
                 control.on_violation != "dense" or sparsity.evict is None or sparsity.select is None,
                 "control.on_violation=dense: with an evictor and a selector only one budget is controlled, and the "
@@ -111,8 +114,10 @@ class Monitor:
 
     def step(self, rollouts: Sequence[Rollout]) -> Observed:
         """Measure the rollouts that kept their hidden states, and free those. Every rank must call it."""
-        if self.base.dense or not self.watched.rollouts:
+        if self.base.dense:
             return Observed()
+        if not self.watched.rollouts:
+            return Observed(self._schedule_metrics() if self.controller else {})
         mine = [r for r in rollouts if r.hidden is not None and len(r)]
         tokens = self._tokens(mine)
         for rollout in rollouts:
@@ -124,6 +129,19 @@ class Monitor:
             return Observed(self._schedule_metrics())
         metrics = self._metrics(alpha, positions) | self._schedule_metrics()
         return Observed(metrics, tuple(self._control(alpha, positions, prompts, version)))
+
+    def count_vetoes(self, rollouts: Sequence[Rollout], vetoed: Sequence[bool], n: int) -> list[str]:
+        """Tell the controller which rollouts of this rank's step, `n` a prompt and side by side, were vetoed as they
+        were sampled. Every rank must call it; what was done comes back in words."""
+        if self.controller is None or self.controller.control.vetoed is None:
+            return []
+        versions = [self._versions.get(rollout.sparsity, -1) for rollout in rollouts[::n]]
+        counts = np.asarray(vetoed, np.int64).reshape(-1, n).sum(1)
+        ranks = self.gather((counts, np.asarray(versions, np.int64)))
+        counts, version = (np.concatenate([found[i] for found in ranks]) for i in (0, 1))
+        event = self.controller.observe_vetoes(counts, np.full(len(counts), n), version)
+        self._versions[self.sparsity] = self.controller.version
+        return [] if event is None else [event.describe(self.controller.control)]
 
     def _tokens(self, rollouts: list[Rollout]) -> tuple[Array, Array, Array, Array]:
         """α, position, prompt and schedule version of every token."""

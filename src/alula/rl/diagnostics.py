@@ -48,6 +48,12 @@ def order_statistics(values: Tensor, places: Tensor, reduce: Reduce | None = Non
     return torch.where(high < 0, high ^ mirror, high).view(torch.float64)
 
 
+def vetoed_rollouts(log_ratio: Tensor, sequence: Tensor, sequences: int, veto: float | None = None) -> Tensor:
+    """bool [sequences]: some token has ξ < veto, Sparse-RL's own where there is none; from log ξ [T]."""
+    low = log_ratio < math.log(REFERENCE_VETO if veto is None else veto)
+    return ragged.first(low, sequence, sequences) >= 0
+
+
 def mismatch_metrics(
     log_ratio: Tensor,
     sequence: Tensor,
@@ -70,7 +76,7 @@ def mismatch_metrics(
     safe = log_ratio.double().clamp(-clamp, clamp)
     xi = safe.exp()
     low = log_ratio < math.log(REFERENCE_VETO if veto is None else veto)
-    vetoed = ragged.first(low, sequence, sequences) >= 0
+    vetoed = vetoed_rollouts(log_ratio, sequence, sequences, veto)
     sums = torch.stack(
         [
             xi.new_tensor(sequences),

@@ -9,7 +9,7 @@ from alula.config import RunConfig
 from alula.rl import ragged
 from alula.rl.advantages import group_advantages
 from alula.rl.correction import Corrected, correct
-from alula.rl.diagnostics import mismatch_metrics
+from alula.rl.diagnostics import mismatch_metrics, vetoed_rollouts
 from alula.rl.experience import Experience, minibatches
 from alula.rl.learner import Learner, LossFn, Update
 from alula.rl.losses import Divisors, divisors, policy_loss
@@ -28,6 +28,8 @@ class Learned:
     """Rollouts of this rank that the policy's gradient came from."""
     vetoed: list[bool]
     """Rollouts of this rank that were dropped by a veto."""
+    spoilt: list[bool]
+    """Rollouts of this rank with a token that a veto would find, as they were sampled, whatever the correction."""
     advantages: Tensor
     """[N]: of every rollout of this rank, dropped ones too."""
 
@@ -97,11 +99,16 @@ class Updater:
             updates.append(update)
             flops += self.learner.flops(rollouts).total
             own_logprobs |= zip(rows, update.logprobs)
+        dense = batch.dense or [own_logprobs[i] for i in range(count)]
         if corrected is None:
-            corrected = corrected_from([own_logprobs[i] for i in range(count)])
+            corrected = corrected_from(dense)
         teaching = self._teaching(advantages, corrected, sequence)
         vetoed = (corrected.first_vetoed >= 0).tolist()
-        return Learned(updates, self._mismatch(batch, corrected), flops, int(teaching.sum()), vetoed, advantages)
+        log_ratio = torch.cat(batch.as_sampled or [old - own for old, own in zip(dense, sparse)])
+        sampled = ragged.sequence([len(one) for one in batch.as_sampled], device) if batch.as_sampled else sequence
+        spoilt = vetoed_rollouts(log_ratio, sampled, count, self.correction.veto).tolist()
+        mismatch = self._mismatch(batch, corrected)
+        return Learned(updates, mismatch, flops, int(teaching.sum()), vetoed, spoilt, advantages)
 
     def _advantages(self, batch: Experience, corrected: Corrected | None) -> Tensor:
         settings = self.config.objective
