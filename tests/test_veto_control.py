@@ -58,14 +58,14 @@ def test_too_many_are_found_soon(share, steps):
 def test_every_bin_rises_a_rung_until_the_ladder_ends():
     one, bad = controller(), of()
     event = one.observe_vetoes(bad, of())
-    assert (event.action, event.before, event.after, event.share) == ("rise", 32, 64, 1.0)
-    assert (
-        event.describe(one.control) == "100.0% of the rollouts are vetoed, confidently more than 10%; budget 32 -> 64."
-    )
+    assert (event.action, event.before, event.after, event.share) == ("rise", (16, 16, 32), (32, 32, 64), 1.0)
+    said = "100.0% of the rollouts are vetoed, confidently more than 10%; budget 16..32 -> 32..64."
+    assert event.describe(one.control) == said
     assert one.schedule.budgets == (32, 32, 64)
     assert one.observe_vetoes(bad, of(), version=0) is None, "drawn under the old budgets"
-    assert one.observe_vetoes(bad, of(), version=1).after == 128
-    one.observe_vetoes(bad, of())
+    assert one.observe_vetoes(bad, of(), version=1).after == (64, 64, 128)
+    event = one.observe_vetoes(bad, of())
+    assert event.describe(one.control).endswith("; budget 64..128 -> 128."), "the largest cannot rise, the others do"
     assert one.schedule.budgets == (128, 128, 128)
     assert one.observe_vetoes(bad, of()).action == "saturated"
 
@@ -107,6 +107,15 @@ def test_a_resumed_controller_continues_exactly():
     assert whole.state_dict() == second.state_dict()
 
 
+def test_a_checkpoint_from_before_vetoes_were_counted():
+    one, old = controller(), controller().state_dict()
+    for name in ("spoilt", "sound", "vetoed"):
+        del old[name]
+    one.load_state_dict(old | {"version": 2, "stopped": False})
+    assert one.version == 2
+    assert one.observe_vetoes(of(), of()).action == "rise"
+
+
 def test_settings():
     with pytest.raises(SettingError, match="needs one of them"):
         Control(None, 100)
@@ -116,6 +125,8 @@ def test_settings():
     with pytest.raises(SettingError, match=r"or control\.vetoed"):
         ControlSettings(enabled=True).build(evicting, 0.05, 400)
     assert ControlSettings(enabled=True, vetoed=0.2).build(evicting, 0.05, 400).vetoed == 0.2
+    with pytest.raises(SettingError, match=r"no tail to hold at 0\.8; watch some"):
+        Monitor(Watch(0), evicting, None, 400, replace(CONTROL, tau=0.8, max_length=400, ladder=(64, 400)))
 
 
 # --- with a real engine --------------------------------------------------------------------------------------------

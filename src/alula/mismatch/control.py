@@ -21,8 +21,8 @@ class Control:
     """The longest sequence of the run: a budget of that many tokens is dense."""
     enabled: bool = False
     on_violation: str = "warn"
-    """What confident evidence of a tail below tau does: `warn` reports it, `adapt` changes budgets, `dense` reads
-    and keeps everything from that length on, `stop` asks the trainer to stop."""
+    """What confident evidence of a tail below tau, or of too many vetoes, does: `warn` reports it, `adapt` changes
+    budgets, `dense` reads and keeps everything from that length on, `stop` asks the trainer to stop."""
     quantile: float = 0.05
     margin: float = 0.03
     """A budget falls only where the tail is confidently above tau + margin."""
@@ -71,25 +71,31 @@ class Event:
             return f"{where}: the tail is confidently above {control.tau + control.margin:.3f}; " \
                    f"budget {self.before} -> {self.after}."  # fmt: skip
         return f"{where}: {self.share:.1%} of the tokens are below tau={control.tau:.3f}, confidently more than " \
-               f"{control.quantile:.0%}; {_answer(self.action, self.before, self.after)}."  # fmt: skip
+               f"{control.quantile:.0%}; {_answer(self.action, str(self.before), str(self.after))}."  # fmt: skip
 
 
 @dataclass(frozen=True)
 class VetoEvent:
-    """Too many rollouts were vetoed, and what happened to the largest budget."""
+    """Too many rollouts were vetoed, and what happened to the budgets of all bins."""
 
     action: Action
-    before: int
-    after: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
     share: float
     """Of the rollouts since the last change."""
 
     def describe(self, control: Control) -> str:
-        return f"{self.share:.1%} of the rollouts are vetoed, confidently more than {control.vetoed:.0%}; " \
-               f"{_answer(self.action, self.before, self.after)}."  # fmt: skip
+        assert control.vetoed is not None
+        return f"{self.share:.1%} of the rollouts are vetoed, confidently more than {100 * control.vetoed:g}%; " \
+               f"{_answer(self.action, _span(self.before), _span(self.after))}."  # fmt: skip
 
 
-def _answer(action: Action, before: int, after: int) -> str:
+def _span(budgets: tuple[int, ...]) -> str:
+    """Budgets never fall with length."""
+    return str(budgets[0]) if budgets[0] == budgets[-1] else f"{budgets[0]}..{budgets[-1]}"
+
+
+def _answer(action: Action, before: str, after: str) -> str:
     return {
         "warn": "the schedule stays as it is (on_violation=warn)",
         "rise": f"budget {before} -> {after}",

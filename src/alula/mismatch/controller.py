@@ -103,7 +103,7 @@ class Controller:
         self.vetoed, self.rollouts = self.vetoed + int(counts.sum()), self.rollouts + int(of.sum())
         if self.spoilt.value()[0] < self.veto_bar:
             return None
-        before, share, version_before = max(self.bins.budget), self.vetoed / self.rollouts, self.version
+        before, share, version_before = tuple(self.bins.budget), self.vetoed / self.rollouts, self.version
         action: Action = "warn"
         match self.control.on_violation:
             case "stop":
@@ -115,7 +115,7 @@ class Controller:
                 self._rise(np.arange(len(self.bins.budget)))
                 action = "rise" if self.version > version_before else "saturated"
         self._forget_vetoes()
-        return VetoEvent(action, before, max(self.bins.budget), share)
+        return VetoEvent(action, before, tuple(self.bins.budget), share)
 
     def _forget_vetoes(self) -> None:
         self.spoilt.reset(np.array([0]))
@@ -260,5 +260,6 @@ class Controller:
         self.original, self.version, self.stopped = saved, state["version"], state["stopped"]
         self.bins = _Bins(**{name: list(values) for name, values in state["bins"].items()})
         self.low.log_m, self.high.log_m = np.array(state["low"]), np.array(state["high"])
-        self.spoilt.log_m, self.sound.log_m = np.array(state["spoilt"]), np.array(state["sound"])
-        self.vetoed, self.rollouts = state["vetoed"]
+        if "vetoed" in state:  # a checkpoint from before they were counted has none
+            self.spoilt.log_m, self.sound.log_m = np.array(state["spoilt"]), np.array(state["sound"])
+            self.vetoed, self.rollouts = state["vetoed"]

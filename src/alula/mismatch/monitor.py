@@ -77,7 +77,8 @@ class Monitor:
         if control is not None and control.enabled and not sparsity.dense:
             require(
                 watch.rollouts > 0 or control.tau is None,
-                "control.enabled=true with monitor.rollouts=0: there is no tail to go by.",
+                f"control.enabled=true with monitor.rollouts=0: there is no tail to hold at {control.tau}; watch some "
+                "rollouts, or hold vetoes only (control.vetoed, with a budget that was not planned for a tau).",
             )
             require(
                 control.on_violation != "dense" or sparsity.evict is None or sparsity.select is None,
@@ -98,7 +99,7 @@ class Monitor:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run should stop: the tail is below tau, and on_violation=stop."""
+        """Whether the run should stop: the tail is below tau or vetoes are too many, and on_violation=stop."""
         return self.controller is not None and self.controller.stopped
 
     def move(self, sparsity: Sparsity) -> None:
