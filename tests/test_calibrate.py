@@ -424,6 +424,7 @@ def test_the_interval_of_a_share_holds_what_a_score_test_accepts(of, data):
         apart, deviation = abs(share.count - of * bound), math.sqrt(of * bound * (1 - bound))
         np.testing.assert_allclose(apart, 1.959964 * deviation, atol=1e-6)
     assert share.interval[0] - 1e-9 <= share.value <= share.interval[1] + 1e-9
+    assert Share(4 * share.count, 4 * of, samples=4).interval == share.interval, "four alike are worth one"
 
 
 def test_vetoed_rollouts_are_counted_on_its_own_rollouts(loaded):
@@ -451,8 +452,19 @@ def test_what_to_verify(tmp_path):
     assert named(str(tmp_path / "mine.json"), 5, 50) == (schedule, policy_of(schedule))
     both = named("block-topk:24,block=4", 20, 50)
     assert both[0].budgets == (24, 24, 24)
-    with pytest.raises(SettingError, match="dense"):
-        named("dense", 20, 50)
+    growing = tmp_path / "growing.json"
+    Schedule((16, 32), 12, "growing").save(growing)
+    both = named(f"streaming:{growing},window=4,sinks=1 & block-topk:48,block=4", 20, 50)
+    assert both[0].name == "growing", "of two parts the one with a schedule says the bins"
+    for text, message in (
+        ("dense", "verify=dense: it is what others are measured against"),
+        ("rkv", "names no budget"),
+        ("rvk:24", "did you mean 'rkv'"),
+        ("missing.json", "unknown schedule file or preset 'missing.json'"),
+        (str(tmp_path), "not a schedule .*directory.*`alula plan` writes one"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            named(text, 20, 50)
 
 
 def test_timings_become_a_cost_model(tmp_path):

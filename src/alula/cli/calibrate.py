@@ -65,23 +65,24 @@ def calibrate(
 ) -> None:
     """Measure the tail of acceptance of sparse policies at every length; `alula plan` makes a schedule of it.
 
-    A calibration that was interrupted goes on where it was. With --verify SCHEDULE nothing is searched: the schedule
+    A calibration that was interrupted goes on where it was. With --verify nothing is searched: the schedule or policy
     generates its own rollouts, and the exit code is 1 if some bin's tail is confidently below tau, or if confidently
     more than 15 % of the rollouts hold a token that the dense policy would not have sampled.
     """
     import sys
 
     from alula.mismatch.measure import Bins
+    from alula.mismatch.verify import named
 
+    width = bin_width or min(2000, -(-length // 8))
+    verified = None if verify is None else named(verify, width, length)  # a misspelt one is refused at once
     loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, max(length // 2, 1))
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
-    width = bin_width or min(2000, -(-length // 8))
-    if verify is not None:
+    if verified is not None:
         from alula.mismatch.calibrate import Text
-        from alula.mismatch.verify import named
 
-        schedule, policy = named(verify, width, length)
+        schedule, policy = verified
         chosen = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
         threshold = tau[0] if tau else schedule.notes.get("tau")
         holds = run_verify(engines, chosen, schedule, policy, threshold, quantile, confidence, out, progress)

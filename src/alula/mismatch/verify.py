@@ -13,6 +13,7 @@ from alula.errors import SettingError, require
 from alula.mismatch.calibrate import Text
 from alula.mismatch.calibration import Configuration, Kind, tail_to_dict
 from alula.mismatch.measure import Bins, own_rollouts
+from alula.mismatch.monitor import budget_of, controlled
 from alula.mismatch.tail import MIN_PROMPTS, Estimate, Tail
 from alula.mismatch.veto import TOO_MANY, Share
 from alula.sparsity.evict import METHODS as EVICTORS
@@ -88,21 +89,23 @@ def verify(
     """On rollouts that `policy` makes of the text's prompts, in the bins of its schedule."""
     rollouts, alphas = own_rollouts(engine, text.prompts, text.sampling, policy, progress=progress)
     bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
-    vetoed = Share.vetoed(rollouts, engine.score(rollouts))
+    vetoed = Share.vetoed(rollouts, engine.score(rollouts), text.samples)
     return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed)
 
 
 def named(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:
     """What to verify: a schedule's file or preset, or a policy as the command line spells it (`rkv:512+128`)."""
-    if ":" not in text or Path(text).exists():
+    spells_a_policy = ":" in text or text.strip() in ("dense", *EVICTORS, *SELECTORS)
+    if not spells_a_policy or Path(text).exists():
         schedule = Schedule.load(text)
         return schedule, policy_of(schedule)
     policy = parse_sparsity(text)
-    part = policy.select or policy.evict
-    assert part is not None, "with a colon it is sparse"
-    if isinstance(part.budget, Schedule):
-        return part.budget, policy
-    return Schedule((part.budget,) * -(-length // width), width, text), policy
+    budget = budget_of(policy, controlled(policy))
+    if budget is None:
+        raise SettingError("verify=dense: it is what others are measured against; name a sparse policy (rkv:512+128).")
+    if isinstance(budget, Schedule):
+        return budget, policy
+    return Schedule((budget,) * -(-length // width), width, text), policy
 
 
 def policy_of(schedule: Schedule) -> Sparsity:

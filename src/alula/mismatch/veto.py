@@ -33,10 +33,12 @@ class Share:
 
     count: int
     of: int
+    samples: int = 1
+    """Rollouts of one prompt: they are alike, so in the interval they are worth one."""
 
     @classmethod
-    def vetoed(cls, rollouts: "Sequence[Rollout]", dense: "Sequence[Scores]") -> "Share":
-        return cls(sum(map(vetoed, rollouts, dense)), len(rollouts))
+    def vetoed(cls, rollouts: "Sequence[Rollout]", dense: "Sequence[Scores]", samples: int) -> "Share":
+        return cls(sum(map(vetoed, rollouts, dense)), len(rollouts), samples)
 
     @property
     def value(self) -> float:
@@ -44,7 +46,7 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        z2, n = 1.959964**2, self.of
-        middle = (self.count + z2 / 2) / (n + z2)
-        half = math.sqrt(z2 * (self.count * (n - self.count) / n + z2 / 4)) / (n + z2)
+        z2, n, count = 1.959964**2, self.of / self.samples, self.count / self.samples
+        middle = (count + z2 / 2) / (n + z2)
+        half = math.sqrt(z2 * (count * (n - count) / n + z2 / 4)) / (n + z2)
         return max(0.0, middle - half), min(1.0, middle + half)

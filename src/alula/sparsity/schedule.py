@@ -85,5 +85,5 @@ class Schedule:
             raise unknown("schedule file or preset", str(source), [p.stem for p in PRESETS.glob("*.json")])
         try:
             return cls.from_dict(json.loads(path.read_text()))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise SettingError(f"schedule file {path}: not a schedule ({error}).") from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise SettingError(f"schedule file {path}: not a schedule ({error}); `alula plan` writes one.") from error
