@@ -63,7 +63,7 @@ def _refuse_after_dry_run(model: PreTrainedModel) -> None:
     def need(holds: bool, reason: str) -> None:
         require(
             holds,
-            f"residual=float32: {type(model).__name__} {reason}; leave it out, or use dtype=float16 or float32.",
+            f"residual=float32: {type(model).__name__} {reason}; leave it out, or use dtype=float32.",
         )
 
     def layer_gives(module: nn.Module, inputs: Any, out: Any) -> None:
