@@ -103,12 +103,17 @@ def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 def control(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does a controller that counts vetoed rollouts save a run that begins at the tempting budget?"""
-    first = budgets["rkv"]
-    ladder = [size for size in bed.budgets if size >= first]
-    extra = ("control.enabled=true", "control.on_violation=adapt", "control.vetoed=0.1", f"control.ladder={ladder}")
-    policy, names = bed.evictor("rkv", first), ("naive", "sparse-rl", "tis")
-    without = [Arm(name, policy, name) for name in names]
-    return [DENSE, *without, *(Arm(f"{name}, controlled", policy, name, extra, "control") for name in names)]
+
+    def controlled(method: str, name: str) -> Arm:
+        ladder = [size for size in (*bed.budgets, 2 * bed.budgets[-1]) if size >= budgets[method]]  # the last is dense
+        settings = ("enabled=true", "on_violation=adapt", "vetoed=0.1", f"ladder={ladder}")
+        extra = tuple(f"control.{setting}" for setting in settings)
+        return Arm(f"{method} {name}, controlled", bed.evictor(method, budgets[method]), name, extra, "control")
+
+    names = ("naive", "sparse-rl", "tis")
+    without = [Arm(f"rkv {name}", bed.evictor("rkv", budgets["rkv"]), name) for name in names]
+    others = [controlled(method, "sparse-rl") for method in OTHERS]
+    return [DENSE, *without, *(controlled("rkv", name) for name in names), *others]
 
 
 QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
@@ -124,5 +129,5 @@ ONE_SEED = ("threshold",)
 """A dose-response: many budgets, one run each."""
 BY_PROBE = ("threshold", "budget")
 """Read against what the probe says of a budget."""
-PROBED = {"threshold": ("rkv", "block-topk"), "compressors": OTHERS}
+PROBED = {"threshold": ("rkv", "block-topk"), "compressors": OTHERS, "control": ("rkv", *OTHERS)}
 """Compressors that must be probed before a question's runs; for the others `rkv`."""

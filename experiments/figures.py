@@ -60,6 +60,8 @@ def group(question: str, label: str) -> str:
     """Which figure an arm belongs to; '' is all of them."""
     if question == "correction":
         return "milder" if label.endswith("milder") else "tempting"
+    if question == "control" and label != "dense":
+        return "rkv" if label.startswith("rkv") else "others"
     if question == "compressors" and not label.startswith("dense"):
         return label.split()[0]
     return ""

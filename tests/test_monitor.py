@@ -11,7 +11,7 @@ import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config import ControlSettings
 from alula.errors import SettingError
-from alula.mismatch.control import Control
+from alula.mismatch.control import Control, default_ladder
 from alula.mismatch.monitor import Monitor, Watch, controlled, schedule_of
 from alula.sparsity.policy import DENSE
 
@@ -202,7 +202,12 @@ def test_settings_of_the_controller(engine):
     assert ControlSettings().build(SELECTING, 0.05, 4000) is None
     built = ControlSettings(enabled=True).build(SELECTING, 0.05, 4000)
     assert built.tau == 0.7, "the schedule's own"
-    assert built.ladder == (512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584, 4000)
+    grid = (512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584)
+    assert built.ladder[:6] == (12, 16, 20, 28, 36, 48), "a quarter apart, in blocks of 4"
+    assert built.ladder[-10:] == (*grid, 4000)
+    assert default_ladder(512, 4000) == (*grid, 4000)
+    assert default_ladder(1000, 600) == (512, 608), "nothing beyond what is dense"
+    assert default_ladder(300, 2000) == (300, 375, 468, 512, 768, 1024, 1280, 1536, 2000)
     assert not Control(0.7, 100).enabled
     with pytest.raises(SettingError, match=r"needs control\.tau"):
         ControlSettings(enabled=True).build(EVICTING, 0.05, 4000)

@@ -460,10 +460,13 @@ class ControlSettings(Section):
     patience: Count = 10
     """Observed steps without a change before a budget may fall."""
     ladder: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Budgets that may be used; by default Sparrow's grid and the longest sequence."""
+    """Budgets that may be used; by default Sparrow's grid, rungs a quarter apart from a smaller budget up to it, and
+    the longest sequence."""
 
     def build(self, sparsity: "Sparsity", quantile: float, max_length: int) -> "Control | None":
-        from alula.mismatch.control import PAGES, Control
+        from alula.mismatch.control import Control, default_ladder
+        from alula.mismatch.monitor import budget_of, controlled
+        from alula.sparsity.policy import smallest
 
         if not self.enabled:
             return None
@@ -475,10 +478,12 @@ class ControlSettings(Section):
             tau is not None or self.vetoed is not None,
             "control.enabled=true needs control.tau, as this budget was not planned for one, or control.vetoed.",
         )
-        grid = [16 * pages for pages in PAGES if 16 * pages < max_length]
+        kind = controlled(sparsity)
+        start, block = budget_of(sparsity, kind), sparsity.select.block if sparsity.select and kind == "select" else 1
+        assert start is not None
         return Control(
             tau, max_length, True, self.on_violation, quantile, self.margin, self.false_alarm_steps, self.patience,
-            ladder=tuple(self.ladder or [*grid, -(-max_length // 16) * 16]), vetoed=self.vetoed,
+            ladder=tuple(self.ladder or default_ladder(smallest(start), max_length, block)), vetoed=self.vetoed,
         )  # fmt: skip
 
 

@@ -8,7 +8,16 @@ from alula.errors import require, unknown
 Action = Literal["warn", "rise", "fall", "dense", "stop", "saturated"]
 ON_VIOLATION = ("warn", "adapt", "dense", "stop")
 PAGES = (32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152)
-"""Sparrow's grid of budgets, in pages of 16 tokens: the default ladder."""
+"""Sparrow's grid of budgets, in pages of 16 tokens."""
+
+
+def default_ladder(start: int, longest: int, block: int = 1) -> tuple[int, ...]:
+    """From a budget below Sparrow's grid rungs a quarter apart, multiples of `block`; the grid; and a dense top."""
+    rungs, budget = [16 * pages for pages in PAGES], start
+    while budget < rungs[0]:
+        rungs.append(budget)
+        budget = -(-max(budget + 1, budget * 5 // 4) // block) * block
+    return (*sorted({rung for rung in rungs if rung < longest}), -(-longest // 16) * 16)
 
 
 @dataclass(frozen=True)
