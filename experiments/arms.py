@@ -1,7 +1,7 @@
 """Which runs answer which question. An arm that two questions share is one run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from beds import Bed
 from settings import sparsity_settings
@@ -51,6 +51,7 @@ class Arm:
 
 
 DENSE = Arm("dense", "dense", "naive")
+DISTILLED = ("distill.rank=8", "distill.lr=1e-3", "distill.fraction=1.0", "distill.activation_checkpointing=false")
 
 
 def collapse(bed: Bed, budgets: Budgets, methods: tuple[str, ...]) -> list[Arm]:
@@ -95,10 +96,9 @@ def threshold(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does an adapter of the sparse policy change the outcome at the same budget?"""
-    extra = ("distill.rank=8", "distill.lr=1e-3", "distill.fraction=1.0", "distill.activation_checkpointing=false")
     policy, names = bed.evictor("rkv", budgets["rkv"]), ("naive", "sparse-rl", "tis")
     without = [Arm(name, policy, name) for name in names]
-    return without + [Arm(f"{name}, distilled", policy, name, extra, "distill") for name in names]
+    return without + [Arm(f"{name}, distilled", policy, name, DISTILLED, "distill") for name in names]
 
 
 def control(bed: Bed, budgets: Budgets) -> list[Arm]:
@@ -112,8 +112,10 @@ def control(bed: Bed, budgets: Budgets) -> list[Arm]:
 
     names = ("naive", "sparse-rl", "tis")
     without = [Arm(f"rkv {name}", bed.evictor("rkv", budgets["rkv"]), name) for name in names]
+    held = controlled("rkv", "sparse-rl")
+    both = replace(held, label=f"{held.label}, distilled", extra=(*held.extra, *DISTILLED), tag="control-distill")
     others = [controlled(method, "sparse-rl") for method in OTHERS]
-    return [DENSE, *without, *(controlled("rkv", name) for name in names), *others]
+    return [DENSE, *without, *(controlled("rkv", name) for name in names), both, *others]
 
 
 QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
