@@ -148,31 +148,16 @@ def joined(made: list) -> Tensor:
     return torch.cat([r.logprobs for r in made])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=160)
-    arguments = parser.parse_args()
-    made, *exact = engine(arguments.model, "float32", arguments.tokens)
-    found: dict[str, Any] = {
-        "model": Path(arguments.model).name,
-        "torch": torch.__version__,
-        "tokens": sum(map(len, made)),
-        "engine against score": {"float32": gap(*exact)},
-    }
+def dense_rows(model: str, tokens: int) -> dict[str, Any]:
+    """The engine against its `score`, and the imitation."""
+    made, *exact = engine(model, "float32", tokens)
+    measured = {"float32": gap(*exact)}
     for name in ("bfloat16", "float16"):
-        _, *both = engine(arguments.model, name, arguments.tokens)
-        found["engine against score"][name] = gap(*both)
-        print(name, found["engine against score"][name], flush=True)
-    for name, dtype_, residual in (
-        ("bfloat16", "bfloat16", None), ("bfloat16, float32 residual", "bfloat16", "float32"),
-        ("float16", "float16", None),
-    ):  # fmt: skip
-        rows = sparse(arguments.model, dtype_, residual, arguments.tokens)
-        found.setdefault("sparse forward against engine", {})[name] = rows
-        print(name, {policy: row["mean"] for policy, row in rows.items()}, flush=True)
-    imitation = Imitation(arguments.model)
+        _, *both = engine(model, name, tokens)
+        measured[name] = gap(*both)
+        print(name, measured[name], flush=True)
+    found: dict[str, Any] = {"tokens": sum(map(len, made)), "engine against score": measured}
+    imitation = Imitation(model)
     truth = imitation.logprobs(made, set(), 0.0)
     for dtype in (torch.bfloat16, torch.float16):
         imitation.dtype, rows = dtype, {}
@@ -183,6 +168,29 @@ def main() -> None:
             if dtype == torch.float16 and name == "float32 residual":
                 break
         found[f"imitated, {str(dtype).removeprefix('torch.')}"] = rows
+    return found
+
+
+def sparse_rows(model: str, tokens: int) -> dict[str, Any]:
+    found = {}
+    for name, residual in (("bfloat16", None), ("bfloat16, float32 residual", "float32")):
+        found[name] = sparse(model, "bfloat16", residual, tokens)
+        print(name, {policy: row["mean"] for policy, row in found[name].items()}, flush=True)
+    return {"sparse forward against engine": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True, help="results are merged into this file")
+    parser.add_argument("--only", choices=("dense", "sparse"), help="one of the two parts")
+    parser.add_argument("--tokens", type=int, default=160)
+    arguments = parser.parse_args()
+    found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    found |= {"model": Path(arguments.model).name, "torch": torch.__version__}
+    for part, rows in (("dense", dense_rows), ("sparse", sparse_rows)):
+        if arguments.only in (None, part):
+            found |= rows(arguments.model, arguments.tokens)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

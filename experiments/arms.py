@@ -104,18 +104,21 @@ def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
 def control(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does a controller that counts vetoed rollouts save a run that begins at the tempting budget?"""
 
-    def controlled(method: str, name: str) -> Arm:
+    def held(method: str, name: str, limit: int) -> Arm:
         ladder = [size for size in (*bed.budgets, 2 * bed.budgets[-1]) if size >= budgets[method]]  # the last is dense
-        settings = ("enabled=true", "on_violation=adapt", "vetoed=0.1", f"ladder={ladder}")
+        settings = ("enabled=true", "on_violation=adapt", f"vetoed={limit / 100}", f"ladder={ladder}")
         extra = tuple(f"control.{setting}" for setting in settings)
-        return Arm(f"{method} {name}, controlled", bed.evictor(method, budgets[method]), name, extra, "control")
+        label, policy = f"{method} {name}, held at {limit} %", bed.evictor(method, budgets[method])
+        return Arm(label, policy, name, extra, "control" if limit == 10 else f"control-{limit}")
 
     names = ("naive", "sparse-rl", "tis")
-    without = [Arm(f"rkv {name}", bed.evictor("rkv", budgets["rkv"]), name) for name in names]
-    held = controlled("rkv", "sparse-rl")
-    both = replace(held, label=f"{held.label}, distilled", extra=(*held.extra, *DISTILLED), tag="control-distill")
-    others = [controlled(method, "sparse-rl") for method in OTHERS]
-    return [DENSE, *without, *(controlled("rkv", name) for name in names), both, *others]
+    arms = [DENSE, *(Arm(f"rkv {name}", bed.evictor("rkv", budgets["rkv"]), name) for name in names)]
+    for limit in (5, 10):
+        arms += [held("rkv", name, limit) for name in names]
+        arms += [held(method, "sparse-rl", limit) for method in OTHERS]
+    ten = held("rkv", "sparse-rl", 10)
+    distilled = replace(ten, label=f"{ten.label}, distilled", extra=(*ten.extra, *DISTILLED), tag="control-distill")
+    return [*arms, distilled]
 
 
 QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {

@@ -61,7 +61,7 @@ def group(question: str, label: str) -> str:
     if question == "correction":
         return "milder" if label.endswith("milder") else "tempting"
     if question == "control" and label != "dense":
-        return "rkv" if label.startswith("rkv") else "others"
+        return ("rkv" if label.startswith("rkv") else "others") + ("-10" if "10 %" in label else "")
     if question == "compressors" and not label.startswith("dense"):
         return label.split()[0]
     return ""

@@ -449,7 +449,7 @@ class ControlSettings(Section):
     """The tail to hold; by default the one that the schedule was planned for."""
     vetoed: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The largest share of rollouts that may be vetoed (some token with p_dense / p_sparse below the correction's veto,
-    or 1e-4), say 0.1; it sees what the tail does not. By default they are not counted."""
+    or 1e-4), say 0.05; it sees what the tail does not. By default they are not counted."""
     on_violation: Literal["warn", "adapt", "dense", "stop"] = "warn"
     """What confident evidence of a tail below tau, or of too many vetoes, does: report it, move budgets, read and keep
     everything from that length on, or stop the run."""

@@ -11,7 +11,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Everything random depends on it.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Training steps of each run, by default 25.")] = None,
 ) -> None:
-    """Train a tiny model densely, naively sparse, with Sparse-RL's correction and with reroll, and compare them.
+    """Train a tiny model densely, naively sparse, with Sparse-RL's correction, with reroll and with a controller.
 
     The model is made on the spot: it can follow pointers step by step, looking each one up in its own context, or
     guess. Under a small KV budget the careful chain fails more often than the guess, so a naive run learns to guess,

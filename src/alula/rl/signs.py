@@ -67,7 +67,7 @@ def rejection(traces: Traces) -> HealthWarning | None:
         f"{fmean(values):.1%} of the rollouts of the last 5 steps were rejected"
         f"{' and finished densely' if rerolls else ''} (more than 15%): at this KV budget the sparse policy too often "
         "samples what the dense one would not.",
-        "Raise the budget (control={enabled: true, on_violation: adapt, vetoed: 0.1} does so by itself), keep sinks "
+        "Raise the budget (control={enabled: true, on_violation: adapt, vetoed: 0.05} does so by itself), keep sinks "
         "(4) and a window"
         + ("; every reroll costs a dense suffix" if rerolls else ", or use the `reroll` correction, which repairs "
            "rejected rollouts instead of losing them")
