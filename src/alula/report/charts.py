@@ -48,6 +48,7 @@ MORE = (
     Chart("Rejected tokens", "mismatch/veto_rate_token", "share of tokens", log=True),
     Chart("Consistency ξ, 1st percentile", "mismatch/xi_p01", "p dense / p sparse", log=True),
     Chart("Consistency ξ, 99th percentile", "mismatch/xi_p99", "p dense / p sparse", log=True),
+    Chart("KV budget", "schedule/budget/0", "tokens", "in force, of short sequences", log=True),
     Chart("Distillation: KL(sparse ‖ dense)", "distill/kl", "nats per token", log=True),
     Chart("Distillation: tail acceptance", "distill/acceptance_tail", "5th percentile of overlap"),
     Chart("Distillation: cost", "speed/distill_cost", "% of the rest of the step", format="percent"),
