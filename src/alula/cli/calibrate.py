@@ -226,6 +226,10 @@ def run_verify(
     if found.too_many_vetoed:
         typer.echo(f"That is more than {TOO_MANY:.0%}: so many answers are spoilt, whatever the tail says; use a "
                    "larger budget, or objective.correction=reroll.")  # fmt: skip
+    elif upper > TOO_MANY:
+        typer.echo(
+            f"So few rollouts do not tell that from {TOO_MANY:.0%}, which is too many; measure more with --prompts."
+        )
     if tau is None:
         typer.echo(f"{out}: no tau was given, so the tail is not judged.")
     else:
