@@ -19,6 +19,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -286,6 +287,7 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(options)
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "only", "data_dir")}
+    settings["model"] = Path(options.model).name
     record({name: getattr(bench, name) for name in SECTIONS}, options, {}, settings=settings)
 
 
