@@ -116,6 +116,27 @@ def test_a_checkpoint_from_before_vetoes_were_counted():
     assert one.observe_vetoes(of(), of()).action == "rise"
 
 
+def test_evidence_against_another_limit_is_not_taken_over():
+    rng, first = np.random.default_rng(3), controller(tau=0.8)
+    positions, prompts = np.tile(np.arange(100), PROMPTS), np.repeat(np.arange(PROMPTS), 100)
+    for _ in range(3):
+        first.observe(np.full(len(positions), 0.9), positions, prompts)
+        first.observe_vetoes(counts(rng, 0.12), of())
+    state = json.loads(json.dumps(first.state_dict()))
+    assert first.spoilt.log_m.any()
+    assert first.high.log_m.any()
+    other_tail, other_limit = controller(tau=0.7), controller(tau=0.8, vetoed=0.3)
+    other_tail.load_state_dict(state)
+    other_limit.load_state_dict(state)
+    assert not other_tail.high.log_m.any()
+    assert other_tail.shares() == pytest.approx([np.nan] * 3, nan_ok=True)
+    np.testing.assert_array_equal(other_tail.spoilt.log_m, first.spoilt.log_m)
+    assert not other_limit.spoilt.log_m.any()
+    assert other_limit.rollouts == 0
+    np.testing.assert_array_equal(other_limit.high.log_m, first.high.log_m)
+    assert other_limit.schedule == first.schedule
+
+
 def test_settings():
     with pytest.raises(SettingError, match="needs one of them"):
         Control(None, 100)

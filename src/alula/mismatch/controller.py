@@ -232,6 +232,10 @@ class Controller:
         at = bisect_left(self.control.ladder, budget) - 1
         return self.control.ladder[at] if at >= 0 else budget
 
+    @property
+    def _tail_limits(self) -> list[float | None]:
+        return [self.control.tau, self.control.quantile, self.control.margin]
+
     def shares(self) -> list[float]:
         """Share of tokens below tau per bin since its last change; NaN where there were none."""
         return [b / n if n else float("nan") for b, n in zip(self.bins.below, self.bins.tokens)]
@@ -243,6 +247,8 @@ class Controller:
             "version": self.version,
             "stopped": self.stopped,
             "bins": asdict(self.bins),
+            "tail_limits": self._tail_limits,
+            "veto_limit": self.control.vetoed,
             "low": self.low.log_m.tolist(),
             "high": self.high.log_m.tolist(),
             "spoilt": self.spoilt.log_m.tolist(),
@@ -259,7 +265,12 @@ class Controller:
             )
         self.original, self.version, self.stopped = saved, state["version"], state["stopped"]
         self.bins = _Bins(**{name: list(values) for name, values in state["bins"].items()})
-        self.low.log_m, self.high.log_m = np.array(state["low"]), np.array(state["high"])
-        if "vetoed" in state:  # a checkpoint from before they were counted has none
+        # Evidence is about the limits that it was gathered against: a run resumed with others begins anew.
+        if state.get("tail_limits", self._tail_limits) == self._tail_limits:
+            self.low.log_m, self.high.log_m = np.array(state["low"]), np.array(state["high"])
+        else:
+            n = len(self.bins.budget)
+            self.bins.tokens, self.bins.below = [0] * n, [0] * n
+        if state.get("veto_limit") == self.control.vetoed and "vetoed" in state:
             self.spoilt.log_m, self.sound.log_m = np.array(state["spoilt"]), np.array(state["sound"])
             self.vetoed, self.rollouts = state["vetoed"]
