@@ -23,10 +23,11 @@ from alula.data.tasks.pointer import Pointer
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.measure import Bins
+from alula.mismatch.veto import REFERENCE_VETO
 from alula.sparsity.parse import parse_sparsity
 
 EVICTORS = ("rkv", "snapkv", "streaming", "keydiff")
-VETO = math.log(1e-4)
+VETO = math.log(REFERENCE_VETO)
 
 
 class Probe:

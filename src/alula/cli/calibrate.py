@@ -71,6 +71,7 @@ def calibrate(
     """
     import sys
 
+    from alula.mismatch.calibrate import Grid, Text
     from alula.mismatch.measure import Bins
     from alula.mismatch.verify import named
 
@@ -80,14 +81,11 @@ def calibrate(
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
     if verified is not None:
-        from alula.mismatch.calibrate import Text
-
         schedule, policy = verified
         chosen = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
         threshold = tau[0] if tau else schedule.notes.get("tau")
         holds = run_verify(engines, chosen, schedule, policy, threshold, quantile, confidence, out, progress)
         raise typer.Exit(0 if holds else 1)
-    from alula.mismatch.calibrate import Grid, Text
     from alula.mismatch.calibrate import calibrate as measure_all
     from alula.mismatch.families import parse_methods
 

@@ -108,7 +108,6 @@ def _answer(action: Action, before: str, after: str) -> str:
     return {
         "warn": "the schedule stays as it is (on_violation=warn)",
         "rise": f"budget {before} -> {after}",
-        "fall": f"budget {before} -> {after}",
         "dense": "dense from here on (on_violation=dense)",
         "stop": "the run stops (on_violation=stop)",
         "saturated": f"the budget {before} cannot rise further",

@@ -103,19 +103,11 @@ class Controller:
         self.vetoed, self.rollouts = self.vetoed + int(counts.sum()), self.rollouts + int(of.sum())
         if self.spoilt.value()[0] < self.veto_bar:
             return None
-        before, share, version_before = tuple(self.bins.budget), self.vetoed / self.rollouts, self.version
-        action: Action = "warn"
-        match self.control.on_violation:
-            case "stop":
-                self.stopped, action = True, "stop"
-            case "dense":
-                self._dense(0)
-                action = "dense" if self.version > version_before else "saturated"
-            case "adapt":
-                self._rise(np.arange(len(self.bins.budget)))
-                action = "rise" if self.version > version_before else "saturated"
+        before, share = tuple(self.bins.budget), self.vetoed / self.rollouts
+        moved, still = self._act(np.arange(len(before)))
+        after = tuple(self.bins.budget)
         self._forget_vetoes()
-        return VetoEvent(action, before, tuple(self.bins.budget), share)
+        return VetoEvent(moved if after != before else still, before, after, share)
 
     def _forget_vetoes(self) -> None:
         self.spoilt.reset(np.array([0]))
@@ -150,25 +142,31 @@ class Controller:
             self.bins.below[j] += int(below[bins == j].sum())
 
     def _violation(self, alarms: Array) -> list[Event]:
-        mode, before = self.control.on_violation, list(self.bins.budget)
-        shares = self.shares()
-        if mode == "stop":
-            self.stopped = True
-        elif mode == "dense":
-            self._dense(int(alarms[0]))
-        elif mode == "adapt":
-            self._rise(alarms)
+        before, shares = list(self.bins.budget), self.shares()
+        moved, still = self._act(alarms)
         after = self.bins.budget
-        moved: Action = "dense" if mode == "dense" else "rise"
         events = []
         for j in range(len(after)):
             if after[j] != before[j]:
                 events.append(Event(moved, j, before[j], after[j], shares[j]))
             elif j in alarms:
-                still: Action = "warn" if mode == "warn" else "stop" if mode == "stop" else "saturated"
                 events.append(Event(still, j, before[j], after[j], shares[j]))
         self.low.reset(alarms)  # an alarm without a change starts to count anew, or it would ring at every step
         return events
+
+    def _act(self, alarms: Array) -> tuple[Action, Action]:
+        """Do what `on_violation` says to the alarmed bins; what that is called where a budget moved and where not."""
+        match self.control.on_violation:
+            case "stop":
+                self.stopped = True
+                return "stop", "stop"
+            case "dense":
+                self._dense(int(alarms[0]))
+                return "dense", "saturated"
+            case "adapt":
+                self._rise(alarms)
+                return "rise", "saturated"
+        return "warn", "warn"
 
     def _rise(self, alarms: Array) -> None:
         """Alarmed bins rise a rung; so do, for an evictor, all earlier ones; later ones follow to stay monotone."""

@@ -104,9 +104,8 @@ class Updater:
             corrected = corrected_from(dense)
         teaching = self._teaching(advantages, corrected, sequence)
         vetoed = (corrected.first_vetoed >= 0).tolist()
-        log_ratio = torch.cat(batch.as_sampled or [old - own for old, own in zip(dense, sparse)])
-        sampled = ragged.sequence([len(one) for one in batch.as_sampled], device) if batch.as_sampled else sequence
-        spoilt = vetoed_rollouts(log_ratio, sampled, count, self.correction.veto).tolist()
+        log_ratio = torch.cat(dense) - torch.cat(sparse)
+        spoilt = batch.rerolled or vetoed_rollouts(log_ratio, sequence, count, self.correction.veto).tolist()
         mismatch = self._mismatch(batch, corrected)
         return Learned(updates, mismatch, flops, int(teaching.sum()), vetoed, spoilt, advantages)
 
