@@ -9,7 +9,7 @@ from settings import sparsity_settings
 from alula.sparsity.parse import parse_sparsity
 
 Budgets = Mapping[str, int]
-"""Compressor -> the budget that the probe chose for a seed."""
+"""Compressor -> the budget that the probe chose for a seed; of those that take part."""
 
 PRESETS = {"naive": "none", "sparse-rl": "sparse-rl", "tis": "tis", "reroll": "reroll"}
 ABLATIONS = {
@@ -23,6 +23,7 @@ ABLATIONS = {
 }
 CORRECTIONS = PRESETS | ABLATIONS
 OTHERS = ("snapkv", "streaming", "keydiff")
+METHODS = ("rkv", *OTHERS, "block-topk")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def main_collapse(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 
 def other_compressors(bed: Bed, budgets: Budgets) -> list[Arm]:
-    return collapse(bed, budgets, OTHERS)
+    return collapse(bed, budgets, tuple(method for method in OTHERS if method in budgets))
 
 
 def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
@@ -115,7 +116,7 @@ def control(bed: Bed, budgets: Budgets) -> list[Arm]:
     arms = [DENSE, *(Arm(f"rkv {name}", bed.evictor("rkv", budgets["rkv"]), name) for name in names)]
     for limit in (5, 10):
         arms += [held("rkv", name, limit) for name in names]
-        arms += [held(method, "sparse-rl", limit) for method in OTHERS]
+        arms += [held(method, "sparse-rl", limit) for method in OTHERS if method in budgets]
     ten = held("rkv", "sparse-rl", 10)
     distilled = replace(ten, label=f"{ten.label}, distilled", extra=(*ten.extra, *DISTILLED), tag="control-distill")
     return [*arms, distilled]

@@ -15,9 +15,11 @@ METRICS = (
 )  # fmt: skip
 
 
-def write_raw(question: str, bed: Bed, runs: Sequence[tuple[Arm, int]], work: Path, out: Path) -> None:
+def write_raw(
+    question: str, bed: Bed, runs: Sequence[tuple[Arm, int]], work: Path, out: Path, settings: Sequence[str] = ()
+) -> None:
     """`<out>/<question>/<bed>.jsonl`: a line for every run of the question that has begun."""
-    found = [raw_run(bed, arm, seed, work) for arm, seed in runs]
+    found = [raw_run(bed, arm, seed, work, settings) for arm, seed in runs]
     path = out / question / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in found if row is not None))
@@ -31,14 +33,14 @@ def write_probe(bed: Bed, work: Path, out: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-def raw_run(bed: Bed, arm: Arm, seed: int, work: Path) -> dict[str, Any] | None:
+def raw_run(bed: Bed, arm: Arm, seed: int, work: Path, settings: Sequence[str]) -> dict[str, Any] | None:
     folder = work / "runs" / f"{arm.name}-s{seed}"
     if not (folder / "status.json").exists():
         return None
     steps, evals = rows(folder / "metrics.jsonl"), rows(folder / "evals.jsonl")
     return {
         "bed": bed.name, "arm": arm.label, "sparsity": arm.sparsity, "correction": arm.correction, "seed": seed,
-        "state": json.loads((folder / "status.json").read_text())["state"], "settings": arm.settings,
+        "state": json.loads((folder / "status.json").read_text())["state"], "settings": [*arm.settings, *settings],
         "evals": [{name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")}
                   for row in evals],
         "warnings": [[row["step"], row["kind"]] for row in rows(folder / "events.jsonl")],

@@ -2,7 +2,8 @@
 
     python experiments/robustness.py --bed tiny --seeds 3
 
-Takes the models that `run.py --question collapse` left, and the problems of the probe, which no run has seen. The
+Takes the models that `run.py --question collapse,correction` left, and the problems of the probe, which no run has
+seen: those trained at the tempting budget, and those trained one step of the grid above it, where chains hold. The
 policies are the dense one, evictors at the budget that rkv trained with, rkv also at a smaller and a larger budget, and
 a selector that reads about as much.
 """
@@ -46,6 +47,7 @@ def main() -> None:
         budgets = chosen_budgets(bed, seed, work)
         models = {"start": work / f"start-{seed if bed.warm_seeds else 0}"}
         arms = [arm for arm in QUESTIONS["collapse"](bed, budgets) if arm.name != "dense-sparse-rl"]  # as good as dense
+        arms += [arm for arm in QUESTIONS["correction"](bed, budgets) if arm.label.endswith("milder")]
         models |= {arm.label: work / "runs" / f"{arm.name}-s{seed}" for arm in arms}
         for arm, folder in models.items():
             wanted = policies(bed, budgets["rkv"]).items()

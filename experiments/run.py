@@ -11,15 +11,17 @@ missing, the warm-up and the probe that chooses the budgets, is made first. --ou
 import argparse
 import json
 import multiprocessing
+import re
 import signal
 import time
 import traceback
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import probe
-from arms import BY_PROBE, ONE_SEED, PROBED, QUESTIONS, Arm
+from arms import BY_PROBE, METHODS, ONE_SEED, PROBED, QUESTIONS, Arm
 from beds import BEDS, Bed, PointerBed, prepared
 from choice import chosen_budgets
 from raw import write_probe, write_raw
@@ -82,8 +84,8 @@ def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
         raise SystemExit(f"{function.__name__} failed")
 
 
-def run_all(runs: list[Run], jobs: int, deadline: float) -> float:
-    """`jobs` at a time until all are finished or the time is over. The deadline, which an interrupt makes now."""
+def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
+    """`jobs` at a time until all are finished, the time is over or an interrupt comes."""
     left = [run for run in {run.folder: run for run in runs}.values() if not run.finished]
     busy: list[tuple[Run, BaseProcess, float]] = []
     asked = False
@@ -107,7 +109,6 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> float:
             busy.remove(entry)
             state = f"failed, see {run.log}" if child.exitcode else "done" if run.finished else "stopped"
             print(f"{run.folder.name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
-    return deadline
 
 
 def main() -> None:
@@ -117,7 +118,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--arms", help="only arms whose name contains one of these, separated by commas")
+    parser.add_argument("--arms", default="", help="only arms whose name this regular expression finds")
+    parser.add_argument("--methods", help="only these compressors, separated by commas; the others are not probed")
     parser.add_argument("--budget", type=int, help="of the evictors, in place of the probe's choice")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
@@ -128,24 +130,28 @@ def main() -> None:
     (work / "logs").mkdir(parents=True, exist_ok=True)
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
+    methods = options.methods.split(",") if options.methods else list(METHODS)
+    questions: dict[str, list[Run]] = {}
     for question in options.question.split(","):
         if question in BY_PROBE and not isinstance(bed, PointerBed):
             raise SystemExit(f"--question {question}: needs a probe of its budgets, which --bed {bed.name} has not")
         if options.budget is None and isinstance(bed, PointerBed):
+            probed = [method for method in PROBED.get(question, ("rkv",)) if method in methods]
             for seed in range(options.seeds if bed.warm_seeds else 1):
-                in_a_child(probe.run, bed, seed, work, probe.grid(bed, PROBED.get(question, ("rkv",))))
-        seeds = range(1 if question in ONE_SEED else options.seeds)
-        runs = []
-        for seed in seeds:
-            budgets = chosen_budgets(bed, seed, work, options.budget)
+                in_a_child(probe.run, bed, seed, work, probe.grid(bed, probed))
+        questions[question] = []
+        for seed in range(1 if question in ONE_SEED else options.seeds):
+            budgets = {m: b for m, b in chosen_budgets(bed, seed, work, options.budget).items() if m in methods}
             print(f"{question}, seed {seed}: budgets {budgets}", flush=True)
-            runs += [Run(bed, arm, seed, work, tuple(options.settings)) for arm in QUESTIONS[question](bed, budgets)]
-        wanted = options.arms.split(",") if options.arms else [""]
-        runs = [run for run in runs if any(part in run.arm.name for part in wanted)]
-        deadline = run_all(runs, options.jobs, deadline)
-        if isinstance(bed, PointerBed):
-            write_probe(bed, work, options.out)
-        write_raw(question, bed, [(run.arm, run.seed) for run in runs], work, options.out)
+            arms = QUESTIONS[question](bed, budgets)
+            questions[question] += [Run(bed, arm, seed, work, tuple(options.settings)) for arm in arms]
+        questions[question] = [run for run in questions[question] if re.search(options.arms, run.arm.name)]
+    # One queue, a whole seed of every question before the next: a stop in time leaves seeds that can be compared.
+    run_all(sorted(chain.from_iterable(questions.values()), key=lambda run: run.seed), options.jobs, deadline)
+    if isinstance(bed, PointerBed):
+        write_probe(bed, work, options.out)
+    for question, runs in questions.items():
+        write_raw(question, bed, [(run.arm, run.seed) for run in runs], work, options.out, options.settings)
 
 
 if __name__ == "__main__":

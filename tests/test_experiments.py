@@ -88,7 +88,7 @@ def test_from_warm_up_to_figure(tmp_path, monkeypatch):
     for module in (tables, figures):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
     command = ["run.py", "--bed", "tiny", "--question", "collapse", "--seeds", "1", "--jobs", "2",
-               "--arms", "dense-naive,reroll", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "results"),
+               "--arms", "dense-naive|reroll", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "results"),
                "steps=2", "sampling.prompts=2", "eval.every=1", "eval.size=4"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", command)
     run.main()
