@@ -180,7 +180,7 @@ class Bench:
         """Rollout tokens per second at full batch; φ is merged, so it has no part in it (see `decode`)."""
         prompts = (self.held_out * self.options.rows)[: self.options.rows]
         sampling = Sampling(max_new_tokens=self.options.speed_tokens, ignore_eos=True, seed=5)
-        engine.generate(prompts, replace(sampling, max_new_tokens=32), policy)
+        engine.generate(prompts, replace(sampling, max_new_tokens=320), policy)  # compiles; long enough to evict
         seconds = self.seconds(lambda: engine.generate(prompts, sampling, policy))
         return self.options.rows * self.options.speed_tokens / seconds
 
@@ -208,7 +208,7 @@ class Bench:
 
     def _update_seconds(self, made: list[Rollout]) -> float:
         """One optimizer step of the learner on all rollouts, scoring not included."""
-        learner = Learner(self.loaded.model, LearnerConfig(lr=1e-9, token_budget=self.options.token_budget))
+        learner = Learner(self.loaded.model, LearnerConfig(lr=1e-9, token_budget=self.options.overhead_token_budget))
         loss, advantages = Loss(), torch.linspace(-1, 1, len(made), device=self.loaded.model.device)
         lengths = torch.tensor([len(r) for r in made], device=advantages.device)
         sequence = torch.repeat_interleave(torch.arange(len(made), device=advantages.device), lengths)
@@ -223,7 +223,7 @@ class Bench:
         return min(self.seconds(lambda: learner.update(made, loss_fn)) for _ in range(3))
 
     def _step_seconds(self, made: list[Rollout], fraction: float, settings: Row, update: float) -> Row:
-        config = self.config(minibatches=1, loss="both", **settings)
+        config = self.config(minibatches=1, loss="both", token_budget=self.options.overhead_token_budget, **settings)
         distiller = Distiller(self.loaded.model, config)
         some = made[: max(1, round(fraction * len(made)))]
         advantages = torch.linspace(-1, 1, len(some))
@@ -280,8 +280,11 @@ def main() -> None:
     parser.add_argument("--evict-budgets", type=numbers, default=[64, 192])
     parser.add_argument("--ladder", type=numbers, default=[64, 96, 128, 160, 192, 256])
     parser.add_argument("--speed-tokens", type=int, default=1024)
-    parser.add_argument("--overhead-prompts", type=int, default=32)
+    parser.add_argument("--overhead-prompts", type=int, default=64)
     parser.add_argument("--overhead-tokens", type=int, default=1024)
+    parser.add_argument(
+        "--overhead-token-budget", type=int, default=131072, help="tokens per micro-batch in `overhead`"
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--token-budget", type=int, default=32768)

@@ -162,7 +162,7 @@ def markdown(rows: list[tuple[str, ...]], *titles: str) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
-THRESHOLDS = (0.70, 0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92)
+THRESHOLDS = (0.80, 0.83, 0.86, 0.88, 0.90)
 MEASURED = ("measured", "reach; better")
 
 
