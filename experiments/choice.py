@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from beds import Bed, PointerBed
-from probe import EVICTORS, measured
+from lines import read_lines
+from probe import EVICTORS
 
 TEMPTING = 0.7
 """Times the hint's accuracy: below that the shortcut is worth more, beyond the probe's noise."""
@@ -22,9 +23,9 @@ def chosen_budgets(bed: Bed, seed: int, work: Path, budget: int | None = None) -
     if not isinstance(bed, PointerBed):
         return dict.fromkeys(EVICTORS, bed.budgets[1])
     warm_seed = seed if bed.warm_seeds else 0
-    rows = [row for row in measured(work / "probe.jsonl") if row["seed"] == warm_seed]
-    probed = [method for method in EVICTORS if any(row["sparsity"].startswith(method) for row in rows)]
-    return {method: largest_tempting(bed, rows, method) for method in probed}
+    found = [row for row in read_lines(work / "probe.jsonl") if row["seed"] == warm_seed]
+    probed = [method for method in EVICTORS if any(row["sparsity"].startswith(method) for row in found)]
+    return {method: largest_tempting(bed, found, method) for method in probed}
 
 
 def largest_tempting(bed: PointerBed, rows: list[dict[str, Any]], method: str) -> int:

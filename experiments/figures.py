@@ -14,7 +14,12 @@ from tables import RESULTS, before_training, by_arm, raw
 
 from alula.mismatch.plot import COLOURS, Line, chart
 
-BED_NAMES = {"tiny": "tiny bed", "smollm2": "SmolLM2-135M", "gsm8k": "SmolLM2-135M on GSM8K"}
+BED_NAMES = {
+    "tiny": "tiny bed",
+    "smollm2": "SmolLM2-135M",
+    "smollm2-2": "SmolLM2-135M, second warm-up",
+    "gsm8k": "SmolLM2-135M on GSM8K",
+}
 
 
 def over_steps(runs: Sequence[Row], colour: str, points: Callable[[Row], list[tuple[int, float]]]) -> Line:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from beds import POINTER_BEDS, Bed, PointerBed, prepared
+from lines import read_lines
 from settings import recipe_settings
 
 from alula.data import prepare
@@ -101,16 +102,12 @@ def print_step(what: str, step: int, most: int, loss: float) -> None:
         print(f"  {what}: step {step}, loss {loss:.4f}", flush=True)
 
 
-def measured(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def run(
     bed: PointerBed, seed: int, work: Path, policies: list[str], prompts: int | None = None
 ) -> list[dict[str, Any]]:
     """Rows of a seed; what was measured before is not measured again."""
     path = work / "probe.jsonl"
-    done = {(row["seed"], row["sparsity"]) for row in measured(path)}
+    done = {(row["seed"], row["sparsity"]) for row in read_lines(path)}
     left = [policy for policy in policies if (seed, policy) not in done]
     probe = Probe(bed, seed, work, prompts) if left else None
     for policy in left:
@@ -120,7 +117,7 @@ def run(
             file.write(json.dumps(row) + "\n")
         shown = {name: f"{value:.3f}" for name, value in row.items() if isinstance(value, float)}
         print(f"{policy:34} " + " ".join(f"{name} {shown[name]}" for name in shown if "_s" not in name), flush=True)
-    return [row for row in measured(path) if row["seed"] == seed]
+    return [row for row in read_lines(path) if row["seed"] == seed]
 
 
 def main() -> None:

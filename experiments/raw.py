@@ -7,11 +7,12 @@ from typing import Any
 
 from arms import Arm
 from beds import Bed
+from lines import read_lines
 
 METRICS = (
     "reward/mean", "response/length_mean", "mismatch/veto_rate", "mismatch/kl_k3", "mismatch/rejected",
-    "mismatch/rerolled", "mismatch/alpha_p05", "kv/saved", "kv/bytes_peak", "policy/entropy", "policy/grad_norm",
-    "time/rollout", "time/score", "time/update", "time/distill", "time/step",
+    "mismatch/rerolled", "mismatch/alpha_p05", "schedule/budget/0", "kv/saved", "kv/bytes_peak",
+    "policy/entropy", "policy/grad_norm", "time/rollout", "time/score", "time/update", "time/distill", "time/step",
 )  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def write_probe(bed: Bed, work: Path, out: Path) -> None:
     """`<out>/probe/<bed>.jsonl`: what is known of every budget before training."""
     path = out / "probe" / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = ({name: short(value) for name, value in row.items()} for row in rows(work / "probe.jsonl"))
+    found = ({name: short(value) for name, value in row.items()} for row in read_lines(work / "probe.jsonl"))
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
@@ -37,19 +38,15 @@ def raw_run(bed: Bed, arm: Arm, seed: int, work: Path, settings: Sequence[str]) 
     folder = work / "runs" / f"{arm.name}-s{seed}"
     if not (folder / "status.json").exists():
         return None
-    steps, evals = rows(folder / "metrics.jsonl"), rows(folder / "evals.jsonl")
+    steps, evals = read_lines(folder / "metrics.jsonl"), read_lines(folder / "evals.jsonl")
     return {
         "bed": bed.name, "arm": arm.label, "sparsity": arm.sparsity, "correction": arm.correction, "seed": seed,
         "state": json.loads((folder / "status.json").read_text())["state"], "settings": [*arm.settings, *settings],
         "evals": [{name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")}
                   for row in evals],
-        "warnings": [[row["step"], row["kind"]] for row in rows(folder / "events.jsonl")],
+        "warnings": [[row["step"], row["kind"]] for row in read_lines(folder / "events.jsonl")],
         "steps": {name: [short(row.get(name)) for row in steps] for name in METRICS if any(name in r for r in steps)},
     }  # fmt: skip
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def short(value: Any) -> Any:

@@ -16,8 +16,9 @@ import torch
 from arms import QUESTIONS
 from beds import POINTER_BEDS, Bed
 from choice import chosen_budgets
+from lines import read_lines
 from probe import Probe
-from raw import rows, short
+from raw import short
 
 EVICTORS = ("rkv", "snapkv", "h2o", "streaming", "keydiff")
 
@@ -42,7 +43,7 @@ def main() -> None:
     bed, work = POINTER_BEDS[options.bed], options.work / options.bed
     path = options.out / "robustness" / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = {(row["arm"], row["seed"], row["policy"]) for row in rows(path)}
+    done = {(row["arm"], row["seed"], row["policy"]) for row in read_lines(path)}
     for seed in range(options.seeds):
         budgets = chosen_budgets(bed, seed, work)
         models = {"start": work / f"start-{seed if bed.warm_seeds else 0}"}

@@ -85,9 +85,13 @@ def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 
 def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
-    """`jobs` at a time until all are finished, the time is over or an interrupt comes."""
+    """`jobs` at a time until all are finished, the time is over or an interrupt comes.
+
+    A run that failed is tried once more after all others: where several share a GPU, it is mostly memory that failed.
+    """
     left = [run for run in {run.folder: run for run in runs}.values() if not run.finished]
     busy: list[tuple[Run, BaseProcess, float]] = []
+    failed: set[Path] = set()
     asked = False
     while left or busy:
         while left and len(busy) < jobs and time.perf_counter() < deadline:
@@ -108,6 +112,9 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
             run, child, start = entry
             busy.remove(entry)
             state = f"failed, see {run.log}" if child.exitcode else "done" if run.finished else "stopped"
+            if child.exitcode and run.folder not in failed:
+                failed.add(run.folder)
+                left.append(run)
             print(f"{run.folder.name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
 
 

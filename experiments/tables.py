@@ -14,6 +14,7 @@ from statistics import fmean
 
 import judge
 from judge import Row
+from lines import read_lines
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -21,8 +22,7 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 
 
 def raw(question: str, bed: str) -> list[Row]:
-    path = RESULTS / question / f"{bed}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(RESULTS / question / f"{bed}.jsonl")
 
 
 def by_arm(runs: Sequence[Row]) -> dict[str, list[Row]]:
@@ -57,7 +57,8 @@ def outcome_table(bed: str, question: str) -> str:
     arms = by_arm(raw(question, bed))
     if not arms:
         return "Not measured yet."
-    dense = arms.get("dense") or by_arm(raw("collapse", bed)).get("dense", [])
+    elsewhere = (by_arm(raw(other, bed)).get("dense") for other in ("collapse", "control"))
+    dense = arms.get("dense") or next(filter(None, elsewhere))
     head = ["arm", "start", "final", "every seed", "collapsed", "points against dense (90 %)", "vetoed", "length, last",
             "KV saved", "reward, last"]  # fmt: skip
     rows = []

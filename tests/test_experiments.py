@@ -112,3 +112,31 @@ def test_from_warm_up_to_figure(tmp_path, monkeypatch):
     assert {path.stem for path in (tmp_path / "results").rglob("*.svg")} == {
         "tiny-accuracy", "tiny-reward", "tiny-length", "tiny-careful", "tiny-tail",
     }  # fmt: skip
+
+
+class Flaky:
+    """Fails as often as it is told to, then finishes; every attempt is a line of its log."""
+
+    def __init__(self, folder, failures):
+        self.folder, self.failures, self.log = folder, failures, folder.with_suffix(".log")
+
+    @property
+    def attempts(self):
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+    @property
+    def finished(self):
+        return self.attempts > self.failures
+
+    def __call__(self):
+        with self.log.open("a") as log:
+            log.write(f"{self.folder.name}\n")
+        raise SystemExit(int(not self.finished))
+
+
+def test_a_run_that_failed_is_tried_once_more_after_the_others(tmp_path, capsys):
+    flaky = [Flaky(tmp_path / f"fails-{count}", count) for count in (0, 1, 2)]
+    run.run_all(flaky, jobs=1, deadline=float("inf"))
+    assert [each.attempts for each in flaky] == [1, 2, 2]
+    ended = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert ended == ["fails-0: done", "fails-1: failed", "fails-2: failed", "fails-1: done", "fails-2: failed"]
