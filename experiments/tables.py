@@ -132,15 +132,21 @@ def threshold_table(bed: str, question: str) -> str:
     return markdown(head, rows)
 
 
-def robustness_table(bed: str, question: str) -> str:
+def robustness_table(bed: str, question: str, metric: str = "accuracy") -> str:
     """Rows: how a model was trained. Columns: how it is evaluated. Mean over seeds."""
     rows = raw(question, bed)
     columns = list(dict.fromkeys(row["policy"] for row in rows))
     cells: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        cells.setdefault(row["arm"], {}).setdefault(row["policy"], []).append(row["accuracy"])
+        if row[metric] is not None:
+            cells.setdefault(row["arm"], {}).setdefault(row["policy"], []).append(row[metric])
     body = [[arm, *(percent(fmean(found[c])) for c in columns)] for arm, found in cells.items()]
     return markdown(["trained", *columns], body)
+
+
+def chains_table(bed: str, question: str) -> str:
+    """The same of careful chains alone: those that are right, of those that were written."""
+    return robustness_table(bed, question, "careful")
 
 
 def breakeven_table(bed: str, question: str) -> str:
@@ -195,6 +201,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "probe": probe_table,
     "threshold": threshold_table,
     "robustness": robustness_table,
+    "chains": chains_table,
     "breakeven": breakeven_table,
     "steps": steps_table,
     "warnings": warnings_table,
