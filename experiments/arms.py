@@ -131,8 +131,6 @@ QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
     "distill": distill,
     "control": control,
 }
-ONE_SEED = ("threshold",)
-"""A dose-response: many budgets, one run each."""
 BY_PROBE = ("threshold", "budget")
 """Read against what the probe says of a budget."""
 PROBED = {"threshold": ("rkv", "block-topk"), "compressors": OTHERS, "control": ("rkv", *OTHERS)}

@@ -97,11 +97,13 @@ def probed(question: str, bed: str) -> dict[str, str]:
 
 
 def dose(question: str, bed: str) -> dict[str, str]:
-    """The outcome against the tail before training: eviction and selection."""
-    before = before_training(bed)
+    """The outcome against the tail before training: eviction and selection, a line a model."""
+    before, found = before_training(bed), raw(question, bed)
+    several = len({run["seed"] for run in found}) > 1
     kinds: dict[str, list[Row]] = {}
-    for run in raw(question, bed):
-        kinds.setdefault(run["sparsity"].partition(":")[0], []).append(run)
+    for run in found:
+        kind = run["sparsity"].partition(":")[0]
+        kinds.setdefault(f"{kind}, seed {run['seed']}" if several else kind, []).append(run)
 
     def lines(name: str) -> list[Line]:
         drawn = []

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from beds import POINTER_BEDS, Bed, PointerBed, prepared
 from lines import read_lines
+from raw import write_probe
 from settings import recipe_settings
 
 from alula.data import prepare
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join((*EVICTORS, "block-topk")))
     parser.add_argument("--prompts", type=int, help="problems to probe on; by default the bed's")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     bed, work = POINTER_BEDS[options.bed], options.work / options.bed
     work.mkdir(parents=True, exist_ok=True)
@@ -135,6 +137,7 @@ def main() -> None:
         prepared(bed, seed, work, print_step)
         print(f"warm-up: {time.perf_counter() - start:.0f} s", flush=True)
         run(bed, seed, work, grid(bed, options.methods.split(",")), options.prompts)
+    write_probe(bed, work, options.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import probe
-from arms import BY_PROBE, METHODS, ONE_SEED, PROBED, QUESTIONS, Arm
+from arms import BY_PROBE, METHODS, PROBED, QUESTIONS, Arm
 from beds import BEDS, Bed, PointerBed, prepared
 from choice import chosen_budgets
 from raw import write_probe, write_raw
@@ -147,7 +147,7 @@ def main() -> None:
             for seed in range(options.seeds if bed.warm_seeds else 1):
                 in_a_child(probe.run, bed, seed, work, probe.grid(bed, probed))
         questions[question] = []
-        for seed in range(1 if question in ONE_SEED else options.seeds):
+        for seed in range(options.seeds):
             budgets = {m: b for m, b in chosen_budgets(bed, seed, work, options.budget).items() if m in methods}
             print(f"{question}, seed {seed}: budgets {budgets}", flush=True)
             arms = QUESTIONS[question](bed, budgets)

@@ -116,20 +116,23 @@ def probe_table(bed: str, question: str) -> str:
 
 
 def threshold_table(bed: str, question: str) -> str:
-    """Each budget's tail before training against what became of the run."""
-    probe, rows = before_training(bed), []
-    for run in raw(question, bed):
-        before = probe(run)
-        rows.append([
-            run["sparsity"].split(",")[0],
-            f"{before['tail']:.3f} [{before['tail_low']:.3f}, {before['tail_high']:.3f}]",
-            percent(before["vetoed_rollouts"]), percent(before["careful"] or 0.0), percent(judge.start(run)),
-            percent(judge.final(run)), "yes" if judge.collapsed(run) else "no",
-            percent(before["kv_unread"]),
+    """A budget's tail and vetoes before training against what became of its runs, a number a seed."""
+    probe, body = before_training(bed), []
+    for runs in by_arm(raw(question, bed)).values():
+        before = [*map(probe, runs)]
+
+        def shares(name: str, before: list[Row] = before) -> str:
+            return " ".join(f"{100 * (row[name] or 0.0):.0f}" for row in before)
+
+        body.append([
+            runs[0]["sparsity"].split(",")[0], " ".join(f"{row['tail']:.3f}" for row in before),
+            " ".join(f"{row['tail_low']:.3f}" for row in before), shares("vetoed_rollouts"), shares("careful"),
+            " ".join(map(last_accuracy, runs)), f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
+            percent(fmean(row["kv_unread"] for row in before)),
         ])  # fmt: skip
-    head = ["policy", "tail before (95 %)", "vetoed before", "careful right before", "start", "final", "collapsed",
-            "KV not read"]  # fmt: skip
-    return markdown(head, rows)
+    head = ["policy", "tail before", "its lower bound", "vetoed before, %", "careful right before, %", "final, %",
+            "collapsed", "KV not read"]  # fmt: skip
+    return markdown(head, body)
 
 
 def robustness_table(bed: str, question: str, metric: str = "accuracy") -> str:
@@ -163,7 +166,7 @@ def breakeven_table(bed: str, question: str) -> str:
 
 
 def steps_table(bed: str, question: str) -> str:
-    """The first evaluation at which the dense policy reaches an accuracy, each seed."""
+    """The first evaluation at which the dense policy reaches an accuracy, each seed, and the most KV ever held."""
     goals = (0.85, 0.9, 0.95)
     body = []
     for arm, runs in by_arm(raw(question, bed)).items():
@@ -171,8 +174,9 @@ def steps_table(bed: str, question: str) -> str:
         for goal in goals:
             reached = [next((step for step, a in judge.dense_accuracy(run) if a >= goal), None) for run in runs]
             cells.append(" ".join("–" if step is None else str(step) for step in reached))
-        body.append([arm, *cells])
-    return markdown(["arm", *(f"steps to {goal:.0%}" for goal in goals)], body)
+        peaks = [max(run["steps"]["kv/bytes_peak"]) / 1e6 for run in runs]
+        body.append([arm, *cells, f"{fmean(peaks):,.1f}" if max(peaks) < 100 else f"{fmean(peaks):,.0f}"])
+    return markdown(["arm", *(f"steps to {goal:.0%}" for goal in goals), "peak KV, MB"], body)
 
 
 def distilled_table(bed: str, question: str) -> str:
