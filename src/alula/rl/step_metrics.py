@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from alula.config import RunConfig
+from alula.engine.rollout import Rollout
 from alula.rl.clock import Clock
 from alula.rl.distributed import World
 from alula.rl.experience import Experience
@@ -76,9 +77,8 @@ def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_byt
         "silent": batch.silent_groups,
         "held": sum(r.kv.mean_tokens * len(r) for r in rollouts),
         "dense": sum(r.kv.dense_mean_tokens * len(r) for r in rollouts),
-        "peak": sum(r.kv.peak_tokens for r in rollouts),
-        "dense_peak": sum(max(r.kv.peak_tokens, len(r.prompt_ids) + len(r) - 1) for r in rollouts),
         "bytes": peak_bytes,
+        "dense_bytes": dense_peak_bytes(rollouts, config.engine.max_rows),
     }
     total = added([*world.gather(sums | extra)])
     metrics = {name: total[name] / total["count"] for name in sums}
@@ -87,8 +87,18 @@ def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_byt
         metrics["groups/drawn"] = total["groups"]
     metrics["kv/saved"] = 1 - total["held"] / total["dense"] if total["dense"] else 0.0
     metrics["kv/bytes_peak"] = total["bytes"]
-    metrics["kv/bytes_saved"] = total["bytes"] * (total["dense_peak"] / max(total["peak"], 1) - 1)
+    metrics["kv/bytes_saved"] = total["dense_bytes"] - total["bytes"]
     return metrics
+
+
+def dense_peak_bytes(rollouts: Sequence[Rollout], rows: int) -> float:
+    """KV of dense rollouts of the same answers, `rows` of them at their longest at once. Those of a prompt share it."""
+    if not rollouts:
+        return 0.0
+    prompts = {tuple(rollout.prompt_ids) for rollout in rollouts}
+    tokens = sum(map(len, prompts)) + sum(len(rollout) - 1 for rollout in rollouts)
+    token_bytes = rollouts[0].kv.peak_bytes / rollouts[0].kv.peak_tokens
+    return tokens * token_bytes * min(1.0, rows / len(rollouts))
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
