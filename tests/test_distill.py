@@ -176,6 +176,26 @@ def test_the_first_policy_gradient_is_that_of_advantage_times_logprob(made):
         torch.testing.assert_close(taken[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5, 3.0])
+def test_the_loss_is_the_policy_s_and_lambda_times_the_divergence(made, weight):
+    loaded, rollouts = made
+    metrics = distiller_of(loaded.model, weight=weight).step(rollouts, torch.linspace(-1, 2, len(rollouts)))
+    assert metrics["divergence"] > 0.01
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + weight * metrics["divergence"], rel=1e-5)
+
+
+def test_the_policy_loss_knows_no_correction_and_no_reference(made):
+    """Whatever the dense scores and the run's own KL penalty are: ρ against what was recorded, nothing else."""
+    loaded, rollouts = made
+    advantages = torch.linspace(-1, 2, len(rollouts))
+    dense = [Scores(torch.randn(len(r)) - 5) for r in rollouts]
+    settings = {"weight": 0.0, "divergence": "sampled-kl", "teacher": "before"}
+    scored = distiller_of(loaded.model, policy=Loss(kl=0.3), **settings).step(rollouts, advantages, dense)
+    alone = distiller_of(loaded.model, loss="policy").step(rollouts, advantages)
+    for name in ("policy_loss", "loss", "grad_norm"):
+        assert scored[name] == pytest.approx(alone[name], rel=1e-5)
+
+
 def test_the_policy_loss_raises_what_was_rewarded(made):
     loaded, rollouts = made
     advantages = torch.tensor([1.0, -1.0] * (len(rollouts) // 2))
@@ -386,6 +406,9 @@ def test_when_a_run_moves_to_the_sparser_policy():
     assert not meets(good, 0.91)
     assert not meets(late, 0.86), "every bin must meet tau"
     assert not meets(few, 0.5), "five prompts prove nothing"
+    unlike = tail(np.where(prompts < 28, 0.9, 0.5), positions, prompts, quantile=0.07, width=50)
+    assert unlike.value.min() > 0.86 > unlike.lower.max(), "two prompts of thirty: the tail may as well be theirs"
+    assert not meets(unlike, 0.86)
     waits, planned = Move("rkv:64", tau=0.86, every=5), Move("rkv:64", tau=0.86, at=12)
     assert [step for step in range(1, 16) if waits.due(step)] == [5, 10, 15]
     assert (waits.allowed(5, good), waits.allowed(5, late)) == (True, False)
@@ -460,16 +483,111 @@ def test_a_run_distils_moves_on_and_survives_a_kill(tmp_path):
     assert all(torch.equal(b, again.weights[name][1]) for name, (_, b) in adapter.weights.items())
 
 
+def watched(out, **changes):
+    """A run of which every call of the distiller is seen: (rollouts, advantages, θ then, φ before), and the trainer."""
+    trainer = Trainer(read_tree(RECIPE | {"out": str(out)} | changes), stream=io.StringIO())
+    distiller, seen = trainer.distill.distiller, []
+    step = distiller.step
+
+    def distil(rollouts, advantages, teacher):
+        theta = {name: value.detach().clone() for name, value in trainer.learner.full_parameters()}
+        base = dict(distiller.policy.teacher.named_parameters())
+        assert all(torch.equal(base[name], value) for name, value in theta.items()), "the teacher is θ after its update"
+        seen.append(SimpleNamespace(rollouts=rollouts, advantages=advantages, theta=theta))
+        return step(rollouts, advantages, teacher)
+
+    distiller.step = distil
+    return trainer, seen
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["shared weights", "lora"])
+def test_a_run_distils_every_chosen_rollout_and_its_engine_samples_with_what_was_learned(tmp_path, lora):
+    """All rollouts are vetoed, so θ learns nothing of them, and φ learns from them all the same."""
+    trainer, seen = watched(
+        tmp_path, steps=3, eval={"every": 0}, learner=RECIPE["learner"] | {"lora": lora},
+        objective={"loss": "dr_grpo", "clip_high": 0.28, "kl": 0.1, "correction": {"preset": "sparse-rl", "veto": 1e6}},
+        distill=RECIPE["distill"] | {"move": None, "every": 1, "fraction": 1.0},
+    )  # fmt: skip
+    experiences, learn = [], trainer.updater.learn
+    trainer.updater.learn = lambda batch, place: experiences.append(batch) or learn(batch, place)
+    trainer.run()
+    assert len(seen) == 3
+    assert trainer.distill.distiller.loss == replace(trainer.config.loss, kl=0.0)
+    assert (trainer.config.loss.clip_high, trainer.config.loss.kl) == (0.28, 0.1)
+    for call, batch in zip(seen, experiences):
+        assert call.rollouts == batch.rollouts
+        rewards = torch.tensor(batch.rewards).view(-1, 4)
+        above = (rewards - rewards.mean(1, keepdim=True)).flatten()
+        torch.testing.assert_close(call.advantages.cpu().sign(), above.sign())
+    assert any(call.advantages.abs().max() > 0 for call in seen)
+    adapter = trainer.distill.distiller.adapter()
+    plain, sparse = (dict(m.named_parameters()) for m in (trainer.engine.model, trainer.engine.sparse_model))
+    moved = 0
+    for name, (a, b) in adapter.weights.items():
+        update = adapter.scale * b @ a
+        moved += update.abs().max() > 1e-4
+        torch.testing.assert_close(sparse[f"{name}.weight"], plain[f"{name}.weight"] + update, rtol=1e-4, atol=1e-5)
+    assert moved > 0
+    assert adapter.base_model == "shape:tiny-llama"
+
+
+def test_the_teacher_follows_theta(tmp_path):
+    trainer, seen = watched(
+        tmp_path, steps=3, eval={"every": 0}, distill=RECIPE["distill"] | {"move": None, "every": 1}
+    )
+    trainer.run()
+    first, last = seen[0].theta, seen[-1].theta
+    assert any(not torch.equal(first[name], value) for name, value in last.items()), "or this test shows nothing"
+
+
+def test_the_candidate_is_measured_itself_on_held_out_prompts(tmp_path):
+    trainer, _ = watched(tmp_path)
+    asked, generate = [], trainer.collector.generate
+
+    def spied(prompts, sampling, sparsity, **options):
+        asked.append((prompts, sparsity))
+        return generate(prompts, sampling, sparsity, **options)
+
+    trainer.distill.collector = SimpleNamespace(
+        generate=spied, engine_asleep=trainer.collector.engine_asleep, monitor=trainer.collector.monitor,
+        sparsity=trainer.collector.sparsity,
+    )  # fmt: skip
+    text = trainer.distill.try_move(2, replace(SAMPLING, n=1))
+    [(prompts, sparsity)] = asked
+    assert sparsity.evict.budget == 8
+    assert prompts == [list(example.prompt_ids) for example in trainer.held_out][:24]
+    assert "rkv 8+2" in text
+
+
+def test_a_run_begins_with_a_distilled_adapter(tmp_path):
+    trainer, _ = watched(tmp_path / "first", steps=2, eval={"every": 0})
+    trainer.run()
+    saved = Adapter.load(tmp_path / "first" / "sparse_adapter")
+    begun, seen = watched(
+        tmp_path / "second", steps=2, eval={"every": 0},
+        distill=RECIPE["distill"] | {"adapter": str(tmp_path / "first" / "sparse_adapter"), "rank": 16, "move": None},
+    )  # fmt: skip
+    now = begun.distill.distiller.adapter()
+    assert now.rank == saved.rank == 4
+    assert all(torch.equal(b, now.weights[name][1]) for name, (_, b) in saved.weights.items())
+    begun.run()
+    assert seen
+    with pytest.raises(SettingError, match=r"there is no adapter_config\.json"):
+        watched(tmp_path / "third", distill={"adapter": str(tmp_path)})
+
+
 def test_a_run_with_a_selector_a_cheap_teacher_and_lora(tmp_path):
     """The learner's LoRA is θ's own: φ reads the engine's copy of the merged weights."""
     select = {"method": "block-topk", "budget": 6, "block": 2, "dense_layers": 1}
-    distill = RECIPE["distill"] | {"move": None, "every": 1, "divergence": "sampled-kl", "teacher": "before"}
+    distill = RECIPE["distill"] | {"move": None, "divergence": "sampled-kl", "teacher": "before"}
     rows = trained(
         tmp_path / "run", steps=2, sparsity={"select": select}, distill=distill,
         learner=RECIPE["learner"] | {"lora": {"rank": 4, "alpha": 8.0}}, eval={"every": 0},
     )  # fmt: skip
-    assert all(row["distill/divergence"] >= 0 and row["distill/drift"] < 0.5 for row in rows)
-    assert rows[0]["distill/tokens"] <= 3 * 4 * 8
+    assert ["distill/divergence" in row for row in rows] == [False, True], "every second step"
+    assert rows[1]["distill/divergence"] >= 0
+    assert rows[1]["distill/drift"] < 0.5
+    assert rows[1]["distill/tokens"] <= 3 * 4 * 8
 
 
 def test_a_step_whose_rollouts_were_all_continued_densely_distils_nothing(tmp_path):
@@ -488,6 +606,10 @@ def test_recipes_that_cannot_work_are_refused():
         ({"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}}, "cannot be replayed"),
         ({"distill": {"teacher": "before", "divergence": "topk-kl"}}, "use sampled-kl"),
         ({"distill": {"move": {"sparsity": "rkv:8", "tau": 2.0}}}, "tau"),
+        ({"distill": {"move": {"sparsity": "dense"}}}, "name one with a smaller budget"),
+        ({"distill": {"move": {"sparsity": "rkv:10+2,window=2,sinks=1"}}}, "own budget of 10"),
+        ({"distill": {"move": {"sparsity": "rkv:8+2,window=2,sinks=1 & quest:64"}}}, "cannot be replayed"),
+        ({"distill": {"move": {"sparsity": "rkv:8+2,window=2,sinks=1", "at": 9}}}, "the run ends after steps=4"),
         ({"control": {"enabled": True, "tau": 0.8}}, "both choose the budgets"),
         ({"distill": {"rnk": 4}}, "distill.rank"),
     ):
@@ -534,6 +656,17 @@ def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):
     assert "continue it with --resume" in capsys.readouterr().err
     assert again("--resume", "--lr", "1e-3", "--prompts", "10") == 2
     assert "was made with prompts=12, not prompts=10" in capsys.readouterr().err
+    for changes, words in (
+        (["--rank", "8"], "rank=4, not rank=8"),
+        (["--alpha", "64"], "alpha=8.0, not alpha=64.0"),
+        (["--targets", "q_proj"], "targets=all, not targets=q_proj"),
+        (["--prompt", "{prompt}!"], "prompt=None, not prompt={prompt}!"),
+        (["--steps", "1"], "has taken 2 already"),
+        (["--steps", "0"], "steps=0: must be at least 1"),
+        (["--bin", "0"], "bin=0: must be at least 1"),
+    ):
+        assert again("--resume", *changes) == 2
+        assert words in capsys.readouterr().err
     assert again("--resume") == 0
     resumed = Adapter.load(tmp_path / "parts" / "adapter")
     assert all(torch.equal(b, resumed.weights[name][1]) for name, (_, b) in adapter.weights.items())

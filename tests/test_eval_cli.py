@@ -4,11 +4,13 @@ import json
 import shutil
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alula.cli.main import app
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
+from alula.distill.adapter import fresh
 
 
 @pytest.fixture
@@ -19,6 +21,7 @@ def folder(tmp_path):
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
     )  # fmt: skip
+    torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -45,6 +48,23 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "streaming" in shown
     assert "maj@2" in shown
+
+
+def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
+    adapter = fresh(LlamaForCausalLM.from_pretrained(folder), 4, 8.0, ["all"], 0)
+    for _, b in adapter.weights.values():
+        b.normal_(generator=torch.Generator().manual_seed(1))
+    adapter.save(tmp_path / "phi")
+    found = []
+    for words in ((), ("--sparse-adapter", tmp_path / "phi")):
+        out = tmp_path / "found.json"
+        run("eval", folder, "--data", "task:copy-last", "--limit", 6, "--max-new-tokens", 6, "--sparsity", "dense",
+            "--sparsity", "streaming:6+2,window=2,sinks=1", "--kv-memory", "8MiB", "--out", out, *words)  # fmt: skip
+        found.append(json.loads(out.read_text()))
+    (dense, sparse), (dense_again, adapted) = found
+    assert [r["sparsity"] for r in found[1]] == ["dense", "streaming 6+2, with its adapter"]
+    assert dense_again == dense
+    assert adapted["lengths"] != sparse["lengths"]
 
 
 def test_models_are_named_as_they_were_given_and_tasks_take_options(folder, tmp_path):

@@ -16,6 +16,7 @@ from alula.errors import SettingError, require, unknown
 from alula.rl import learner_config
 from alula.rl.learner_config import LearnerConfig
 from alula.rl.objective import Correction, Loss, LossKind, check
+from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -343,6 +344,8 @@ class DistillSettings(Section):
     """DistillSparse: a LoRA φ that only the sparse rollout uses, trained to agree with the dense policy; see
     docs/distill.md."""
 
+    adapter: str | None = None
+    """Begin with this φ, a folder that `alula distill` or a run wrote; rank, alpha and targets are then its own."""
     rank: int = 16
     """Rank of the update of every targeted layer."""
     alpha: float = 32.0
@@ -385,7 +388,7 @@ class DistillSettings(Section):
 
     def build(self, learner_compiles: bool | None = None) -> DistillConfig:
         compiled = learner_compiles if self.compile is None else self.compile
-        return DistillConfig(**(self.model_dump(exclude={"move"}) | {"compile": compiled}))
+        return DistillConfig(**(self.model_dump(exclude={"adapter", "move"}) | {"compile": compiled}))
 
     def build_move(self) -> Move | None:
         return Move(**self.move.model_dump()) if self.move else None
@@ -588,4 +591,26 @@ class RunConfig(Section):
         require(
             distill.move is None or not self.control.enabled,
             "distill.move and control.enabled both choose the budgets; use one of them.",
+        )
+        if distill.move is not None:
+            self._check_move(distill.move)
+
+    def _check_move(self, move: MoveSettings) -> None:
+        candidate, present = parse_sparsity(move.sparsity), self.sparsity.build()
+        said = f"distill.move.sparsity={move.sparsity}"
+        require(not candidate.dense, f"{said}: the run moves to a sparser policy; name one with a smaller budget.")
+        require(
+            candidate.evict is None or candidate.select is None,
+            f"{said}: an evictor and a selector together cannot be replayed by the learner; name one of them.",
+        )
+        for wanted, now in ((candidate.evict, present.evict), (candidate.select, present.select)):
+            if wanted and now and wanted.method == now.method:
+                fixed = isinstance(wanted.budget, int) and isinstance(now.budget, int)
+                require(
+                    not fixed or wanted.budget < now.budget,  # type: ignore[operator]
+                    f"{said}: no sparser than the run's own budget of {now.budget}; name a smaller one.",
+                )
+        require(
+            move.at is None or move.at <= self.steps,
+            f"distill.move.at={move.at}: the run ends after steps={self.steps}; move earlier.",
         )

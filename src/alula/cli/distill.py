@@ -56,20 +56,27 @@ def distill(
 
     policy = parse_sparsity(sparsity)
     require(not policy.dense, "sparsity=dense: the dense policy is the teacher; name a sparse one.")
-    require(save_every >= 1, f"save_every={save_every}: must be at least 1.")
+    for name, value in (("steps", steps), ("bin", width), ("save_every", save_every)):
+        require(value >= 1, f"{name}={value}: must be at least 1.")
     config = DistillConfig(
         rank=rank, alpha=2.0 * rank if alpha is None else alpha, targets=tuple(targets.split(",")), seed=seed,
         loss="divergence", divergence=divergence, top_k=top_k, lr=lr, minibatches=minibatches,  # type: ignore[arg-type]
         token_budget=token_budget,
     )  # fmt: skip
-    run(
-        policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
-        {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
-        {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "options": options, "device": device,
-         "dtype": dtype, "seed": seed},
-        {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
-         "seed": seed},
-    )  # fmt: skip
+    from alula.rl.checkpoint import CheckpointError
+
+    try:
+        run(
+            policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
+            {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
+            {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "options": options,
+             "device": device, "dtype": dtype, "seed": seed},
+            {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
+             "seed": seed},
+        )  # fmt: skip
+    except CheckpointError as error:
+        typer.echo(f"alula: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def run(
@@ -100,16 +107,22 @@ def run(
     test = [list(example.prompt_ids or ()) for example in aside]
     distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))
     distiller.policy.base_model = model
-    made_with = {"model": model, "data": input_options["data"], "sparsity": spell_all(policy), "held_out": held_out}
-    made_with |= rollout_options
+    made_with = {"model": model, "sparsity": spell_all(policy), "held_out": held_out, "bin": width, **rollout_options}
+    made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "options")}
+    made_with |= {name: getattr(config, name) for name in ("rank", "alpha", "divergence", "top_k")}
+    made_with |= {"targets": ",".join(config.targets), "data_dir": text(input_options["data_dir"])}
+    made_with |= {"adapter": text(adapter)}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
     last = checkpoints.latest() if resume else None
     done, before = 0, None
     if last is not None:
-        state = checkpoints.load(last, distiller.tensors())
-        for name, value in state["made_with"].items():
-            require(made_with[name] == value, f"{out} was made with {name}={value}, not {name}={made_with[name]}; "
-                    "go on with the same, or give it another --out.")  # fmt: skip
+        state = checkpoints.state(last)
+        for name, value in made_with.items():
+            then = state["made_with"].get(name)
+            require(then == value, f"{out} was made with {name}={then}, not {name}={value}; go on with the same, or "
+                    "give it another --out.")  # fmt: skip
+        require(state["step"] <= steps, f"steps={steps}: {out} has taken {state['step']} already; ask for more.")
+        checkpoints.load(last, distiller.tensors())
         distiller.resume(state["distiller"])
         done, before = state["step"], state["before"]
         typer.echo(f"continuing after step {done}", err=True)
@@ -137,6 +150,10 @@ def run(
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     show(summary)
     typer.echo(f"{out / 'adapter'}: use it with Engine.load(..., sparse_adapter=...)")
+
+
+def text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def spell_all(policy: "Sparsity") -> str:

@@ -52,6 +52,9 @@ def evaluate(
     pages = {policy.select.block for policy in policies if policy.select}
     if len(pages) > 1:
         raise SettingError(f"--sparsity: block sizes {sorted(pages)} need different page sizes; use one call each.")
+    if sparse_adapter is not None and all(policy.dense for policy in policies):
+        raise SettingError(f"--sparse-adapter {sparse_adapter}: every policy is dense, and it is for sparse ones; name "
+                           "one with --sparsity.")  # fmt: skip
     from alula.cli.generate import pick_device
     from alula.data import load
     from alula.engine.engine import Engine
@@ -106,8 +109,9 @@ def one(
     if engine.tokenizer is None:
         raise SettingError(f"model {model!r} has no tokenizer, which data sets of text need; use a model that has one.")
     prepared = prepare(dataset, engine.tokenizer, chat=chat)
+    adapted = "" if policy.dense or engine.sparse_model is None else ", with its adapter"
     with Rewards([RewardSpec(reward)]) as rewards:
         return run(
             lambda prompts, n: engine.generate(prompts, sampling, policy), prepared, rewards, sampling.n,
-            model=model, sparsity=policy.describe(),
+            model=model, sparsity=policy.describe() + adapted,
         )  # fmt: skip

@@ -11,6 +11,7 @@ Rollouts are those already made; the sparse forward pass is the policy that samp
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -57,7 +58,7 @@ class Distiller:
     ) -> None:
         self.config = config = config or DistillConfig()
         self.world = world or World(device=model.device)
-        self.loss = loss or Loss()
+        self.loss = replace(loss or Loss(), kl=0.0)  # φ's reference is the dense policy, in the divergence
         start = adapter or fresh(model, config.rank, config.alpha, config.targets, config.seed)
         compiled = self.world.device.type == "cuda" if config.compile is None else config.compile
         self.policy = SparsePolicy(model, start, config.activation_checkpointing, compiled)

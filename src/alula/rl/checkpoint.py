@@ -116,11 +116,19 @@ class Checkpoints:
                 f"checkpoint {path} does not fit this model: {_reason(error)}. Resume with the model and lora "
                 "settings it was written with."
             ) from error
-        own = path / f"rank-{self.world.rank}.json"
-        saved = json.loads((own if own.exists() else path / "rank-0.json").read_text())
-        if rng and own.exists():
+        saved, own = self._saved(path)
+        if rng and own:
             set_rng_state(saved["rng"])
         return saved["state"]
+
+    def state(self, path: Path) -> dict[str, Any]:
+        """What `load` returns, without loading anything."""
+        return self._saved(path)[0]["state"]
+
+    def _saved(self, path: Path) -> tuple[dict[str, Any], bool]:
+        """This rank's JSON, or the first rank's, and whether it is its own."""
+        own = path / f"rank-{self.world.rank}.json"
+        return json.loads((own if own.exists() else path / "rank-0.json").read_text()), own.exists()
 
     def _make_room(self, aside: Path, final: Path, tensors: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -8,11 +8,13 @@ from transformers import AutoTokenizer
 
 from alula.config import RunConfig
 from alula.data import Dataset, prepare
+from alula.distill.adapter import Adapter
 from alula.distill.distiller import Distiller
 from alula.distill.stage import Stage
 from alula.engine.engine import Engine
 from alula.errors import SettingError, require
 from alula.mismatch.monitor import Monitor, Watch
+from alula.mismatch.tail import MIN_PROMPTS
 from alula.model import SHAPE, LoadedModel, load_model
 from alula.rl.collect import Collector
 from alula.rl.distributed import World
@@ -126,7 +128,9 @@ def build_learner_and_engine(
     distiller = None
     if config.distill is not None:
         settings = config.distill.build(config.learner.compile)
-        distiller = Distiller(for_engine.model, settings, loss=config.loss, world=world)
+        begin = Adapter.load(config.distill.adapter) if config.distill.adapter else None
+        distiller = Distiller(for_engine.model, settings, adapter=begin, loss=config.loss, world=world)
+        distiller.policy.base_model = config.model.source
         distiller.tensors()
     e = config.engine
     page = config.sparsity.select.block if config.sparsity.select else e.page
@@ -146,6 +150,12 @@ def build_stage(config: RunConfig, distiller: Distiller | None, collector: Colle
     move = config.distill.build_move()
     wanted = prompts.take(min(len(prompts), move.prompts)) if move else ()
     ids = [list(example.prompt_ids or ()) for example in wanted]
+    if move is not None and move.at is None:
+        require(
+            len(ids) >= MIN_PROMPTS,
+            f"distill.move: there are {len(ids)} held-out prompts, and a tail that decides needs at least "
+            f"{MIN_PROMPTS}; raise eval.size, or set move.at.",
+        )
     return Stage(distiller, collector.engine, collector, move, ids)
 
 
