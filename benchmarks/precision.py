@@ -21,6 +21,8 @@ from transformers import AttentionInterface
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.distill.distiller import Distiller
+from alula.distill.view import View
+from alula.engine.rollout import Rollout
 from alula.model import load_model
 
 ASKED = ("Tell me about birds.", "What is 17 * 23? Think step by step.", "Write a short story about a lighthouse.",
@@ -137,11 +139,39 @@ def sparse(path: str, dtype: str, residual: str | None, tokens: int) -> dict[str
         Sparsity(evict=Evict("rkv", 96, buffer=32, window=8, sinks=4)),
         Sparsity(select=Select("block-topk", 96, block=16, dense_layers=2)),
     ):
-        sampling, evicts = Sampling(n=1, max_new_tokens=tokens, seed=1), policy.evict is not None
-        made = one.generate(PROMPTS, sampling, policy, record=evicts, progress=False)
+        sampling = Sampling(n=1, max_new_tokens=tokens, seed=1)
+        made = one.generate(PROMPTS, sampling, policy, record=not policy.dense, progress=False)
         scored = [s.logprobs for s in one.score(made)] if policy.dense else learner.score(made)
         found[policy.describe()] = gap(torch.cat(scored), joined(made))
+        if policy.select is not None:
+            replayed = torch.cat([learner_reading_what_was_read(learner, rollout) for rollout in made])
+            found[f"{policy.describe()}, choices replayed"] = gap(replayed, joined(made))
     return found
+
+
+def learner_reading_what_was_read(learner: Distiller, rollout: Rollout) -> Tensor:
+    """The learner's log-probs with the engine's recorded choices in place of its own."""
+    own, prompt = View.visible, len(rollout.prompt_ids)
+
+    def visible(view: View, layer: int, query: Tensor, first: int, summaries: Tensor | None) -> Tensor:
+        seen = own(view, layer, query, first, None)
+        if summaries is None or view.select is None:
+            return seen
+        seen = seen.expand(-1, summaries.shape[1], -1, -1).clone()
+        for at in range(max(first, prompt), first + query.shape[2]):
+            read = rollout.selected[at - prompt][layer] if at - prompt < len(rollout.selected) else None
+            if read is not None:
+                for head, pages in enumerate(read.long()):
+                    held = torch.zeros(-(-seen.shape[-1] // view.select.block), dtype=torch.bool)
+                    held[pages] = True
+                    seen[0, head, at - first] &= held.repeat_interleave(view.select.block)[: seen.shape[-1]]
+        return seen
+
+    View.visible = visible  # type: ignore[method-assign]
+    try:
+        return learner.score([rollout])[0]
+    finally:
+        View.visible = own  # type: ignore[method-assign]
 
 
 def joined(made: list) -> Tensor:
