@@ -117,6 +117,9 @@ def test_a_budget_may_be_a_schedule(recipe):
         (["sparsity.evict={method: rkv, budget: 64, options: {mx: 1}}"], "did you mean 'mix'?"),
         (["sparsity.evict={method: rkv, budget: 8}"], "window + sinks"),
         (["sparsity.select={method: quest, budget: qwen3-5b}"], "did you mean"),
+        (["control={on_violation: adapt, vetoed: 0.05}"], "control.vetoed without control.enabled"),
+        (["learner.learning_rate=1e-6"], "'learner.learning_rate'; here it is 'learner.lr'"),
+        (["sampling.num_generations=8"], "here it is 'sampling.n'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import toy
 from alula.engine.rollout import Rollout, Sampling
 from alula.errors import SettingError
+from alula.rl.checkpoint import CheckpointError
 from alula.rl.clock import Clock
 from alula.rl.distributed import World
 from alula.rl.experience import Experience, minibatches
@@ -430,6 +431,32 @@ def test_a_run_leaves_a_folder_that_says_everything(tmp_path):
     ours = run.engine.generate([prompt], Sampling(temperature=0, max_new_tokens=6), DENSE)[0].token_ids
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :].tolist()
     assert ours == theirs
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+    out = tmp_path / "run"
+    assert toy.trainer(toy.quick(out)).run()
+    settings, metrics = ((out / name).read_text() for name in ("config.yaml", "metrics.jsonl"))
+    with pytest.raises(SettingError, match="steps=2: .* has taken 4 already; ask for more"):
+        toy.trainer(toy.quick(out, "steps=2"), resume=True)
+    with pytest.raises(CheckpointError, match="model, lora and distill settings"):
+        toy.trainer(toy.quick(out, "distill={rank: 4}"), resume=True)
+    assert (out / "config.yaml").read_text() == settings
+    assert (out / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="is a file; name a folder"):
+        toy.trainer(toy.quick(tmp_path / "file"))
+    with pytest.raises(SettingError, match="cannot be made"):
+        toy.trainer(toy.quick(tmp_path / "file" / "run"))
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingError, match="torch sees 0 CUDA devices"):
+        toy.trainer(toy.quick(tmp_path / "run", "model.device=cuda"))
 
 
 def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):

@@ -570,6 +570,12 @@ class RunConfig(Section):
             "raise sampling.prompts.",
         )
         self.learner_config()
+        asked = sorted(self.control.model_fields_set - {"enabled"})
+        require(
+            not asked or "enabled" in self.control.model_fields_set,
+            f"control.{', control.'.join(asked)} without control.enabled: nothing is controlled; set "
+            "control.enabled=true.",
+        )
         if self.distill is not None:
             self._check_distill(self.distill)
         return self

@@ -93,9 +93,27 @@ def describe(error: ValidationError) -> SettingError:
     return SettingError(f"setting {place}={first['input']!r}: {wanted}.")
 
 
+ELSEWHERE = {
+    "beta": "objective.kl",
+    "epsilon": "objective.clip_low",
+    "epsilon_high": "objective.clip_high",
+    "learning_rate": "learner.lr",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model.source",
+    "num_generations": "sampling.n",
+    "num_iterations": "learner.updates",
+    "output_dir": "out",
+    "per_device_train_batch_size": "sampling.prompts",
+}
+"""What other frameworks call a setting -> its name here."""
+
+
 def misspelt(error: ErrorDetails) -> SettingError:
     *sections, name = (str(part) for part in error["loc"])
     here = ".".join(sections)
+    if name in ELSEWHERE:
+        return SettingError(f"unknown setting {'.'.join([*sections, name])!r}; here it is {ELSEWHERE[name]!r}.")
     known = [f"{here}.{field}" if here else field for field in fields_at(sections)]
     full = f"{here}.{name}" if here else name
     elsewhere = [path for path in all_settings() if path.split(".")[-1] == name]

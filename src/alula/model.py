@@ -62,7 +62,7 @@ def load_model(
     require(
         residual in (None, "float32"), f"residual={residual}: must be float32, or left out for that of the weights."
     )
-    source, device = os.fspath(source), _device(device)
+    source, device = os.fspath(source), checked_device(device)
     dtype = _dtype(dtype, device)
     if source.startswith(SHAPE):
         model, tokenizer = _random_model(source.removeprefix(SHAPE), device, dtype, seed), None
@@ -235,7 +235,7 @@ def _put(model: nn.Module, path: str, value: Any) -> None:
     setattr(model.get_submodule(parent), leaf, value)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError:

@@ -113,8 +113,8 @@ class Checkpoints:
                 dcp.load(dict(tensors), storage_reader=reader, no_dist=not self.world.many)
         except (RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
             raise CheckpointError(
-                f"checkpoint {path} does not fit this model: {_reason(error)}. Resume with the model and lora "
-                "settings it was written with."
+                f"checkpoint {path} does not fit this model: {_reason(error)}. Resume with the model, lora "
+                "and distill settings it was written with."
             ) from error
         saved, own = self._saved(path)
         if rng and own:

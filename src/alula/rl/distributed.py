@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from alula.model import checked_device
+
 
 @dataclass(frozen=True)
 class World:
@@ -57,7 +59,7 @@ def start(device: str | torch.device | None = None) -> World:
     `device` is `cpu`, `cuda` or None for CUDA where there is one; with several processes each takes the GPU of
     its local rank.
     """
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return World(device=kind)
     here = kind

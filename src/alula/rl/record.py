@@ -8,6 +8,7 @@ import yaml
 from alula.config import RunConfig
 from alula.config_file import to_yaml
 from alula.data import Dataset
+from alula.errors import SettingError, require
 from alula.rl.distributed import World
 from alula.rl.experience import Experience
 from alula.rl.held_out import HeldOut
@@ -30,16 +31,27 @@ class Record:
         self.resumed_from = resume_from
         if not self.first:
             return
-        settings = self.out / "config.yaml"
-        before = settings.read_text() if resume_from is not None and settings.exists() else None
+        require(not self.out.exists() or self.out.is_dir(), f"out={self.out}: is a file; name a folder.")
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"out={self.out}: cannot be made ({error.strerror}); name another folder.") from error
         self.writer = MetricsWriter(
             self.out, self.config.logging.sinks, resume_from=resume_from,
             settings=self.config.model_dump(mode="json"), total_steps=self.config.steps,
         )  # fmt: skip
-        settings.write_text(to_yaml(self.config))
         self.live = LiveLine(self.config.steps, first_step=max(resume_from or 0, 0), stream=self.stream)
-        if before is not None and (changed := changed_settings(before, self.config)):
-            self.say(f"settings changed since the run began: {', '.join(changed)}.")
+
+    def write_settings(self) -> None:
+        """config.yaml, once the run is sure to begin: a resume that is refused must not leave its settings there."""
+        if not self.first:
+            return
+        settings = self.out / "config.yaml"
+        if self.resumed_from is not None and settings.exists():
+            changed = changed_settings(settings.read_text(), self.config)
+            if changed:
+                self.say(f"settings changed since the run began: {', '.join(changed)}.")
+        settings.write_text(to_yaml(self.config))
 
     def introduce(self, training: Dataset, held_out: Dataset | None) -> None:
         """Say what is about to happen, in two lines."""

@@ -17,6 +17,7 @@ from alula.config import RunConfig
 from alula.data import PromptStream
 from alula.distill.stage import Stage
 from alula.engine.rollout import Sampling
+from alula.errors import require
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
 from alula.rl.collect import Collector
@@ -100,6 +101,7 @@ class Trainer:
         """All of this and the parts' own states, from when nothing was half done: what a checkpoint holds."""
         if self.record.resumed_from is not None and self.record.resumed_from >= 0:
             self._load(self.resumed)
+        self.record.write_settings()
         self._settle()
 
     # -- the run ------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ class Trainer:
             except Stopped:
                 self.save()
                 self.record.state = "stopped"
-                self.record.say(f"stopped after step {self.step}; continue with --resume.")
+                self.record.say(f"stopped after step {self.step}{self._continued()}")
                 return False
             if self.saved != self.step:
                 raise CheckpointError(f"the last checkpoint of {self.out} could not be written; free some space and "
@@ -220,6 +222,12 @@ class Trainer:
                 self.record.say(f"{error} The run goes on, and tries again after every step.")
             self.save_failed = True
 
+    def _continued(self) -> str:
+        """How to go on with a run that was stopped."""
+        if self.monitor.stopped:
+            return ", as control.on_violation=stop asks; continue with --resume control.on_violation=adapt, or =warn."
+        return "; continue with --resume."
+
     # -- between two steps --------------------------------------------------------------------------------
 
     def _evaluation_due(self) -> bool:
@@ -285,7 +293,11 @@ class Trainer:
         if self.resumed is None:
             self.record.say(f"{self.out} has no checkpoint; starting from the beginning.")
             return -1
-        return int(self.resumed.name.rpartition("-")[2])
+        step, steps = int(self.resumed.name.rpartition("-")[2]), self.config.steps
+        require(
+            step <= steps, f"steps={steps}: {self.out} has taken {step} already; ask for more, or name another out."
+        )
+        return step
 
     def _load(self, path: Path | None) -> None:
         assert path is not None
