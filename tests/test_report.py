@@ -183,6 +183,41 @@ def test_ten_runs_missing_metrics_a_run_still_going_and_a_run_just_begun(chromiu
     assert 'stroke-dasharray="9 4"' in dom  # the eighth run has the first one's colour and a dash
 
 
+MEASURE = """
+addEventListener("load", () => {
+  const figure = [...document.querySelectorAll("figure")].find((f) => f.innerText.startsWith("Held-out"));
+  const at = (line, end) => Number(line.getAttribute(end));
+  const ends = [...figure.querySelectorAll(".error")].map((bar) => [at(bar, "y1"), at(bar, "y2")]);
+  const bottom = at(figure.querySelector(".axis"), "y1");
+  const lines = [...document.querySelectorAll("figure")].find((f) => f.innerText.startsWith("Consistency"))
+    .querySelectorAll(".grid").length;
+  const progress = [...document.querySelectorAll(".headline tbody th small")].map((small) => small.offsetHeight);
+  document.documentElement.dataset.seen = JSON.stringify([ends, bottom, lines, progress]);
+});
+"""
+
+
+def test_error_bars_stay_in_their_chart_log_axes_have_a_scale_and_progress_one_line(chromium, tmp_path):
+    write_lines(tmp_path / "run" / "metrics.jsonl", [{"step": step, "mismatch/xi_p01": 0.3 * step} for step in (1, 2)])
+    evals = {"name": "held", "policy": "dense"}
+    accuracies = [(0, 0.01, 0.03), (1, 0.1, 0.02), (2, 0.172, 0.048)]
+    rows = [evals | {"step": step, "accuracy": mean, "stderr": error} for step, mean, error in accuracies]
+    write_lines(tmp_path / "run" / "evals.jsonl", rows)
+    other = write_run(tmp_path / "a", "sparse-rl", steps=24)
+    write_report([tmp_path / "run", other], tmp_path / "report.html")
+    page = tmp_path / "report.html"
+    page.write_text(page.read_text().replace('id="more-box" hidden', 'id="more-box" open'))
+    dom = browse(chromium, page, MEASURE)
+    assert attribute(dom, "error") is None
+    bars, bottom, lines, progress = json.loads(html.unescape(attribute(dom, "seen")))
+    assert len(bars) == 3
+    assert all(8 <= top < low <= bottom for low, top in bars)  # 8: the picture's upper margin
+    assert bars[0][0] == bottom  # an accuracy is not below zero, however large its error
+    assert bars[2][1] < 30  # and the axis ends close above the highest bar
+    assert lines > 1
+    assert max(progress) < 20
+
+
 # ---- without one
 
 
@@ -281,7 +316,7 @@ def test_completions_are_spread_over_the_run_and_varied(tmp_path, steps):
         for index in range(8)
     ]
     write_lines(tmp_path / "completions.jsonl", rows)
-    samples = read_samples(tmp_path / "completions.jsonl")
+    samples = read_samples(tmp_path / "completions.jsonl", [])
     chosen = sorted({row["step"] for row in samples})
     assert (chosen[0], chosen[-1]) == (0, steps - 1)
     assert min(steps, 5) <= len(chosen) <= 9
@@ -293,7 +328,7 @@ def test_completions_are_spread_over_the_run_and_varied(tmp_path, steps):
 
 def test_long_completions_lose_their_middle(tmp_path):
     write_lines(tmp_path / "completions.jsonl", [{"step": 1, "prompt": "p", "completion": "a" * 9000 + "END"}])
-    (row,) = read_samples(tmp_path / "completions.jsonl")
+    (row,) = read_samples(tmp_path / "completions.jsonl", [])
     assert len(row["completion"]) < 6100
     assert row["completion"].endswith("END")
     assert "3,003 characters left out" in row["completion"]
@@ -312,6 +347,64 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         write_report([], tmp_path / "report.html")
 
 
+def test_broken_lines_are_counted_and_a_last_line_cut_off_is_not(tmp_path, capsys):
+    whole = write_run(tmp_path / "whole", "dense", steps=20)
+    cut = shutil.copytree(whole, tmp_path / "cut")
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 21, "reward/mean": 0.')
+    write_report([whole, cut], tmp_path / "report.html")
+    assert capsys.readouterr().err == ""
+    assert 'class="warnings notes"' not in (tmp_path / "report.html").read_text()
+
+    broken = shutil.copytree(whole, tmp_path / "<b>broken")
+    lines = (whole / "metrics.jsonl").read_text().splitlines()
+    lines[2], lines[7], lines[9] = '{"step": 3, "rew', "[1]", '{"reward/mean": 0.5}'
+    (broken / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (broken / "evals.jsonl").write_text("nonsense\n")
+    write_report([whole, broken], tmp_path / "report.html")
+    said = capsys.readouterr().err
+    page = (tmp_path / "report.html").read_text()
+    for name, count in (
+        ("metrics.jsonl", "3 of 20 lines could not be read (first: line 3"),
+        ("evals.jsonl", "1 of 1"),
+    ):
+        assert f"alula: {broken / name}: {count}" in said
+        assert f"<li>{html.escape(str(broken / name))}: {count}" in page
+    assert len(said.splitlines()) == 2
+    assert len(load_run(broken, "broken").curves["reward/mean"].steps) == 17
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b"seed: 1\nmodel: {source: [\n x: }\n", "line 3 could not be read"),
+        (b"seed: \xff\xfe\n", "it could not be read"),
+        (b"just words\n", "it does not hold names with values"),
+    ],
+)
+def test_broken_settings_and_status_cost_the_page_only_what_they_tell(tmp_path, capsys, text, fault):
+    runs = [write_run(tmp_path / name, "dense", steps=5) for name in ("broken", "whole")]
+    for name in ("config.yaml", "status.json"):
+        (runs[0] / name).write_bytes(text)
+    write_report(runs, tmp_path / "report.html")
+    said = capsys.readouterr().err.splitlines()
+    page = (tmp_path / "report.html").read_text()
+    assert [line.partition(", so")[0] for line in said] == [
+        f"alula: {runs[0] / name}: {fault}" for name in ("status.json", "config.yaml")
+    ]
+    assert page.count(f": {fault}, so the page does not tell") == 2
+    assert "<h2>Settings</h2>" in page
+    assert "so not compared: broken</p><details><summary>All 8 settings of whole</summary>" in page
+    assert load_run(runs[0], "broken").settings == {}
+    write_report(runs[:1], tmp_path / "report.html")
+    assert "No config.yaml that can be read in these folders." in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_of_less_than_a_second_does_not_take_0_s(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "time/step": 0.2} for step in (1, 2)])
+    assert headline(load_run(tmp_path, "short"))[-1].value == "0.4 s"
+
+
 def test_a_run_without_anything_has_a_headline():
     assert {cell.value for cell in headline(Run("empty", Path()))} == {"—"}
 
@@ -326,3 +419,9 @@ def test_the_command_writes_the_page_without_torch(three, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("3 runs")
     assert (tmp_path / "page.html").stat().st_size > 100_000
+
+
+def test_a_folder_is_no_place_for_the_page(three, tmp_path):
+    with pytest.raises(SettingError, match="is a folder; name a file"):
+        write_report(three, tmp_path)
+    assert not list(tmp_path.parent.glob("*.tmp"))

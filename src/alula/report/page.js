@@ -49,7 +49,8 @@ function logTicks(low, high) {
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
     for (const factor of factors)
       if (power % every === 0 || factors.length > 1) ticks.push(factor * 10 ** power);
-  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length > 1 ? inside : linearTicks(low, high, 4); // one number is no scale
 }
 function yRange(chart, values) {
   let low = Math.min(...values), high = Math.max(...values);
@@ -112,7 +113,7 @@ function draw(chart) {
     return;
   }
   const all = chart.drawn.flatMap((one) => one.raw);
-  const [low, high] = yRange(chart, all.map((p) => p.value).concat(reachable(chart, all)));
+  const [low, high] = yRange(chart, all.flatMap((p) => reach(chart, p)).concat(reachable(chart, all)));
   const last = end();
   const scale = chart.log ? Math.log10 : (value) => value;
   const right = width - PAD.right, bottom = height - PAD.bottom;
@@ -142,6 +143,12 @@ function draw(chart) {
   chart.cross = element(svg, "line", { class: "cross", y1: PAD.top, y2: bottom, visibility: "hidden" });
 }
 
+// From where to where a point's error bar goes; a share stays between 0 and 1, whatever its error.
+function reach(chart, { value, error }) {
+  const ends = error ? [value - error, value + error] : [value];
+  return error && chart.format === "percent" ? ends.map((y) => Math.min(Math.max(y, 0), 1)) : ends;
+}
+
 // A limit line belongs in the picture when the curves come near it.
 function reachable(chart, points) {
   return chart.limit && points.some((p) => p.value > chart.limit / 3) ? [chart.limit] : [];
@@ -157,9 +164,10 @@ function stroke(chart, line, points, kind) {
   if (kind) return;
   const dots = line.marks ? points : points.slice(-1);
   for (const p of dots) {
-    if (p.error)
-      element(chart.svg, "line", { class: `curve raw${away}`, style: `${colour};opacity:.55`, x1: chart.x(p.at), x2: chart.x(p.at),
-        y1: chart.y(p.value - p.error), y2: chart.y(p.value + p.error) });
+    if (p.error) {
+      const [y1, y2] = reach(chart, p).map(chart.y);
+      element(chart.svg, "line", { class: `curve raw error${away}`, style: `${colour};opacity:.55`, x1: chart.x(p.at), x2: chart.x(p.at), y1, y2 });
+    }
     const fill = line.dotted ? "var(--card)" : `var(--run-${runs[line.run].colour})`;
     element(chart.svg, "circle", { class: `dot${away}`, cx: chart.x(p.at), cy: chart.y(p.value), r: 3, style: `fill:${fill};${colour}` });
   }

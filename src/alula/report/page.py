@@ -2,11 +2,13 @@
 
 import json
 import os
+import sys
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from string import Template
 
+from alula.errors import require
 from alula.report import sections
 from alula.report.charts import chart_data, clock_data
 from alula.report.runs import Run, load_runs
@@ -16,7 +18,12 @@ HERE = Path(__file__).parent
 
 def write_report(runs: list[Path], out: Path) -> None:
     """Compare the run folders `runs` in one page at `out`."""
-    page = render(load_runs([Path(run) for run in runs]))
+    require(not Path(out).is_dir(), f"--out {out}: is a folder; name a file, such as {Path(out) / 'report.html'}.")
+    loaded = load_runs([Path(run) for run in runs])
+    for run in loaded:
+        for note in run.notes:
+            print(f"alula: {note}", file=sys.stderr)
+    page = render(loaded)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
@@ -33,8 +40,9 @@ def render(runs: list[Run]) -> str:
         script=(HERE / "page.js").read_text(),
         data=embed({"runs": run_data(runs), "charts": chart_data(runs)}),
         headline=sections.headline_table(runs),
+        notes=sections.note_list(runs),
         phases=sections.phase_bars(runs) or '<p class="quiet">No timings were written.</p>',
-        settings_title="Settings" if len(runs) == 1 else "Settings that differ",
+        settings_title="Settings" if sum(bool(run.settings) for run in runs) < 2 else "Settings that differ",
         settings=sections.settings_tables(runs),
         warning_count=warnings or "",
         warnings=sections.warning_list(runs),

@@ -36,6 +36,8 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What of the folder could not be read, one sentence each."""
 
     def last(self, metric: str, steps: int = 10) -> float | None:
         """Mean of a metric over its last steps."""
@@ -52,8 +54,9 @@ def load_runs(paths: list[Path]) -> list[Run]:
 def load_run(path: Path, name: str) -> Run:
     if not (path / "metrics.jsonl").is_file():
         raise SettingError(f"run folder {path}: no metrics.jsonl there; name a folder that `alula train` wrote.")
-    curves = read_curves(path / "metrics.jsonl")
-    status = json.loads((path / "status.json").read_text()) if (path / "status.json").exists() else {}
+    notes: list[str] = []
+    curves = read_curves(path / "metrics.jsonl", notes)
+    status = read_mapping(path / "status.json", "whether the run finished", notes)
     return Run(
         name=name,
         path=path,
@@ -61,10 +64,11 @@ def load_run(path: Path, name: str) -> Run:
         total_steps=status.get("total_steps"),
         last_step=max((int(curve.steps[-1]) for curve in curves.values()), default=0),
         curves=curves,
-        evals=list(read_rows(path / "evals.jsonl")),
-        events=list(read_rows(path / "events.jsonl")),
-        samples=read_samples(path / "completions.jsonl"),
-        settings=read_settings(path / "config.yaml"),
+        evals=list(read_rows(path / "evals.jsonl", notes)),
+        events=list(read_rows(path / "events.jsonl", notes)),
+        samples=read_samples(path / "completions.jsonl", notes),
+        settings=dict(flatten(read_mapping(path / "config.yaml", "the run's settings", notes))),
+        notes=notes,
     )
 
 
@@ -77,16 +81,29 @@ def names_of(paths: list[Path]) -> list[str]:
     return names
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.exists():
-        with path.open("rb") as file:
-            yield from (row for line in file if (row := parse_line(line)) is not None)
+def read_rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The lines that can be read; the others are counted in `notes`, except a last one that a kill cut short."""
+    if not path.exists():
+        return
+    broken, number = [], 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            row = parse_line(line)
+            if row is not None:
+                yield row
+            elif line.endswith(b"\n") and line.strip():
+                broken.append(number)
+    if broken:
+        notes.append(
+            f"{path}: {len(broken):,} of {number:,} lines could not be read (first: line {broken[0]:,}), so the page "
+            "leaves them out; mend or delete them and write the report again."
+        )
 
 
-def read_curves(path: Path) -> dict[str, Curve]:
+def read_curves(path: Path, notes: list[str]) -> dict[str, Curve]:
     steps: dict[str, list[int]] = {}
     values: dict[str, list[float]] = {}
-    for row in read_rows(path):
+    for row in read_rows(path, notes):
         step = row.pop("step")
         for name, value in row.items():
             if isinstance(value, int | float):
@@ -95,26 +112,36 @@ def read_curves(path: Path) -> dict[str, Curve]:
     return {name: Curve(np.array(steps[name]), np.array(values[name], dtype=float)) for name in steps}
 
 
-def read_settings(path: Path) -> dict[str, str]:
-    """The settings as dotted names."""
+def read_mapping(path: Path, what: str, notes: list[str]) -> dict[str, Any]:
+    """A file of YAML or JSON. One that is broken costs the page what it tells, not the run's curves."""
     if not path.exists():
         return {}
-    return dict(flatten(yaml.safe_load(path.read_text()) or {}))
+    try:
+        tree = yaml.safe_load(path.read_bytes()) or {}  # JSON is YAML
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        fault = f"line {mark.line + 1} could not be read" if mark else "it could not be read"
+    else:
+        if isinstance(tree, dict):
+            return tree
+        fault = "it does not hold names with values"
+    notes.append(f"{path}: {fault}, so the page does not tell {what}; mend the file and write the report again.")
+    return {}
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(tree, dict) and tree:
+    if isinstance(tree, dict) and (tree or not prefix):
         for name, value in tree.items():
             yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
     else:
         yield prefix, tree if isinstance(tree, str) else json.dumps(tree, ensure_ascii=False, default=str)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
+def read_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """A few completions of a few steps, spread over the run, in one pass and little memory."""
     held: dict[int, list[dict[str, Any]]] = {}
     step, index, every = None, -1, 1
-    for row in read_rows(path):
+    for row in read_rows(path, notes):
         if row["step"] != step:
             step, index = row["step"], index + 1
             every *= 2 if index // every >= SAMPLED_STEPS else 1

@@ -40,6 +40,11 @@ def headline_table(runs: list[Run]) -> str:
     )
 
 
+def note_list(runs: list[Run]) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for run in runs for note in run.notes)
+    return f'<ul class="warnings notes">{items}</ul>' if items else ""
+
+
 def progress(run: Run) -> str:
     steps = f"{run.last_step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "") + " steps"
     states = {"running": "not finished", "stopped": "stopped", "failed": "failed"}
@@ -68,28 +73,34 @@ def phase_bars(runs: list[Run]) -> str:
 
 
 def settings_tables(runs: list[Run]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    known = [(index, run) for index, run in enumerate(runs) if run.settings]
+    names = list(dict.fromkeys(name for _, run in known for name in run.settings))
     branches = {name[:dot] for name in names for dot, letter in enumerate(name) if letter == "."}
     names = [name for name in names if name not in branches]  # `a: null` says nothing beside another run's `a.b`
     if not names:
-        return '<p class="quiet">No config.yaml in these folders.</p>'
-    differing = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+        return '<p class="quiet">No config.yaml that can be read in these folders.</p>'
+    differing = [name for name in names if len({run.settings.get(name) for _, run in known}) > 1]
     alike = [name for name in names if name not in differing]
     parts = []
     if differing:
-        head = "".join(f"<th>{run_label(index, run)}</th>" for index, run in enumerate(runs))
+        head = "".join(f"<th>{run_label(index, run)}</th>" for index, run in known)
         body = "".join(
             f"<tr><th>{dotted(name)}</th>"
-            + "".join(f"<td>{escape(run.settings.get(name, '—'))}</td>" for run in runs)
+            + "".join(f"<td>{escape(run.settings.get(name, '—'))}</td>" for _, run in known)
             + "</tr>"
             for name in differing
         )
         parts.append(f'<div class="scroll"><table class="settings differ"><tr><th></th>{head}</tr>{body}</table></div>')
-    elif len(runs) > 1:
+    elif len(known) > 1:
         parts.append('<p class="quiet">The runs have the same settings throughout.</p>')
+    if len(known) < len(runs):  # a run that does not tell its settings differs in none of them
+        silent = ", ".join(escape(run.name) for run in runs if not run.settings)
+        parts.append(f'<p class="quiet">No config.yaml that can be read, so not compared: {silent}</p>')
     if alike:
-        body = "".join(f"<tr><th>{dotted(name)}</th><td>{escape(runs[0].settings[name])}</td></tr>" for name in alike)
-        what = f"{len(alike)} settings that all runs share" if len(runs) > 1 else f"All {len(alike)} settings"
+        first = known[0][1].settings
+        body = "".join(f"<tr><th>{dotted(name)}</th><td>{escape(first[name])}</td></tr>" for name in alike)
+        what = f"{len(alike)} settings that all runs share" if len(known) > 1 else f"All {len(alike)} settings"
+        what += f" of {escape(known[0][1].name)}" if len(known) == 1 < len(runs) else ""
         parts.append(
             f'<details><summary>{what}</summary><div class="scroll"><table class="settings">{body}</table></div>'
             "</details>"

@@ -45,7 +45,7 @@ def headline(run: Run) -> list[Cell]:
         Cell() if rejected is None else Cell(f"{rejected:.1%}", *(("above 15%", "bad") if rejected > TOO_MANY else ())),
         Cell() if saved is None else Cell(f"{saved:.0%}"),
         Cell() if speed is None else Cell(f"{sorted(speed.values)[len(speed.values) // 2]:,.0f}"),
-        Cell() if steps is None else Cell(duration(steps.values.sum()), f"{seconds(steps.values.mean())} per step"),
+        Cell() if steps is None else Cell(seconds(steps.values.sum()), f"{seconds(steps.values.mean())} per step"),
     ]
 
 
