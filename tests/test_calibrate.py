@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import default_budgets, numbers
+from alula.cli.calibrate import default_budgets, numbers, verdict, write
+from alula.cli.main import app
 from alula.distill.adapter import attach, fresh
 from alula.errors import SettingError
 from alula.mismatch import calibrate as calibrating
 from alula.mismatch.calibrate import ForwardMeasure, Grid, Text, calibrate
-from alula.mismatch.calibration import Calibration, Configuration, tail_to_dict
+from alula.mismatch.calibration import Calibration, Configuration, Measured, tail_to_dict
 from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape
 from alula.mismatch.families import parse_methods
 from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
@@ -416,6 +417,70 @@ def test_verification_of_a_schedule():
     assert not replace(found, tau=None).violated, "nothing to judge it by"
 
 
+def test_the_verdict_counts_only_bins_that_are_judged():
+    schedule = Schedule((16, 32, 32), 12)
+
+    def said(prompts, tau=0.8, upper=0.95):
+        counts, numbers_ = np.array(prompts), [np.full(3, x) for x in (0.9, 0.85, upper)]
+        return verdict(Verification(schedule, tau, Tail(*numbers_, counts, counts, 0.9, 12), Share(0, 30)))
+
+    assert said([30, 30, 30]) == "tau 0.8000 holds."
+    assert said([30, 5, 0]) == "tau 0.8000 holds in 1 of 3 bins; the others have too few prompts to judge."
+    assert said([5, 5, 0]) == (
+        "tau 0.8000 is not judged: all 3 bins have too few prompts; measure more with --prompts."
+    )
+    assert said([30, 5, 30], tau=0.96) == "tau 0.9600 is violated at lengths 0-12, 24-36."
+    assert said([30, 30, 30], tau=None) == "no tau was given, so the tail is not judged."
+
+
+def test_the_table_says_that_only_trusted_bins_count(tmp_path, capsys):
+    tail = replace(made_tail([0.9, 0.8, 0.1]), prompts=np.array([MIN_PROMPTS, MIN_PROMPTS, 3]))
+    write(Calibration("m", tail, (Measured(replace(SELECT, budget=16), tail),)), tmp_path / "c.json")
+    head, _, row = capsys.readouterr().out.splitlines()[:3]
+    assert "| worst trusted bin |" in head
+    assert row.split(" | ")[3] == "0.8000"
+
+
+TINY = ("calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--prompts", 20, "--length", 24, "--bin", 12,
+        "--budgets", "12,24", "--pages", 4, "--kv-memory", "8MiB", "--max-rows", 40)  # fmt: skip
+
+
+def alula(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app([*map(str, arguments)])
+    return ended.value.code or 0
+
+
+def test_the_command_makes_the_folder_of_its_output(tmp_path):
+    out = tmp_path / "no" / "such" / "c.json"
+    assert alula(*TINY, "--out", out) == 0
+    assert len(Calibration.load(out).measured) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tau", "1.5"], "--tau 1.5: must lie between 0 and 1"),
+        (["--tau", "0.9", "--tau", "0"], "--tau 0.0: must lie between 0 and 1"),
+        (["--bin", "0"], "--bin 0: must be at least 1."),
+        (["--length", "0"], "--length 0: must be at least 1."),
+        (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),
+        (["--options", "{symbols"], "--options '{symbols': not YAML"),
+        (["--data", "none.jsonl", "--options", "{symbols: 4}"], "data 'none.jsonl' does not exist"),
+        (["--out", "/proc/none/c.json"], "--out /proc/none/c.json: cannot be written ("),
+        (["--verify", "rkv:64+8", "--out", "/proc/none/v.json"], "--out /proc/none/v.json: cannot be written ("),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_refuses_in_one_sentence_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("alula.model.load_model", lambda *_, **__: pytest.fail("the work has begun"))
+    assert alula(*TINY, *arguments) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+
+
 @given(st.integers(1, 500), st.data())
 def test_the_interval_of_a_share_holds_what_a_score_test_accepts(of, data):
     """Wilson's bounds are the shares at which |count - n p| = z sqrt(n p (1 - p))."""
@@ -460,7 +525,7 @@ def test_what_to_verify(tmp_path):
         ("dense", "verify=dense: it is what others are measured against"),
         ("rkv", "names no budget"),
         ("rvk:24", "did you mean 'rkv'"),
-        ("missing.json", "unknown schedule file or preset 'missing.json'"),
+        ("missing.json", "schedule file missing.json: there is no such file"),
         (str(tmp_path), "not a schedule .*directory.*`alula plan` writes one"),
     ):
         with pytest.raises(SettingError, match=message):

@@ -1,5 +1,6 @@
 """Data: every source, every benchmark's form, chat templates, a stream that resumes anywhere, generated tasks."""
 
+import inspect
 import json
 from collections import Counter
 
@@ -70,9 +71,9 @@ def test_parquet_templates_and_nested_fields(tmp_path):
     assert data[2].answer == [2, 3]
     folder = load(str(tmp_path), prompt="{q.text}", answer="{target}")
     assert len(folder) == 5
-    with pytest.raises(SettingError, match="did you mean 'target'"):
+    with pytest.raises(SettingError, match=r'\(known: hint, q, target\); name another with data\.answer="{target}"'):
         load(str(tmp_path), prompt="{q.text}", answer="{targt}")
-    with pytest.raises(SettingError, match=r"q\.txt"):
+    with pytest.raises(SettingError, match=r"'q\.txt' .*known: text.* data\.prompt=\"{q\.text}\""):
         load(str(tmp_path), prompt="{q.txt}", answer="{target}")
 
 
@@ -108,6 +109,9 @@ def test_reasoning_gym_is_reproducible():
         ("task:pointer", {"options": {"symbol": 3}}, "did you mean 'symbols'"),
         ("task:pointer", {"options": {"symbols": 1}}, "symbols=1"),
         ("task:pointer", {"size": 0}, "size=0"),
+        ("nothing.jsonl", {"options": {"symbols": 3}}, "'nothing.jsonl' does not exist"),
+        ("no/such/folder", {}, "'no/such/folder' does not exist"),
+        ("./nothing", {}, "'./nothing' does not exist"),
         ("reasoning-gym:chain_sun", {}, "did you mean 'chain_sum'"),
         ("reasoning-gym:chain_sum", {"options": {"terms": 3}}, "terms"),
     ],
@@ -123,6 +127,34 @@ def test_broken_json_names_the_line(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": \n')
     with pytest.raises(SettingError, match="line 3"):
+        load(str(path))
+
+
+def test_bytes_that_are_not_utf8_name_the_line(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(
+        '{"prompt": "a", "answer": "ü\u2028"}\n'.encode() + '{"prompt": "ü", "answer": "b"}\n'.encode("latin1")
+    )
+    with pytest.raises(SettingError, match=r"latin\.jsonl, line 2: not UTF-8; convert"):
+        load(str(path))
+    path.write_bytes(path.read_bytes().splitlines()[0])
+    assert load(str(path))[0].answer == "ü\u2028", "what a text may hold is no end of a line"
+
+
+def test_rows_that_do_not_fit_name_the_whole_file_and_the_way_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n')
+    with pytest.raises(SettingError) as refused:
+        load(str(path))
+    assert str(refused.value) == (
+        f"data {path}: unknown field 'prompt' of the prompt template (known: answer, question); "
+        'name another with data.prompt="{question}" in a recipe, --prompt on the command line.'
+    )
+    path.write_text("")
+    with pytest.raises(SettingError, match=rf"data {path}: no usable rows \(read 0\); it is empty"):
+        load(str(path))
+    path.write_text('{"prompt": "a", "answer": ""}\n')
+    with pytest.raises(SettingError, match=rf"data {path}: .*\(read 1, all without an answer\); .*data\.answer"):
         load(str(path))
 
 
@@ -176,6 +208,22 @@ def test_chat_without_a_template_is_refused(tokenizer):
         prepare(data, tokenizer)
     with pytest.raises(SettingError, match="system"):
         prepare(data, tokenizer, system="be brief")
+
+
+def test_symbols_that_the_model_never_saw_are_refused():
+    tokenizer = task_tokenizer(build("successor", symbols=4))
+    assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000
+    said = r"data task:successor.*: the model's tokenizer does not know the symbol '[e-h]'; .*--option symbols=4"
+    with pytest.raises(SettingError, match=said):
+        prepare(load("task:successor"), tokenizer)
+    with pytest.raises(SettingError, match=said):
+        prepare(load("task:successor").split(50)[1], tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000, "a template's own words"
+    with pytest.raises(SettingError, match=said):
+        prepare(load("task:successor"), tokenizer)
+    (example,) = prepare(Dataset((Example("a z"),)), tokenizer, chat=False)
+    assert example.prompt_ids[-1] == tokenizer.unk_token_id, "data of one's own is read as it is"
 
 
 # --- order ------------------------------------------------------------------------------------------------------
@@ -251,6 +299,15 @@ def test_tasks_verify_their_traces_and_guesses_are_right_by_chance(name):
     guessed = sum(task.score(e.fields["shortcut"], e.record()) == 1 for e in data) / len(data)
     assert guessed == pytest.approx(task.chance, abs=4 * (task.chance / len(data)) ** 0.5)
     assert task.score("", data[0].record()) == 0
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("value", ["abc", 4.0, True, None, [4]])
+def test_options_of_tasks_are_whole_numbers(name, value):
+    for option in inspect.signature(TASKS[name]).parameters:
+        with pytest.raises(SettingError) as refused:
+            build(name, **{option: value})
+        assert str(refused.value) == f"task {name}: {option}={value!r} must be a whole number."
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from alula import Engine, Evict, Sampling, Sparsity
+from alula.cli.generate import check_out
 from alula.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +67,9 @@ def test_generate_writes_what_the_engine_gives(capsys):
         assert record["topk_ids"] == rollout.topk_ids.tolist()
         assert (record["finish"], record["sparsity"], record["text"]) == ("length", "rkv 32+16", None)
         assert record["kv"] == vars(rollout.kv) | {"saved": rollout.kv.saved}
-    assert run(capsys, *ask, "-o", "out.jsonl") == (0, "", "")
-    assert Path("out.jsonl").read_text() == out
+    for again in ("first", "over it"):
+        assert run(capsys, *ask, "-o", "new/folder/out.jsonl") == (0, "", ""), again
+        assert Path("new/folder/out.jsonl").read_text() == out
 
 
 def test_generate_reads_standard_input_and_cuts_the_distribution(capsys, monkeypatch):
@@ -86,6 +88,20 @@ def test_a_selectors_block_is_the_page_that_generate_loads_with(capsys):
     assert all(0 < use["mean_read_tokens"] < use["mean_tokens"] < use["dense_mean_tokens"] for use in kv)
 
 
+def test_standard_input_that_is_not_utf8_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "\xfc"}\n'), encoding="utf-8"))
+    code, _, err = run(capsys, "generate", MODEL, "--file", "-")
+    assert (code, err) == (2, "alula: --file -: standard input is not UTF-8; convert it.\n")
+
+
+def test_a_look_at_where_the_output_goes_leaves_nothing_and_takes_nothing():
+    Path("kept.txt").write_text("kept")
+    for out in (None, Path("kept.txt"), Path("new/out.txt"), Path("/dev/null")):
+        check_out(out)
+    assert Path("kept.txt").read_text() == "kept"
+    assert list(Path("new").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -98,7 +114,11 @@ def test_a_selectors_block_is_the_page_that_generate_loads_with(capsys):
         (["--sparsity", "rkv:64+16,windw=4"], "did you mean 'window'?"),
         (["--sparsity", "rkv:8+2"], "budget=8 is smaller than window + sinks = 8 + 4"),
         (["--max-new-tokens", "9000"], "more than max_length=4096; lower max_new_tokens"),
-        (["--out", "none/out.jsonl"], "--out none/out.jsonl: not a file in a folder that exists."),
+        (["--file", "latin.jsonl"], "--file latin.jsonl, line 2: not UTF-8; convert the file to it."),
+        (["--out", "/proc/none/out.jsonl"], "--out /proc/none/out.jsonl: cannot be written (No such file"),
+        (["--out", "/proc/out.jsonl"], "--out /proc/out.jsonl: cannot be written ("),
+        (["--out", "."], "--out .: cannot be written (Is a directory); name another file."),
+        (["--out", "prompts.jsonl/out"], "--out prompts.jsonl/out: cannot be written ("),
         (["--dtype", "int8"], "dtype=int8: must be float32, bfloat16 or float16."),
         (["--device", "tpu"], "device=tpu: must be cpu or cuda."),
         (["--kv-memory", "much"], "kv_memory='much': write a size such as 60GiB"),
@@ -108,6 +128,7 @@ def test_a_selectors_block_is_the_page_that_generate_loads_with(capsys):
 def test_generate_refuses_in_one_sentence(capsys, arguments, said):
     Path("text.txt").write_text("a plain line\n")
     Path("odd.jsonl").write_text('{"prompt": null}\n')
+    Path("latin.jsonl").write_bytes(b'{"prompt": [1]}\n{"prompt": "\xfc"}\n')
     given = (
         arguments if "--file" in arguments or arguments in ([], ["hello"]) else ["--file", "prompts.jsonl", *arguments]
     )
@@ -178,7 +199,7 @@ def test_bench_goes_past_what_the_model_was_trained_for(capsys):
         (["--batch", "2000"], "needs 6000 pages of KV, kv_memory holds 84; raise it or lower them."),
         (["--sparsity", "quest:128,block=32"], "this engine's pages hold 16 tokens; load it with page=32"),
         (["--page", "12"], "page=12: use a power of two"),
-        (["--out", "none/x.json"], "--out none/x.json: not a file in a folder that exists."),
+        (["--out", "/proc/none/x.json"], "--out /proc/none/x.json: cannot be written ("),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -77,6 +77,16 @@ def test_models_are_named_as_they_were_given_and_tasks_take_options(folder, tmp_
     assert [r["model"] for r in json.loads(out.read_text())] == [str(folder), str(other)]
 
 
+def test_a_file_of_other_fields_takes_a_template(folder, tmp_path, capsys):
+    data, out = tmp_path / "rows.jsonl", tmp_path / "found.json"
+    data.write_text('{"question": "a b", "answer": "b"}\n')
+    words = ("eval", folder, "--data", data, "--max-new-tokens", 2, "--kv-memory", "8MiB", "--out", out)
+    assert run(*words) == 2
+    assert "--prompt" in capsys.readouterr().err
+    assert run(*words, "--prompt", "{question}") in (0, None)
+    assert json.loads(out.read_text())[0]["problems"] == 1
+
+
 def test_reasoning_gym_is_graded_by_its_own_verifier(folder, tmp_path):
     pytest.importorskip("reasoning_gym")
     out = tmp_path / "found.json"

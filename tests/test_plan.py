@@ -1,5 +1,6 @@
 """Planning: against brute force on synthetic calibrations, refusals, forward plans for evictors, files, plots."""
 
+from dataclasses import asdict, replace
 from itertools import combinations_with_replacement
 from xml.etree import ElementTree
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alula.cli.main import app
 from alula.errors import SettingError
 from alula.mismatch.calibration import Calibration, Configuration, Measured
 from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape, features, generation
@@ -325,6 +327,44 @@ def test_bad_calibration_files_are_refused(tmp_path):
             Calibration.load(tmp_path / "bad.json")
     with pytest.raises(SettingError, match="same bins"):
         Calibration("m", make_tail(np.ones(3)), (Measured(select(64), make_tail(np.ones(4))),))
+
+
+def run_plan(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(["plan", *map(str, arguments)])
+    return ended.value.code or 0
+
+
+@pytest.fixture
+def calibration_file(tmp_path):
+    path = tmp_path / "calibration.json"
+    replace(calibration(realistic()), notes={"shape": asdict(SHAPE)}).save(path)
+    return path
+
+
+def test_the_command_makes_the_folder_of_its_output(calibration_file, tmp_path):
+    out = tmp_path / "no" / "such" / "s.json"
+    assert run_plan(calibration_file, "--out", out) == 0
+    assert Schedule.load(out).name == "s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch", "0"], "--batch 0: must be at least 1."),
+        (["--new-tokens", "0"], "--new-tokens 0: must be at least 1."),
+        (["--prompt", "-1"], "--prompt -1: must be at least 0."),
+        (["--batch", "4", "--kv-memory", "1GiB"], "--batch 4 and --kv-memory 1GiB: give one of them"),
+        (["--out", "/proc/none/s.json"], "--out /proc/none/s.json: cannot be written ("),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_refuses_in_one_sentence(calibration_file, capsys, arguments, said):
+    assert run_plan(calibration_file, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "", "before the work"
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
 
 
 def test_measured_again_replaces():

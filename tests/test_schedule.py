@@ -1,10 +1,12 @@
 """Schedules: lookup, files, refusals, and the published presets."""
 
 import json
+import re
 
 import pytest
 
 from alula.errors import SettingError
+from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.schedule import PRESETS, Schedule
 
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
@@ -44,6 +46,34 @@ def test_bad_files_are_refused(tmp_path):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(SettingError):
             Schedule.load(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rkv:-5", "budget '-5': must be a whole number of at least 1"),
+        ("rkv:64.5", "budget '64.5': must be a whole number of at least 1"),
+        ("quest:1e3", "budget '1e3': must be a whole number of at least 1"),
+        ("rkv:8+", "sparsity 'rkv:8+': the buffer is one whole number after one +"),
+        ("rkv:512+128+1", "sparsity 'rkv:512+128+1': the buffer is one whole number after one +"),
+        ("rkv:512+-3", "sparsity 'rkv:512+-3': the buffer is one whole number after one +"),
+        ("rkv:none.json", "schedule file none.json: there is no such file; `alula plan` writes one."),
+        ("rkv:plans/mine+64", "schedule file plans/mine: there is no such file"),
+        ("quest:qwen3-4b-086", "did you mean 'qwen3-4b-0.86'?"),
+    ],
+)
+def test_a_budget_that_is_none_is_answered_with_what_was_meant(text, said):
+    with pytest.raises(SettingError, match=re.escape(said)) as refused:
+        parse_sparsity(text)
+    assert "known:" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ['{"bandwidth": 1, "records": []}', '{"budgets": ["a"]}', "[{}]", "{"])
+def test_another_kind_of_file_is_named(tmp_path, text):
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=rf"schedule file {path}: not a schedule \(.*\); `alula plan` writes one\."):
+        parse_sparsity(f"rkv:{path}")
 
 
 def test_every_published_schedule_is_there():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from alula.engine.engine import Engine
     from alula.mismatch.calibrate import Text
     from alula.mismatch.calibration import Calibration
+    from alula.mismatch.verify import Verification
     from alula.model import LoadedModel
     from alula.sparsity.policy import Sparsity
     from alula.sparsity.schedule import Schedule
@@ -71,12 +72,17 @@ def calibrate(
     """
     import sys
 
+    from alula.cli.generate import check_out
     from alula.mismatch.calibrate import Grid, Text
     from alula.mismatch.measure import Bins
     from alula.mismatch.verify import named
 
+    check_numbers(length, bin_width, tau or [])
     width = bin_width or min(2000, -(-length // 8))
     verified = None if verify is None else named(verify, width, length)  # a misspelt one is refused at once
+    if verify is not None and out == Path("calibration.json"):
+        out = Path("verified.json")  # not over the calibration that the schedule was planned from
+    check_out(out)
     loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, max(length // 2, 1))
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
@@ -102,21 +108,30 @@ def calibrate(
     write(found, out)
 
 
+def check_numbers(length: int, bin_width: int | None, taus: list[float]) -> None:
+    require(length >= 1, f"--length {length}: must be at least 1.")
+    require(bin_width is None or bin_width >= 1, f"--bin {bin_width}: must be at least 1.")
+    for tau in taus:
+        require(0 < tau < 1, f"--tau {tau}: must lie between 0 and 1, as a probability of acceptance.")
+
+
 def load(
     model: str, data: str, split: str | None, data_dir: Path | None, prompt: str | None, options: str,
     device: str | None, dtype: str | None, seed: int, longest: int | None = None,
 ) -> "tuple[LoadedModel, Dataset]":  # fmt: skip
     """The model with a tokenizer (a bare shape takes a task's), and the prompts of at most `longest` tokens."""
     import torch
-    import yaml
 
+    from alula.config_file import parse_yaml
     from alula.data import load as load_data
     from alula.data import prepare
     from alula.model import SHAPE, load_model
     from alula.rl.setup import with_tokenizer
 
-    chosen = yaml.safe_load(options) or {}
+    chosen = parse_yaml(options, f"--options {options!r}") or {}
     require(isinstance(chosen, dict), f"options={options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
+    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed,
+                      options=chosen)  # fmt: skip
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_model(model, device=place, dtype=dtype, seed=seed)
     if loaded.tokenizer is None and data.startswith("task:"):
@@ -126,8 +141,6 @@ def load(
         tokenizer = task_tokenizer(build(data.removeprefix("task:"), **chosen))
         loaded = with_tokenizer(loaded, tokenizer, cut=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer to read the prompts with.")
-    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed,
-                      options=chosen)  # fmt: skip
     return loaded, prepare(found, loaded.tokenizer, max_prompt_tokens=longest)
 
 
@@ -188,7 +201,7 @@ def write(found: "Calibration", out: Path) -> None:
     found.save(out)
     plot = out.with_suffix(".svg")
     plot.write_text(plot_tails(found))
-    lines = ["| configuration | budget | tail | worst bin | its lower bound |", "|---|---:|---:|---:|---:|"]
+    lines = ["| configuration | budget | tail | worst trusted bin | its lower bound |", "|---|---:|---:|---:|---:|"]
     for one in (m for family in found.families().values() for m in family):
         trusted = [bin_ for bin_ in one.tail if bin_.enough]
         worst = min(trusted, key=lambda bin_: bin_.value)
@@ -215,8 +228,6 @@ def run_verify(
     engine = engines.with_page(policy.select.block if policy.select else 16)
     found = verify(engine, schedule, policy, text, tau, quantile=quantile, confidence=confidence, progress=progress)
     typer.echo(found.table())
-    where = [f"{j * schedule.width}-{(j + 1) * schedule.width}" for j in found.violated]
-    out = out if out != Path("calibration.json") else Path("verified.json")
     out.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
     share, (lower, upper) = found.vetoed, found.vetoed.interval
     typer.echo(f"vetoed rollouts (some token with p_dense / p_sparse < 1e-4): {share.count} of {share.of}, "
@@ -228,8 +239,21 @@ def run_verify(
         typer.echo(
             f"So few rollouts do not tell that from {TOO_MANY:.0%}, which is too many; measure more with --prompts."
         )
-    if tau is None:
-        typer.echo(f"{out}: no tau was given, so the tail is not judged.")
-    else:
-        typer.echo(f"{out}: tau {tau:.4f} " + (f"is violated at lengths {', '.join(where)}." if where else "holds."))
-    return not where and not found.too_many_vetoed
+    typer.echo(f"{out}: {verdict(found)}")
+    return not found.violated and not found.too_many_vetoed
+
+
+def verdict(found: "Verification") -> str:
+    """What the bins say together of tau; those with too few prompts say nothing."""
+    if found.tau is None:
+        return "no tau was given, so the tail is not judged."
+    width, judged = found.schedule.width, sum(bool(bin_.enough) for bin_ in found.tail)
+    if found.violated:
+        where = ", ".join(f"{j * width}-{(j + 1) * width}" for j in found.violated)
+        return f"tau {found.tau:.4f} is violated at lengths {where}."
+    bins = len(found.schedule.budgets)
+    if judged == bins:
+        return f"tau {found.tau:.4f} holds."
+    if judged == 0:
+        return f"tau {found.tau:.4f} is not judged: all {bins} bins have too few prompts; measure more with --prompts."
+    return f"tau {found.tau:.4f} holds in {judged} of {bins} bins; the others have too few prompts to judge."

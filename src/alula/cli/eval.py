@@ -34,6 +34,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Of sampling and of generated tasks.")] = 0,
     data_dir: Annotated[Path | None, typer.Option(help="Where the benchmarks lie on disk, a folder each.")] = None,
     split: Annotated[str | None, typer.Option(help="Of a Hugging Face data set.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default where there is one.")] = None,
     sparse_adapter: Annotated[Path | None, typer.Option(help="DistillSparse's adapter, for sparse policies.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
@@ -61,7 +62,10 @@ def evaluate(
     from alula.engine.rollout import Sampling
 
     options = dict(parse_option(text) for text in option or [])
-    sets = [load(source, split=split, data_dir=data_dir, size=limit, seed=seed, options=options) for source in data]
+    sets = [
+        load(source, split=split, data_dir=data_dir, prompt=prompt, size=limit, seed=seed, options=options)
+        for source in data
+    ]
     sampling = Sampling(n=k, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

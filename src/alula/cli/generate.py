@@ -1,7 +1,9 @@
 """`alula generate`: rollouts as JSON lines."""
 
 import json
+import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,17 +80,37 @@ def pick_device(device: str) -> str:
 
 
 def check_out(out: Path | None) -> None:
-    """Before the work, not after it."""
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise SettingError(f"--out {out}: not a file in a folder that exists.")
+    """Make its folder, and refuse what cannot be written, before the work and not after it."""
+    if out is None:
+        return
+    new = not os.path.lexists(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if new or out.is_file() or out.is_dir():  # opening a pipe would wait for its reader
+            out.open("a").close()
+        if new:
+            out.unlink()
+    except OSError as error:
+        raise SettingError(f"--out {out}: cannot be written ({error.strerror}); name another file.") from None
 
 
 def read_prompts(file: Path) -> list[Any]:
     if str(file) != "-" and not file.is_file():
         raise SettingError(f"--file {file}: there is no such file.")
-    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    if str(file) != "-":
+        with file.open(encoding="utf-8", errors="surrogateescape") as lines:
+            return parse_prompts(lines, file)
+    try:
+        return parse_prompts(sys.stdin, file)
+    except UnicodeDecodeError:
+        raise SettingError("--file -: standard input is not UTF-8; convert it.") from None
+
+
+def parse_prompts(lines: Iterable[str], file: Path) -> list[Any]:
+    from alula.data.sources import numbered
+
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in numbered(lines, f"--file {file}"):
         if line.strip():
             try:
                 found.append(json.loads(line)["prompt"])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from alula.errors import SettingError
+from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
     from alula.mismatch.calibration import Calibration
@@ -42,13 +42,16 @@ def plan(
     Writes the schedule, a plot of the calibrated tails with the choice (.tails.svg) and the Pareto front of threshold
     against speed (.pareto.svg); prints what every threshold would cost. Exit code 2 if tau is out of reach.
     """
+    from alula.cli.generate import check_out
     from alula.mismatch.calibration import Calibration
     from alula.mismatch.plan import Workload
     from alula.mismatch.plan import plan as make_plan
     from alula.mismatch.plot import plot_pareto, plot_tails
     from alula.mismatch.tradeoff import table
 
+    check_workload(new_tokens, prompt, batch, kv_memory)
     found = Calibration.load(calibration)
+    check_out(out)
     cost = cost_of(found, timings, hardware)
     if batch is None and kv_memory is None:
         batch = 32
@@ -63,6 +66,16 @@ def plan(
     typer.echo(describe(made, found))
     typer.echo(f"{out}, {out.with_suffix('.tails.svg')} and {out.with_suffix('.pareto.svg')} written; "
                f"check it on rollouts of its own with `alula calibrate MODEL --data ... --verify {out}`.")  # fmt: skip
+
+
+def check_workload(new_tokens: int | None, prompt: int, batch: int | None, kv_memory: str | None) -> None:
+    require(new_tokens is None or new_tokens >= 1, f"--new-tokens {new_tokens}: must be at least 1.")
+    require(prompt >= 0, f"--prompt {prompt}: must be at least 0.")
+    require(batch is None or batch >= 1, f"--batch {batch}: must be at least 1.")
+    require(
+        batch is None or kv_memory is None,
+        f"--batch {batch} and --kv-memory {kv_memory}: give one of them, since either says how many rows decode.",
+    )
 
 
 def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> "Cost":

@@ -9,7 +9,7 @@ from alula.data import sources
 from alula.data.benchmarks import BENCHMARKS
 from alula.data.dataset import Dataset
 from alula.data.mapping import FieldMapping
-from alula.errors import SettingError, require, unknown
+from alula.errors import require, unknown
 
 GENERATED = 1000
 """Examples of a generator where no size is given."""
@@ -43,6 +43,8 @@ def load(
     require(size is None or size >= 1, f"size={size}: ask for at least one example.")
     kind, _, rest = source.partition(":")
     generated = kind in ("task", "reasoning-gym") and rest != ""
+    if not generated:
+        check_there(source)  # what is missing is said before anything else about it
     require(generated or not options, f"data {source}: takes no options, got {sorted(options or ())}.")
     if generated and kind == "task":
         from alula.data.tasks import build
@@ -54,7 +56,18 @@ def load(
     else:
         rows, mapping = stored(source, split, data_dir)
     mapping = override(mapping, prompt, answer, answer_form)
-    return mapping.apply(rows[:size], Path(source).stem if Path(source).suffix else source)
+    return mapping.apply(rows[:size], Path(source).stem if Path(source).suffix else source, source)
+
+
+def check_there(source: str) -> None:
+    """Refuse a file or folder that does not exist, where the name can mean nothing else."""
+    there = Path(source).expanduser().exists()
+    require(there or not is_path(source), f"data {source!r} does not exist; check the path.")
+
+
+def is_path(source: str) -> bool:
+    """Whether only a file or folder can be meant, be it there or not."""
+    return Path(source).suffix in FILES or source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
 
 
 def on_hub(source: str, data_dir: str | Path | None = None) -> bool:
@@ -62,7 +75,7 @@ def on_hub(source: str, data_dir: str | Path | None = None) -> bool:
     if source in BENCHMARKS:
         return data_dir is None
     path = Path(source).expanduser()
-    here = path.exists() or path.suffix in FILES or source.startswith(("task:", "reasoning-gym:"))
+    here = path.exists() or is_path(source) or source.startswith(("task:", "reasoning-gym:"))
     return source.count("/") == 1 and not here
 
 
@@ -74,8 +87,6 @@ def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple
         return sources.read_file(path), FieldMapping()
     if path.is_dir():
         return sources.read_folder(path, split or "train"), FieldMapping()
-    if path.suffix in FILES:
-        raise SettingError(f"data file {source!r} does not exist.")
     if source.count("/") != 1:
         raise unknown("data set", source, BENCHMARKS)
     name, _, config = source.partition(":")

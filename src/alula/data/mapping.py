@@ -3,10 +3,11 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from alula.data.dataset import Dataset, Example
-from alula.errors import require, unknown
+from alula.errors import SettingError, require, unknown
 from alula.rewards.math_answer import last_boxed
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
@@ -46,18 +47,33 @@ class FieldMapping:
             raise unknown("answer form", self.answer_form, ANSWER_FORMS)
 
     def example(self, row: Mapping[str, Any]) -> Example:
-        answer = None
+        prompt, answer = fill(self.prompt, row, "prompt"), None
         if self.answer is not None:
             answer = ANSWER_FORMS[self.answer_form](fill(self.answer, row, "answer"))
-        return Example(fill(self.prompt, row, "prompt"), answer, dict(row))
+        return Example(prompt, answer, dict(row))
 
-    def apply(self, rows: Iterable[Mapping[str, Any]], name: str) -> Dataset:
-        """Rows whose answer is missing are dropped and counted: no verifier could say anything about them."""
-        examples = [self.example(row) for row in rows]
+    def apply(self, rows: Iterable[Mapping[str, Any]], name: str, source: str | None = None) -> Dataset:
+        """Rows whose answer is missing are dropped and counted: no verifier could say anything about them.
+
+        `source` is what an error calls the data, where that is more than the name.
+        """
+        where = f"data {source or name}"
+        try:
+            examples = [self.example(row) for row in rows]
+        except NoField as error:
+            raise SettingError(f"{where}: {error}") from None
         kept = [example for example in examples if self.answer is None or not empty(example.answer)]
         dropped = {"no answer": len(examples) - len(kept)} if len(kept) < len(examples) else {}
-        require(len(kept) > 0, f"data {name}: no usable rows (read {len(examples)}).")
+        require(len(examples) > 0, f"{where}: no usable rows (read 0); it is empty, so name another one.")
+        require(
+            len(kept) > 0,
+            f"{where}: no usable rows (read {len(examples)}, all without an answer); name its field in data.answer.",
+        )
         return Dataset(tuple(kept), name, dropped)
+
+
+class NoField(Exception):
+    """A template asks for a field that a row does not have; the sentence lacks only the name of the data."""
 
 
 def fill(template: str, row: Mapping[str, Any], setting: str) -> Any:
@@ -69,11 +85,25 @@ def fill(template: str, row: Mapping[str, Any], setting: str) -> Any:
 
 def look_up(path: str, row: Mapping[str, Any], setting: str) -> Any:
     value: Any = row
-    for name in path.split("."):
+    names = path.split(".")
+    for depth, name in enumerate(names):
         if not isinstance(value, Mapping) or name not in value:
-            raise unknown(f"field of the {setting} template", path, value if isinstance(value, Mapping) else row)
+            outer = names[:depth] if isinstance(value, Mapping) else []
+            raise no_field(path, outer, value if isinstance(value, Mapping) else row, setting)
         value = value[name]
     return value
+
+
+def no_field(path: str, outer: list[str], fields: Mapping[str, Any], setting: str) -> NoField:
+    """`fields` are those that there are inside of `outer`; the one likeliest to be meant is the way out."""
+    other = "answer" if setting == "prompt" else "prompt"
+    near = get_close_matches(path.split(".")[-1], list(fields), n=1)
+    guess = [*near, *(name for name in fields if name != other), "field"][0]
+    way = f'data.{setting}="{{{".".join([*outer, guess])}}}" in a recipe'
+    if setting == "prompt":
+        way += ", --prompt on the command line"
+    known = ", ".join(sorted(fields)) or "none"
+    return NoField(f"unknown field {path!r} of the {setting} template (known: {known}); name another with {way}.")
 
 
 def empty(answer: Any) -> bool:

@@ -1,6 +1,6 @@
 """From an example to the tokens a model reads: chat template, system prompt, length limit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,8 @@ def prepare(
         texts = [plain(example) for example in dataset]
     # A chat template writes its special tokens itself; adding them again would double the first one.
     ids = tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]
+    if dataset.name.startswith("task:"):
+        refuse_unknown_symbols(dataset, tokenizer, ids)
     kept = [
         replace(example, prompt_ids=tuple(row))
         for example, row in zip(dataset, ids)
@@ -51,6 +53,20 @@ def prepare(
     if len(kept) < len(dataset):
         dropped[f"prompt over {max_prompt_tokens} tokens"] = len(dataset) - len(kept)
     return Dataset(tuple(kept), dataset.name, dropped)
+
+
+def refuse_unknown_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence[int]]) -> None:
+    """A symbol of a generated task that the model never saw would be one unknown token, and the score meaningless."""
+    unknown = tokenizer.unk_token_id
+    for example, row in zip(dataset, ids):
+        if unknown is None or unknown not in row:
+            continue
+        for word in plain(example).split():  # a chat template's own words are not the task's
+            if unknown in tokenizer(word, add_special_tokens=False)["input_ids"]:
+                raise SettingError(
+                    f"data {dataset.name}: the model's tokenizer does not know the symbol {word!r}; give the task's "
+                    "options that the model was trained with (--option symbols=4, or data.options in a recipe)."
+                )
 
 
 def messages(example: Example, system: str | None) -> Messages:

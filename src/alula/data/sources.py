@@ -1,13 +1,16 @@
 """Rows of plain fields from files, Hugging Face datasets and reasoning-gym."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from alula.errors import SettingError, require, unknown
 
 Row = Mapping[str, Any]
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""What bytes that are not UTF-8 become with `errors="surrogateescape"`, which keeps the lines countable."""
 
 
 def read_file(path: Path) -> list[Row]:
@@ -18,8 +21,8 @@ def read_file(path: Path) -> list[Row]:
     if path.suffix != ".jsonl":
         raise SettingError(f"data file {path}: only .jsonl and .parquet are read; convert it.")
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for number, line in numbered(lines, f"data file {path}"):
             if not line.strip():
                 continue
             try:
@@ -29,6 +32,13 @@ def read_file(path: Path) -> list[Row]:
             require(isinstance(row, dict), f"data file {path}, line {number}: must be an object with fields.")
             rows.append(row)
     return rows
+
+
+def numbered(lines: Iterable[str], file: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers from 1 on; `lines` escape what is not UTF-8, and the first of it is refused."""
+    for number, line in enumerate(lines, 1):
+        require(_NOT_UTF8.search(line) is None, f"{file}, line {number}: not UTF-8; convert the file to it.")
+        yield number, line
 
 
 def read_folder(path: Path, split: str) -> list[Row]:

@@ -63,6 +63,10 @@ def parse_evict(method: str, rest: str, text: str) -> "Evict":
     if with_buffer:
         require("buffer" not in settings, f"sparsity {text!r} gives the buffer twice, after + and by its name.")
         size, settings["buffer"] = with_buffer[1].strip(), tokens(with_buffer[2])
+    require(
+        re.fullmatch(r"[-.\dk]+\s*\+.*", size) is None,
+        f"sparsity {text!r}: the buffer is one whole number after one +, as in 512+128.",
+    )
     protect = settings.get("protect_prompt", False)
     require(isinstance(protect, bool), f"sparsity {text!r}: protect_prompt={protect} must be true or false.")
     return Evict(method, budget(size), **settings)

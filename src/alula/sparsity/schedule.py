@@ -1,12 +1,13 @@
 """A budget that depends on the sequence's length: a table of steps, the last one open-ended."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alula.errors import SettingError, require
+from alula.errors import SettingError, require, unknown
 
 PRESETS = Path(__file__).with_name("presets")
 
@@ -70,7 +71,7 @@ class Schedule:
     def from_dict(cls, data: dict[str, Any]) -> "Schedule":
         known = set(cls.__dataclass_fields__)
         if extra := set(data) - known:
-            raise SettingError(f"schedule file: unknown field {sorted(extra)[0]!r}; known: {', '.join(sorted(known))}.")
+            raise SettingError(f"schedule: unknown field {sorted(extra)[0]!r}; known: {', '.join(sorted(known))}.")
         return cls(**(data | {"budgets": tuple(data["budgets"])}))
 
     @classmethod
@@ -80,10 +81,18 @@ class Schedule:
         if not path.exists():
             path = PRESETS / f"{Path(source).name.removesuffix('.json')}.json"
         if not path.exists():
-            from alula.errors import unknown
-
-            raise unknown("schedule file or preset", str(source), [p.stem for p in PRESETS.glob("*.json")])
+            raise not_found(str(source))
         try:
             return cls.from_dict(json.loads(path.read_text()))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise SettingError(f"schedule file {path}: not a schedule ({error}); `alula plan` writes one.") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = str(error).removesuffix(".")
+            raise SettingError(f"schedule file {path}: not a schedule ({why}); `alula plan` writes one.") from error
+
+
+def not_found(budget: str) -> SettingError:
+    """What was most likely meant: a number of tokens, a file, or a preset."""
+    if re.fullmatch(r"[-+.\d]*\d[-+.\deEkK]*", budget):
+        return SettingError(f"budget {budget!r}: must be a whole number of at least 1, or the name of a schedule.")
+    if budget.endswith(".json") or "/" in budget:
+        return SettingError(f"schedule file {budget}: there is no such file; `alula plan` writes one.")
+    return unknown("schedule file or preset", budget, [p.stem for p in PRESETS.glob("*.json")])

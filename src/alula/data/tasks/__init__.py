@@ -8,7 +8,7 @@ from alula.data.tasks.countdown import Countdown
 from alula.data.tasks.pointer import Pointer
 from alula.data.tasks.symbols import CopyLast, Successor
 from alula.data.tasks.task import Task
-from alula.errors import unknown
+from alula.errors import require, unknown
 
 if TYPE_CHECKING:
     from alula.rewards.scoring import Answers
@@ -19,9 +19,11 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (CopyLast, Successor
 def build(name: str, **options: Any) -> Task:
     kind = kind_of(name)
     allowed = inspect.signature(kind).parameters
-    for option in options:
+    for option, value in options.items():
         if option not in allowed:
             raise unknown(f"option of task:{name}", option, allowed)
+        whole = allowed[option].annotation is not int or type(value) is int  # a bool is an int, and no number
+        require(whole, f"task {name}: {option}={value!r} must be a whole number.")
     return kind(**options)
 
 
