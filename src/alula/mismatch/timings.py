@@ -39,7 +39,10 @@ def load_cost(path: str | Path, shape: Shape) -> FittedCost:
         return FittedCost.load(path, shape)
     found = [record for record in records(data) if Shape(**record["shape"]) == shape]
     if not found:
-        raise SettingError(f"timings file {path}: no decode step of a model of shape {shape}; run `alula bench` on it.")
+        raise SettingError(
+            f"timings file {path}: no decode step of a model of shape {shape}; run `alula bench` on it (a bare shape "
+            "that was calibrated on a task has that task's small vocabulary: bench a folder instead)."
+        )
     return fit(found, shape, source=str(path))
 
 
