@@ -176,6 +176,12 @@ def sampled(engine: Engine, monitor: Monitor, seed: int):
     return made, [vetoed(rollout, dense) for rollout, dense in zip(made, engine.score(made))]
 
 
+def test_a_rung_that_no_policy_can_have_is_refused():
+    sparsity = Sparsity(Evict("rkv", 32, buffer=4, window=4, sinks=2))
+    with pytest.raises(SettingError, match=r"control\.ladder=\[4, 64\]: budget=4 is smaller than window"):
+        ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]).build(sparsity, 0.05, 256)
+
+
 def test_a_policy_that_spoils_its_answers_gets_the_budget_it_needs(engine):
     monitor, shares, said = monitored(engine), [], []
     for seed in range(12):

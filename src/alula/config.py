@@ -468,7 +468,7 @@ class ControlSettings(Section):
 
     def build(self, sparsity: "Sparsity", quantile: float, max_length: int) -> "Control | None":
         from alula.mismatch.control import Control, default_ladder
-        from alula.mismatch.monitor import budget_of, controlled
+        from alula.mismatch.monitor import budget_of, controlled, with_budget
         from alula.sparsity.policy import smallest
 
         if not self.enabled:
@@ -484,6 +484,11 @@ class ControlSettings(Section):
         kind = controlled(sparsity)
         start, block = budget_of(sparsity, kind), sparsity.select.block if sparsity.select and kind == "select" else 1
         assert start is not None
+        for rung in self.ladder or ():
+            try:
+                with_budget(sparsity, kind, rung)
+            except SettingError as error:
+                raise SettingError(f"control.ladder={self.ladder}: {error}") from error
         return Control(
             tau, max_length, True, self.on_violation, quantile, self.margin, self.false_alarm_steps, self.patience,
             ladder=tuple(self.ladder or default_ladder(smallest(start), max_length, block)), vetoed=self.vetoed,
