@@ -68,7 +68,7 @@ def training_table(results: dict) -> list[tuple[str, ...]]:
             "50 ms; 0",
         )
     )
-    for r in results.get("residual", {"rows": []})["rows"]:
+    for r in results["residual"]["rows"]:
         times = f"{r['slower']:+.1%} ({r['with_ms']:.2f} / {r['without_ms']:.2f} ms)"
         rows.append((f"{r['what']} with a float32 residual stream against without, {r['model']}", times, "reported"))
     for name, wanted in (("gsm8k", "2.5 s; 1.5 s"), ("small", "2.5 s; 1.5 s"), ("paper", "reported; 4 min")):
@@ -109,7 +109,7 @@ def sparrow_table(results: dict) -> list[tuple[str, ...]]:
 def distill_table(results: dict) -> list[tuple[str, ...]]:
     rows = {name: section["rows"] for name, section in results.items()}
     found = []
-    for r in rows["agreement"] + rows["agreement_float16"] + rows.get("agreement_residual", []):
+    for r in rows["agreement"] + rows["agreement_float16"] + rows["agreement_residual"]:
         kind = f"{r['sparsity']}, {'with' if r['adapter'] else 'no'} φ, {r['dtype'].removeprefix('torch.')}"
         kind += ", float32 residual" if r.get("residual") else ""
         what = f"learner's sparse forward against the engine, {kind}"

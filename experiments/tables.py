@@ -47,6 +47,10 @@ def percent(mean: float, half: float = float("inf")) -> str:
     return f"{100 * mean:.0f} %" if not isfinite(half) else f"{100 * mean:.0f} ± {100 * half:.0f} %"
 
 
+def percents(rows: Sequence[Row], name: str) -> str:
+    return " ".join(f"{100 * (row[name] or 0.0):.0f}" for row in rows)
+
+
 def points(mean: float, half: float) -> str:
     shown = f"{100 * mean:+.0f}"
     return shown if not isfinite(half) else f"{shown} ± {100 * half:.0f}"
@@ -120,13 +124,10 @@ def threshold_table(bed: str, question: str) -> str:
     probe, body = before_training(bed), []
     for runs in by_arm(raw(question, bed)).values():
         before = [*map(probe, runs)]
-
-        def shares(name: str, before: list[Row] = before) -> str:
-            return " ".join(f"{100 * (row[name] or 0.0):.0f}" for row in before)
-
         body.append([
             runs[0]["sparsity"].split(",")[0], " ".join(f"{row['tail']:.3f}" for row in before),
-            " ".join(f"{row['tail_low']:.3f}" for row in before), shares("vetoed_rollouts"), shares("careful"),
+            " ".join(f"{row['tail_low']:.3f}" for row in before), percents(before, "vetoed_rollouts"),
+            percents(before, "careful"),
             " ".join(map(last_accuracy, runs)), f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
             percent(fmean(row["kv_unread"] for row in before)),
         ])  # fmt: skip

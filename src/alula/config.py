@@ -586,12 +586,9 @@ class RunConfig(Section):
         return self
 
     def _check_distill(self, distill: DistillSettings) -> None:
-        evict, select = self.sparsity.evict, self.sparsity.select
-        require(evict is not None or select is not None, "distill: the rollouts are dense; set a sparsity.")
-        require(
-            evict is None or select is None,
-            "distill: an evictor and a selector together cannot be replayed by the learner; use one of them.",
-        )
+        sparsity = self.sparsity.build()
+        require(not sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
+        require_one_part(sparsity, "distill")
         distill.build(), distill.build_move()
         before = distill.teacher == "before" and distill.loss != "policy"
         require(
@@ -610,10 +607,7 @@ class RunConfig(Section):
         candidate, present = parse_sparsity(move.sparsity), self.sparsity.build()
         said = f"distill.move.sparsity={move.sparsity}"
         require(not candidate.dense, f"{said}: the run moves to a sparser policy; name one with a smaller budget.")
-        require(
-            candidate.evict is None or candidate.select is None,
-            f"{said}: an evictor and a selector together cannot be replayed by the learner; name one of them.",
-        )
+        require_one_part(candidate, said)
         for wanted, now in ((candidate.evict, present.evict), (candidate.select, present.select)):
             if wanted and now and wanted.method == now.method:
                 fixed = isinstance(wanted.budget, int) and isinstance(now.budget, int)
@@ -625,3 +619,10 @@ class RunConfig(Section):
             move.at is None or move.at <= self.steps,
             f"distill.move.at={move.at}: the run ends after steps={self.steps}; move earlier.",
         )
+
+
+def require_one_part(sparsity: "Sparsity", said: str) -> None:
+    require(
+        sparsity.evict is None or sparsity.select is None,
+        f"{said}: an evictor and a selector together cannot be replayed by the learner; use one of them.",
+    )

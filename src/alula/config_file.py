@@ -112,10 +112,10 @@ ELSEWHERE = {
 def misspelt(error: ErrorDetails) -> SettingError:
     *sections, name = (str(part) for part in error["loc"])
     here = ".".join(sections)
-    if name in ELSEWHERE:
-        return SettingError(f"unknown setting {'.'.join([*sections, name])!r}; here it is {ELSEWHERE[name]!r}.")
-    known = [f"{here}.{field}" if here else field for field in fields_at(sections)]
     full = f"{here}.{name}" if here else name
+    if name in ELSEWHERE:
+        return SettingError(f"unknown setting {full!r}; here it is {ELSEWHERE[name]!r}.")
+    known = [f"{here}.{field}" if here else field for field in fields_at(sections)]
     elsewhere = [path for path in all_settings() if path.split(".")[-1] == name]
     if elsewhere and not get_close_matches(full, known, n=1):
         return SettingError(f"unknown setting {full!r}; did you mean {elsewhere[0]!r}?")

@@ -14,6 +14,10 @@ class SettingError(ValueError):
     """A setting or an input that cannot be used. The message is meant for the person who wrote it."""
 
 
+class RunFailed(RuntimeError):
+    """Work that had begun and cannot go on, through no fault of a setting. The message says why and what to try."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
     """An unknown name, with the nearest valid one."""
     names = sorted(known)

@@ -63,20 +63,14 @@ def distill(
         loss="divergence", divergence=divergence, top_k=top_k, lr=lr, minibatches=minibatches,  # type: ignore[arg-type]
         token_budget=token_budget,
     )  # fmt: skip
-    from alula.rl.checkpoint import CheckpointError
-
-    try:
-        run(
-            policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
-            {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
-            {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "options": options,
-             "device": device, "dtype": dtype, "seed": seed},
-            {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
-             "seed": seed},
-        )  # fmt: skip
-    except CheckpointError as error:
-        typer.echo(f"alula: {error}", err=True)
-        raise typer.Exit(1) from error
+    run(
+        policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
+        {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
+        {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "options": options, "device": device,
+         "dtype": dtype, "seed": seed},
+        {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
+         "seed": seed},
+    )  # fmt: skip
 
 
 def run(

@@ -56,7 +56,7 @@ def evaluate(
     if sparse_adapter is not None and all(policy.dense for policy in policies):
         raise SettingError(f"--sparse-adapter {sparse_adapter}: every policy is dense, and it is for sparse ones; name "
                            "one with --sparsity.")  # fmt: skip
-    from alula.cli.generate import pick_device
+    from alula.cli.generate import check_out, pick_device
     from alula.data import load
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
@@ -67,8 +67,7 @@ def evaluate(
         for source in data
     ]
     sampling = Sampling(n=k, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    check_out(out)
     results: list[EvalResult] = []
     for model in models:
         engine = Engine.load(

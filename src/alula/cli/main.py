@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from alula.errors import SettingError
+from alula.errors import RunFailed, SettingError
 
 COMMANDS = {
     "generate": ("alula.cli.generate:generate", "Generate with a model, densely or under any sparsity."),
@@ -25,14 +25,15 @@ COMMANDS = {
 
 
 def app(arguments: Sequence[str] | None = None) -> None:
-    """The entry point. A setting that cannot be used is one sentence on standard error and exit code 2."""
+    """The entry point. A setting that cannot be used is one sentence on standard error and exit code 2; work that
+    failed, one and exit code 1."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     called = next((word for word in given if not word.startswith("-")), None)
     try:
         build(called)(args=given, prog_name="alula")
-    except SettingError as error:
+    except (SettingError, RunFailed) as error:
         typer.echo(f"alula: {error}", err=True)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, SettingError) else 1)
 
 
 def build(called: str | None) -> typer.Typer:

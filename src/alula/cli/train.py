@@ -26,14 +26,10 @@ def train(
         return
     import torch.distributed
 
-    from alula.rl.checkpoint import CheckpointError
-    from alula.rl.trainer import Trainer, TrainingFailed
+    from alula.rl.trainer import Trainer
 
     try:
         finished = Trainer(config, resume=resume).run()
-    except (TrainingFailed, CheckpointError) as error:
-        typer.echo(f"alula: {error}", err=True)
-        raise typer.Exit(1) from error
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

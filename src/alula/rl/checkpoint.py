@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from alula.errors import RunFailed
 from alula.rl.distributed import World
 from alula.rl.rng import rng_state, set_rng_state
 
@@ -34,7 +35,7 @@ ASIDE = ".aside-"
 PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata"}
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunFailed):
     """A checkpoint that could not be written or read."""
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from alula.errors import SettingError
+from alula.errors import SettingError, require
 from alula.rl.sinks import Sink, open_sink
 
 LINES = ("metrics.jsonl", "evals.jsonl", "completions.jsonl", "events.jsonl")
@@ -43,7 +43,11 @@ class MetricsWriter:
         total_steps: int | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        require(not self.run_dir.exists() or self.run_dir.is_dir(), f"out={run_dir}: is a file; name a folder.")
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"out={run_dir}: cannot be made ({error.strerror}); name another folder.") from error
         paths = [self.run_dir / name for name in LINES]
         if resume_from is None and any(path.exists() and path.stat().st_size for path in paths):
             raise SettingError(

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from alula.errors import RunFailed
 from alula.rl.distributed import World
 from alula.rl.experience import Experience
 from alula.rl.learner import Update
@@ -11,7 +12,7 @@ from alula.rl.step_metrics import whole_sum
 from alula.rl.update import Learned
 
 
-class TrainingFailed(RuntimeError):
+class TrainingFailed(RunFailed):
     """The run cannot go on; the message says why and what to try."""
 
 

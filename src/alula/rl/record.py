@@ -8,7 +8,6 @@ import yaml
 from alula.config import RunConfig
 from alula.config_file import to_yaml
 from alula.data import Dataset
-from alula.errors import SettingError, require
 from alula.rl.distributed import World
 from alula.rl.experience import Experience
 from alula.rl.held_out import HeldOut
@@ -31,11 +30,6 @@ class Record:
         self.resumed_from = resume_from
         if not self.first:
             return
-        require(not self.out.exists() or self.out.is_dir(), f"out={self.out}: is a file; name a folder.")
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingError(f"out={self.out}: cannot be made ({error.strerror}); name another folder.") from error
         self.writer = MetricsWriter(
             self.out, self.config.logging.sinks, resume_from=resume_from,
             settings=self.config.model_dump(mode="json"), total_steps=self.config.steps,
