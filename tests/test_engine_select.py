@@ -5,6 +5,7 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Select, Sparsity
+from alula.engine.cache import Cache
 from alula.engine.pages import pages_for
 from alula.sparsity.policy import budget_at
 from alula.sparsity.select import METHODS
@@ -198,3 +199,29 @@ def test_one_selector_after_another_on_the_same_pages(models):
         got = reused.generate(PROMPTS[::-1], SAMPLING, policy)
         expected = engine_of(models[3]).generate(PROMPTS[::-1], SAMPLING, policy)
         assert [r.token_ids for r in got] == [r.token_ids for r in expected]
+
+
+def test_evictions_pay_for_no_summaries_that_nobody_reads(models, monkeypatch):
+    """Once an engine has served a selector its cache has summaries; later calls that only evict leave them alone."""
+    engine, evict = engine_of(models[3]), Evict("rkv", 24, buffer=5, window=3, sinks=2)
+    engine.generate(PROMPTS, SAMPLING, Sparsity(select=Select("quest", 16, 4, 1)))
+    calls = []
+    monkeypatch.setattr(Cache, "summarise", lambda cache, pages, own=Cache.summarise: calls.append(own(cache, pages)))
+    assert sum(r.kv.evictions for r in engine.generate(PROMPTS, SAMPLING, Sparsity(evict))) > 0
+    assert not calls
+    engine.generate(PROMPTS, SAMPLING, Sparsity(evict, Select("quest", 16, 4, 1)))
+    assert len(calls) > 1
+
+
+def test_pages_are_summarised_alike_however_many_layers_at_a_time(models, monkeypatch):
+    cache = engine_of(models[3]).cache
+    cache.prepare(summary_kinds=2, ring=0, accumulated_tokens=0)
+    cache.keys.normal_()
+    pages = torch.tensor([3, 1, 5])
+    cache.summarise(pages)
+    expected = torch.stack([cache.keys[:, pages].amin(-2), cache.keys[:, pages].amax(-2)], -2)
+    assert torch.equal(cache.summaries[:, pages], expected)
+    cache.summaries.zero_()
+    monkeypatch.setattr("alula.engine.cache.SUMMARISED_BYTES", 1)
+    cache.summarise(pages)
+    assert torch.equal(cache.summaries[:, pages], expected)

@@ -10,6 +10,9 @@ from alula.engine.memory import Block
 from alula.errors import require
 from alula.ops.append import summarise
 
+SUMMARISED_BYTES = 1 << 28
+"""Most bytes of keys that are summarised at a time."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -71,10 +74,14 @@ class Cache:
 
     def summarise(self, pages: Tensor) -> None:
         """Write the summaries of pages that were filled other than token by token."""
-        if self.summaries is not None and len(pages):
-            for layer in range(self.shape.layers):  # layer by layer: a prompt's pages are many
-                found = summarise(self.keys[layer, pages], self.summaries.shape[3])
-                self.summaries[layer, pages] = found.to(self.summaries.dtype)
+        assert self.summaries is not None
+        if len(pages):
+            each = len(pages) * self.page * self.shape.token_bytes // (2 * self.shape.layers)
+            together = max(1, SUMMARISED_BYTES // each)
+            for first in range(0, self.shape.layers, together):  # a prompt's pages are many, an eviction's few
+                layers = slice(first, first + together)
+                found = summarise(self.keys[layers, pages], self.summaries.shape[3])
+                self.summaries[layers, pages] = found.to(self.summaries.dtype)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         self.keys[:, target] = self.keys[:, source]

@@ -61,7 +61,7 @@ def _evict_rows(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
     kept = kept.view(len(row), shape.layers, shape.kv_heads, event.keep)
     compact(cache.keys, cache.values, kept, old_pages, new_pages)
-    if cache.summaries is not None:
+    if any(sequence.request.sparsity.select for sequence in event.sequences):
         cache.summarise(new_pages[:, : event.keep // cache.page].flatten().long())
     if attention_sums is not None:
         moved = attention_sums.view(len(row), shape.layers, shape.kv_heads, -1).gather(3, kept.long())
