@@ -1,5 +1,6 @@
 """Which runs answer which question. An arm that two questions share is one run."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,8 @@ class Arm:
     """Further settings."""
     tag: str = ""
     """Tells `extra` apart in the name."""
+    distilled_first: bool = False
+    """Whether `alula distill` trains the adapter before the run's first step."""
 
     @property
     def name(self) -> str:
@@ -46,13 +49,16 @@ class Arm:
         parts = [f"{p.method}-{p.budget}" for p in (policy.evict, policy.select) if p is not None]
         return "-".join([*(parts or ["dense"]), self.correction, *filter(None, [self.tag])])
 
+    def matches(self, pattern: str) -> bool:
+        """Whether a regular expression finds something in the name or in the label; ^ and $ are those of either."""
+        return any(re.search(pattern, text) for text in (self.name, self.label))
+
     @property
     def settings(self) -> list[str]:
         return [*sparsity_settings(self.sparsity), f"objective.correction={CORRECTIONS[self.correction]}", *self.extra]
 
 
 DENSE = Arm("dense", "dense", "naive")
-DISTILLED = ("distill.rank=8", "distill.lr=1e-3", "distill.fraction=1.0", "distill.activation_checkpointing=false")
 
 
 def collapse(bed: Bed, budgets: Budgets, methods: tuple[str, ...]) -> list[Arm]:
@@ -74,9 +80,9 @@ def other_compressors(bed: Bed, budgets: Budgets) -> list[Arm]:
 def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
     """What matters in Sparse-RL's correction?"""
     milder = bed.budgets[min(bed.budgets.index(budgets["rkv"]) + 1, len(bed.budgets) - 1)]
-    mild = [Arm(f"{name}, milder", bed.evictor("rkv", milder), name)
-            for name in ("naive", "reject-only", "reweight-only", "sparse-rl")]  # fmt: skip
-    return [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in ("naive", *ABLATIONS)] + mild
+    names = ("naive", *ABLATIONS)
+    tempting = [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in names]
+    return tempting + [Arm(f"{name}, milder", bed.evictor("rkv", milder), name) for name in names]
 
 
 def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
@@ -98,8 +104,12 @@ def threshold(bed: Bed, budgets: Budgets) -> list[Arm]:
 def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does an adapter of the sparse policy change the outcome at the same budget?"""
     policy, names = bed.evictor("rkv", budgets["rkv"]), ("naive", "sparse-rl", "tis")
-    without = [Arm(name, policy, name) for name in names]
-    return without + [Arm(f"{name}, distilled", policy, name, DISTILLED, "distill") for name in names]
+    arms = [Arm(name, policy, name) for name in names]
+    arms += [Arm(f"{name}, distilled", policy, name, bed.distill, "distill") for name in names]
+    return arms + [
+        Arm(f"{name}, distilled first", policy, name, bed.distill, "distill-first", distilled_first=True)
+        for name in names
+    ]
 
 
 def control(bed: Bed, budgets: Budgets) -> list[Arm]:
@@ -118,7 +128,7 @@ def control(bed: Bed, budgets: Budgets) -> list[Arm]:
         arms += [held("rkv", name, limit) for name in names]
         arms += [held(method, "sparse-rl", limit) for method in OTHERS if method in budgets]
     ten = held("rkv", "sparse-rl", 10)
-    distilled = replace(ten, label=f"{ten.label}, distilled", extra=(*ten.extra, *DISTILLED), tag="control-distill")
+    distilled = replace(ten, label=f"{ten.label}, distilled", extra=(*ten.extra, *bed.distill), tag="control-distill")
     return [*arms, distilled]
 
 

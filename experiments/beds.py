@@ -59,6 +59,8 @@ class Bed:
     select: str
     """What follows a selector's budget."""
     read_budgets: tuple[int, ...]
+    distill: tuple[str, ...]
+    """Settings of the arms that distil."""
 
     @property
     def recipe(self) -> Path:
@@ -161,6 +163,7 @@ TINY = PointerBed(
     budgets=(16, 20, 24, 28, 32, 36, 40, 44, 48, 52),
     select=",block=4,dense_layers=0",
     read_budgets=(12, 16, 20, 24, 28, 32, 36, 40, 44, 48),
+    distill=("distill.rank=8", "distill.lr=1e-3", "distill.fraction=1.0", "distill.activation_checkpointing=false"),
     train_problems=2048,
     held_out=256,
     probe_prompts=128,
@@ -176,6 +179,7 @@ SMOLLM2 = PointerBed(
     budgets=(48, 64, 96, 128, 144, 160, 192, 256, 320),
     select=",block=16,dense_layers=2",
     read_budgets=(48, 64, 96, 128, 160, 192, 256, 320),
+    distill=("distill.rank=16", "distill.lr=3e-4", "distill.fraction=0.5", "distill.activation_checkpointing=false"),
     train_problems=4096,
     held_out=256,
     probe_prompts=64,
@@ -187,6 +191,7 @@ GSM8K = Gsm8kBed(
     budgets=(48, 64, 80, 96, 112, 128, 160, 192),
     select=",block=16,dense_layers=2",
     read_budgets=(48, 64, 80, 96, 112, 128, 160, 192),
+    distill=("distill.rank=16", "distill.lr=3e-4"),
     epochs=3,
     batch=64,
     lr=3e-4,

@@ -26,37 +26,54 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.measure import Bins
 from alula.mismatch.veto import REFERENCE_VETO
+from alula.model import load_model
 from alula.sparsity.parse import parse_sparsity
+from alula.sparsity.policy import Sparsity
 
 EVICTORS = ("rkv", "snapkv", "streaming", "keydiff")
 VETO = math.log(REFERENCE_VETO)
 
 
 class Probe:
-    """A model, by default the warmed-up one, on problems that no run trains or is evaluated on, two answers to each."""
+    """The warmed-up model on problems that no run trains or is evaluated on, two answers to each."""
 
-    def __init__(
-        self, bed: PointerBed, seed: int, work: Path, prompts: int | None = None, model: Path | None = None
-    ) -> None:
+    def __init__(self, bed: PointerBed, seed: int, work: Path, prompts: int | None = None) -> None:
         self.bed, self.seed = bed, seed
         recipe = recipe_settings(bed)
         options = {**recipe["engine"], "max_rows": recipe["sampling"]["prompts"] * recipe["sampling"]["n"]}
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        source = model or prepared(bed, seed, work, print_step) / "model"
-        self.engine = Engine.load(str(source), device=device, **options)
+        start = prepared(bed, seed, work, print_step)
+        self.engine = Engine.load(str(start / "model"), device=device, **options)
         problems = bed.task.dataset(prompts or bed.probe_prompts, 3000 + seed)
         self.problems = prepare(problems, self.engine.tokenizer, chat=False)
         self.sampling = Sampling(n=2, max_new_tokens=recipe["sampling"]["max_new_tokens"], seed=seed)
 
+    def take(self, model: Path) -> None:
+        """Go on with another model of the same shape."""
+        device = self.engine.device
+        self.engine.update_weights(load_model(model, device=device).model.named_parameters())
+
     def measure(self, sparsity: str) -> dict[str, Any]:
+        """What a policy does to the answers, and how far it is from the dense one."""
         start, policy = time.perf_counter(), parse_sparsity(sparsity)
-        prompts = [list(problem.prompt_ids or ()) for problem in self.problems]
-        rollouts = self.engine.generate(prompts, self.sampling, policy, progress=False)
+        rollouts = self.generate(policy)
         generated = time.perf_counter() - start
         alphas = self.engine.acceptance(rollouts, policy)
         tail = Bins(width=1 << 20, count=1).tail(rollouts, alphas)
         ratios = [d.logprobs - r.logprobs for d, r in zip(self.engine.score(rollouts), rollouts)]
         vetoed = [int((ratio < VETO).sum()) for ratio in ratios]
+        return self.answers(sparsity, rollouts) | {
+            "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
+            "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
+            "tail": float(tail.value[0]), "tail_low": float(tail.lower[0]), "tail_high": float(tail.upper[0]),
+            "generate_s": generated,
+        }  # fmt: skip
+
+    def generate(self, policy: Sparsity) -> list[Rollout]:
+        prompts = [list(problem.prompt_ids or ()) for problem in self.problems]
+        return self.engine.generate(prompts, self.sampling, policy, progress=False)
+
+    def answers(self, sparsity: str, rollouts: list[Rollout]) -> dict[str, Any]:
         right: dict[bool, list[float]] = {True: [], False: []}
         for rollout in rollouts:
             right[is_guess(rollout)].append(self.score(rollout))
@@ -70,10 +87,6 @@ class Probe:
             "length": mean([float(len(rollout)) for rollout in rollouts]),
             "careful_length": mean([float(len(rollout)) for rollout in rollouts if not is_guess(rollout)]),
             "kv_saved": 1 - held / whole, "kv_unread": 1 - read / whole,
-            "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
-            "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
-            "tail": float(tail.value[0]), "tail_low": float(tail.lower[0]), "tail_high": float(tail.upper[0]),
-            "generate_s": generated,
         }  # fmt: skip
 
     def score(self, rollout: Rollout) -> float:

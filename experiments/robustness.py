@@ -10,6 +10,7 @@ a selector that reads about as much.
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from choice import chosen_budgets
 from lines import read_lines
 from probe import Probe
 from raw import short
+
+from alula.sparsity.parse import parse_sparsity
 
 EVICTORS = ("rkv", "snapkv", "h2o", "streaming", "keydiff")
 
@@ -37,6 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bed", choices=POINTER_BEDS, required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seed", type=int, help="this one alone: several may run side by side")
+    parser.add_argument("--arms", default="", help="only models whose label this regular expression finds")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
@@ -44,21 +49,23 @@ def main() -> None:
     path = options.out / "robustness" / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["arm"], row["seed"], row["policy"]) for row in read_lines(path)}
-    for seed in range(options.seeds):
+    for seed in range(options.seeds) if options.seed is None else [options.seed]:
         budgets = chosen_budgets(bed, seed, work)
         models = {"start": work / f"start-{seed if bed.warm_seeds else 0}"}
         arms = [arm for arm in QUESTIONS["collapse"](bed, budgets) if arm.name != "dense-sparse-rl"]  # as good as dense
         arms += [arm for arm in QUESTIONS["correction"](bed, budgets) if arm.label.endswith("milder")]
         models |= {arm.label: work / "runs" / f"{arm.name}-s{seed}" for arm in arms}
+        probe = Probe(bed, seed, work)
         for arm, folder in models.items():
             wanted = policies(bed, budgets["rkv"]).items()
             left = {title: policy for title, policy in wanted if (arm, seed, title) not in done}
-            if not left or not (folder / "model").exists():
+            if not left or not re.search(options.arms, arm) or not (folder / "model").exists():
                 continue
-            probe = Probe(bed, seed, work, model=folder / "model")
-            with path.open("a") as file:
-                for title, policy in left.items():
-                    found = {name: short(value) for name, value in probe.measure(policy).items()}
+            probe.take(folder / "model")
+            for title, policy in left.items():
+                answers = probe.answers(policy, probe.generate(parse_sparsity(policy)))
+                found = {name: short(value) for name, value in answers.items()}
+                with path.open("a") as file:
                     file.write(json.dumps({"arm": arm, "policy": title} | found) + "\n")
             print(arm, seed, flush=True)
 

@@ -11,7 +11,6 @@ missing, the warm-up and the probe that chooses the budgets, is made first. --ou
 import argparse
 import json
 import multiprocessing
-import re
 import signal
 import time
 import traceback
@@ -27,8 +26,11 @@ from choice import chosen_budgets
 from raw import write_probe, write_raw
 
 import alula.rl.trainer  # noqa: F401  imported once, before the forks
+from alula.config import RunConfig
 from alula.config_file import load_config
 
+DISTILL_STEPS = 20
+"""Of `alula distill`, for the arms that begin with an adapter."""
 FORK = multiprocessing.get_context("fork")
 """Every run is a child of its own: nothing of CUDA is touched in the parent."""
 
@@ -64,13 +66,30 @@ class Run:
         start, data = prepared(self.bed, self.seed, self.work, probe.print_step), self.work / f"data-{self.seed}"
         settings = [f"model.source={start / 'model'}", f"data.source={data / 'train.jsonl'}", f"seed={self.seed}",
                     f"eval.data.source={data / 'held.jsonl'}", f"out={self.folder}"]  # fmt: skip
-        config = load_config(self.bed.recipe, [*settings, *self.arm.settings, *self.settings])
+        settings += [*self.arm.settings, *self.settings]
         with self.log.open("a") as log:
             try:
+                if self.arm.distilled_first:
+                    settings.append(f"distill.adapter={self.distilled(load_config(self.bed.recipe, settings))}")
+                config = load_config(self.bed.recipe, settings)
                 Trainer(config, resume=self.folder.exists(), stream=log).run()
             except BaseException:
                 traceback.print_exc(file=log)
                 raise SystemExit(1) from None
+
+    def distilled(self, config: RunConfig) -> Path:
+        """The adapter to begin with, of the run's own model, prompts and policy; made where it is missing."""
+        from alula.cli.distill import distill
+
+        out, phi, engine, sampling = Path(f"{self.folder}-adapter"), config.distill, config.engine, config.sampling
+        if phi is not None and not (out / "summary.json").exists():
+            distill(
+                str(config.model.source), str(config.data.source), self.arm.sparsity, steps=DISTILL_STEPS,
+                prompts=sampling.prompts * sampling.n // 2, max_new_tokens=sampling.max_new_tokens, chat=False,
+                rank=phi.rank, alpha=phi.alpha, lr=phi.lr, token_budget=phi.token_budget, page=engine.page,
+                kv_memory=str(engine.kv_memory), seed=self.seed, out=out, save_every=DISTILL_STEPS,
+            )  # fmt: skip
+        return out / "adapter"
 
 
 def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
@@ -125,7 +144,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--arms", default="", help="only arms whose name this regular expression finds")
+    parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--methods", help="only these compressors, separated by commas; the others are not probed")
     parser.add_argument("--budget", type=int, help="of the evictors, in place of the probe's choice")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
@@ -152,7 +171,7 @@ def main() -> None:
             print(f"{question}, seed {seed}: budgets {budgets}", flush=True)
             arms = QUESTIONS[question](bed, budgets)
             questions[question] += [Run(bed, arm, seed, work, tuple(options.settings)) for arm in arms]
-        questions[question] = [run for run in questions[question] if re.search(options.arms, run.arm.name)]
+        questions[question] = [run for run in questions[question] if run.arm.matches(options.arms)]
     # One queue, a whole seed of every question before the next: a stop in time leaves seeds that can be compared.
     run_all(sorted(chain.from_iterable(questions.values()), key=lambda run: run.seed), options.jobs, deadline)
     if isinstance(bed, PointerBed):

@@ -50,6 +50,7 @@ def calibrate(
     split: Annotated[str | None, typer.Option(help="Which part of a stored data set.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default where there is one.")] = None,
     options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
     adapter: Annotated[
         Path | None, typer.Option(help="Folder of the sparse policy's own LoRA (DistillSparse).")
@@ -83,7 +84,9 @@ def calibrate(
     if verify is not None and out == Path("calibration.json"):
         out = Path("verified.json")  # not over the calibration that the schedule was planned from
     check_out(out)
-    loaded, dataset = load(model, data, split, data_dir, prompt, options, device, dtype, seed, max(length // 2, 1))
+    loaded, dataset = load(
+        model, data, split, data_dir, prompt, chat, options, device, dtype, seed, max(length // 2, 1)
+    )
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
     if verified is not None:
@@ -116,8 +119,8 @@ def check_numbers(length: int, bin_width: int | None, taus: list[float]) -> None
 
 
 def load(
-    model: str, data: str, split: str | None, data_dir: Path | None, prompt: str | None, options: str,
-    device: str | None, dtype: str | None, seed: int, longest: int | None = None,
+    model: str, data: str, split: str | None, data_dir: Path | None, prompt: str | None, chat: bool | None,
+    options: str, device: str | None, dtype: str | None, seed: int, longest: int | None = None,
 ) -> "tuple[LoadedModel, Dataset]":  # fmt: skip
     """The model with a tokenizer (a bare shape takes a task's), and the prompts of at most `longest` tokens."""
     import torch
@@ -141,7 +144,7 @@ def load(
         tokenizer = task_tokenizer(build(data.removeprefix("task:"), **chosen))
         loaded = with_tokenizer(loaded, tokenizer, cut=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer to read the prompts with.")
-    return loaded, prepare(found, loaded.tokenizer, max_prompt_tokens=longest)
+    return loaded, prepare(found, loaded.tokenizer, chat=chat, max_prompt_tokens=longest)
 
 
 def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:

@@ -37,6 +37,7 @@ def distill(
     split: Annotated[str | None, typer.Option(help="Which part of a stored data set.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default where there is one.")] = None,
     options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
@@ -66,8 +67,8 @@ def distill(
     run(
         policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
         {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
-        {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "options": options, "device": device,
-         "dtype": dtype, "seed": seed},
+        {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "chat": chat, "options": options,
+         "device": device, "dtype": dtype, "seed": seed},
         {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
          "seed": seed},
     )  # fmt: skip
@@ -102,7 +103,7 @@ def run(
     distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))
     distiller.policy.base_model = model
     made_with = {"model": model, "sparsity": spell_all(policy), "held_out": held_out, "bin": width, **rollout_options}
-    made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "options")}
+    made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options")}
     made_with |= {name: getattr(config, name) for name in ("rank", "alpha", "divergence", "top_k")}
     made_with |= {"targets": ",".join(config.targets), "data_dir": text(input_options["data_dir"])}
     made_with |= {"adapter": text(adapter)}
