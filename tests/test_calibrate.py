@@ -266,6 +266,18 @@ def test_work_of_another_calibration_is_refused(engine, tmp_path):
         Work.open(path, engine, TEXT, BINS)
 
 
+def test_work_of_another_residual_stream_is_refused(tmp_path):
+    narrow, wide = (
+        Engine.load("shape:tiny-llama", dtype="bfloat16", residual=residual, page=PAGE, kv_memory="1MiB")
+        for residual in (None, "float32")
+    )
+    path = tmp_path / "work.json"
+    Work.open(path, narrow, TEXT, BINS).keep_text([], made_tail([0.9]))
+    Work.open(path, narrow, TEXT, BINS)
+    with pytest.raises(SettingError, match="made with residual=None, not residual=float32"):
+        Work.open(path, wide, TEXT, BINS)
+
+
 def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
     """Each bin is measured under the budgets before it, its lower bound holds tau, and the planner can use it."""
     grid = Grid((EVICT,), (4, 8, 12, 20, 36), taus=(0.6,))

@@ -120,6 +120,7 @@ def test_a_look_at_where_the_output_goes_leaves_nothing_and_takes_nothing():
         (["--out", "."], "--out .: cannot be written (Is a directory); name another file."),
         (["--out", "prompts.jsonl/out"], "--out prompts.jsonl/out: cannot be written ("),
         (["--dtype", "int8"], "dtype=int8: must be float32, bfloat16 or float16."),
+        (["--residual", "float16"], "residual=float16: must be float32, or left out for that of the weights."),
         (["--device", "tpu"], "device=tpu: must be cpu or cuda."),
         (["--kv-memory", "much"], "kv_memory='much': write a size such as 60GiB"),
     ],

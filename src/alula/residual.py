@@ -32,8 +32,13 @@ def widen_residual(model: PreTrainedModel) -> None:
 
 def widen_like(model: PreTrainedModel, twin: PreTrainedModel) -> None:
     """Widen `twin`, of the same class and dtype, where `model` is wide."""
-    if getattr(model, _MARK, False):
+    if residual_of(model) is not None:
         _hook(twin)
+
+
+def residual_of(model: PreTrainedModel) -> str | None:
+    """`float32` where the stream is wider than the weights, None where it is theirs."""
+    return "float32" if getattr(model, _MARK, False) else None
 
 
 def _hook(model: PreTrainedModel) -> None:

@@ -57,6 +57,9 @@ def calibrate(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    residual: Annotated[
+        str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 512,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("calibration.json"),
@@ -85,7 +88,7 @@ def calibrate(
         out = Path("verified.json")  # not over the calibration that the schedule was planned from
     check_out(out)
     loaded, dataset = load(
-        model, data, split, data_dir, prompt, chat, options, device, dtype, seed, max(length // 2, 1)
+        model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
     )
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
@@ -120,7 +123,7 @@ def check_numbers(length: int, bin_width: int | None, taus: list[float]) -> None
 
 def load(
     model: str, data: str, split: str | None, data_dir: Path | None, prompt: str | None, chat: bool | None,
-    options: str, device: str | None, dtype: str | None, seed: int, longest: int | None = None,
+    options: str, device: str | None, dtype: str | None, residual: str | None, seed: int, longest: int | None = None,
 ) -> "tuple[LoadedModel, Dataset]":  # fmt: skip
     """The model with a tokenizer (a bare shape takes a task's), and the prompts of at most `longest` tokens."""
     import torch
@@ -136,7 +139,7 @@ def load(
     found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed,
                       options=chosen)  # fmt: skip
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_model(model, device=place, dtype=dtype, seed=seed)
+    loaded = load_model(model, device=place, dtype=dtype, seed=seed, residual=residual)
     if loaded.tokenizer is None and data.startswith("task:"):
         from alula.data.tasks import build
         from alula.data.tasks.tokenizer import task_tokenizer

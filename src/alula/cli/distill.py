@@ -41,6 +41,9 @@ def distill(
     options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    residual: Annotated[
+        str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")
+    ] = None,
     page: Annotated[int, typer.Option(help="KV tokens per page; a selector's block takes its place.")] = 16,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
@@ -68,7 +71,7 @@ def distill(
         policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
         {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
         {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "chat": chat, "options": options,
-         "device": device, "dtype": dtype, "seed": seed},
+         "device": device, "dtype": dtype, "residual": residual, "seed": seed},
         {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
          "seed": seed},
     )  # fmt: skip
@@ -103,7 +106,7 @@ def run(
     distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))
     distiller.policy.base_model = model
     made_with = {"model": model, "sparsity": spell_all(policy), "held_out": held_out, "bin": width, **rollout_options}
-    made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options")}
+    made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options", "residual")}
     made_with |= {name: getattr(config, name) for name in ("rank", "alpha", "divergence", "top_k")}
     made_with |= {"targets": ",".join(config.targets), "data_dir": text(input_options["data_dir"])}
     made_with |= {"adapter": text(adapter)}

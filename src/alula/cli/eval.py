@@ -41,6 +41,9 @@ def evaluate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
     ] = None,
+    residual: Annotated[
+        str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all results here, as JSON.")] = None,
 ) -> None:
@@ -71,8 +74,8 @@ def evaluate(
     results: list[EvalResult] = []
     for model in models:
         engine = Engine.load(
-            model, device=pick_device(device), dtype=dtype, kv_memory=kv_memory, page=next(iter(pages), 16),
-            sparse_adapter=sparse_adapter,
+            model, device=pick_device(device), dtype=dtype, residual=residual, kv_memory=kv_memory,
+            page=next(iter(pages), 16), sparse_adapter=sparse_adapter,
         )  # fmt: skip
         for source, dataset in zip(data, sets):
             for policy in policies:

@@ -38,6 +38,9 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
     ] = None,
+    residual: Annotated[
+        str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; by default standard output.")] = None,
@@ -58,8 +61,9 @@ def generate(
     )  # fmt: skip
     page = policy.select.block if policy.select else 16
     engine = Engine.load(
-        model, device=pick_device(device), dtype=dtype, page=page, kv_memory=kv_memory, max_rows=max_rows
-    )
+        model, device=pick_device(device), dtype=dtype, residual=residual, page=page, kv_memory=kv_memory,
+        max_rows=max_rows,
+    )  # fmt: skip
     if chat and getattr(engine.tokenizer, "chat_template", None):
         asked = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in asked]
     rollouts = engine.generate(asked, sampling, policy)

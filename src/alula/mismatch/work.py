@@ -16,6 +16,7 @@ from alula.errors import SettingError
 from alula.mismatch.calibration import Configuration, Measured, tail_from_dict, tail_to_dict
 from alula.mismatch.measure import Bins
 from alula.mismatch.tail import Estimate, Tail
+from alula.residual import residual_of
 
 if TYPE_CHECKING:
     from alula.mismatch.calibrate import Text
@@ -112,6 +113,7 @@ def made_with(engine: Engine, text: "Text", bins: Bins) -> dict[str, Any]:
         "weights": fingerprint(p for _, p in sorted(engine.model.named_parameters())),
         "adapter": "none" if engine.sparse_model is None else fingerprint(engine.sparse_model.parameters()),
         "dtype": str(engine.shape.dtype).removeprefix("torch."),
+        "residual": residual_of(engine.model),
         "device": engine.device.type,
         "prompts": len(text.prompts),
         "prompt_ids": prompts,
