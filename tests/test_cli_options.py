@@ -1,9 +1,16 @@
-"""Options that several commands share: what of them reaches the model."""
+"""Options that several commands share: what of them reaches the model and the prompts."""
+
+import json
 
 import pytest
 import torch
 
+import alula.data
 from alula.cli.main import app
+from alula.data.tasks import build
+from alula.data.tasks.tokenizer import task_tokenizer
+from alula.model import load_model
+from alula.rl.setup import with_tokenizer
 
 SHAPE = "shape:tiny-llama"
 SPARSE = ("--sparsity", "streaming:8+2,window=2,sinks=1")
@@ -39,3 +46,36 @@ def test_a_float32_residual_stream_is_asked_for(command, tmp_path, monkeypatch, 
         app([*map(str, words), "float32"])
     assert reached.value.args == (torch.bfloat16,)
     assert "residual=float64: must be float32, or left out" in alula_says(capsys, *words, "float64")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model whose tokenizer has a chat template, and prompts for it."""
+    tokenizer = task_tokenizer(build("copy-last"))
+    tokenizer.add_tokens(["user", "assistant"])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %} {{ m['role'] }} {{ m['content'] }}{% endfor %} assistant"
+    )
+    loaded = with_tokenizer(load_model(SHAPE), tokenizer, cut=True)
+    loaded.model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a b"}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["calibrate", "distill"])
+def test_prompts_are_put_with_and_without_the_chat_template(command, folder, monkeypatch):
+    plain, chat = ["<bos>", "a", "b"], ["<bos>", "user", "a", "b", "assistant"]
+    prepare = alula.data.prepare
+
+    def stop(dataset, tokenizer, **options):
+        (example,) = prepare(dataset, tokenizer, **options)
+        raise Reached(tokenizer.convert_ids_to_tokens(list(example.prompt_ids)))
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(alula.data, "prepare", stop)
+    words = [command, "model", *COMMANDS[command], "--data", "prompts.jsonl", "--device", "cpu"]
+    for option, expected in (([], chat), (["--chat"], chat), (["--no-chat"], plain)):
+        with pytest.raises(Reached) as reached:
+            app([*map(str, words), *option])
+        assert reached.value.args == (expected,), option

@@ -661,6 +661,7 @@ def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):
         (["--alpha", "64"], "alpha=8.0, not alpha=64.0"),
         (["--targets", "q_proj"], "targets=all, not targets=q_proj"),
         (["--prompt", "{prompt}!"], "prompt=None, not prompt={prompt}!"),
+        (["--no-chat"], "chat=None, not chat=False"),
         (["--residual", "float32"], "residual=None, not residual=float32"),
         (["--steps", "1"], "has taken 2 already"),
         (["--steps", "0"], "steps=0: must be at least 1"),
