@@ -4,6 +4,9 @@ Free of torch, so that a recipe is checked before anything heavy is imported. Ev
 documentation; docs/training.md lists them all.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -180,13 +183,32 @@ class SparsitySettings(Section):
 
         evict = select = None
         if e := self.evict:
-            evict = Evict(
-                e.method, _budget(e.budget), buffer=e.buffer, window=e.window, sinks=e.sinks,
-                protect_prompt=e.protect_prompt, **e.options,
-            )  # fmt: skip
+            with _named_in("sparsity.evict", e):
+                for name, value in e.options.items():
+                    own = name not in EvictSettings.model_fields
+                    require(own, f"{name}={value}: not the method's own; give it as sparsity.evict.{name}.")
+                evict = Evict(
+                    e.method, _budget(e.budget), buffer=e.buffer, window=e.window, sinks=e.sinks,
+                    protect_prompt=e.protect_prompt, **e.options,
+                )  # fmt: skip
         if s := self.select:
-            select = Select(s.method, _budget(s.budget), s.block, s.dense_layers)
+            with _named_in("sparsity.select", s):
+                select = Select(s.method, _budget(s.budget), s.block, s.dense_layers)
         return Sparsity(evict, select)
+
+
+@contextmanager
+def _named_in(section: str, given: EvictSettings | SelectSettings) -> Iterator[None]:
+    """A refused setting is called what the recipe calls it: `budget=8` is `sparsity.evict.budget=8`."""
+    try:
+        yield
+    except SettingError as error:
+        name = re.split(r"\W", str(error))[0]  # with which most messages begin
+        if name in getattr(given, "options", {}):
+            section += ".options"
+        elif name not in type(given).model_fields:
+            raise SettingError(f"{section}: {error}") from error
+        raise SettingError(f"{section}.{error}") from error
 
 
 class SamplingSettings(Section):
