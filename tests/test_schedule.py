@@ -6,7 +6,10 @@ import re
 import pytest
 
 from alula.errors import SettingError
+from alula.rl.other_model import made_for_another
+from alula.rl.plan_check import shape_config
 from alula.sparsity.parse import parse_sparsity
+from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.schedule import PRESETS, Schedule
 
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
@@ -138,3 +141,19 @@ def test_share_of_the_kv_that_the_published_schedules_read(size, share):
 
 def test_the_repaired_entry_says_so():
     assert "388" in json.loads((PRESETS / "qwen3-8b-0.86.json").read_text())["notes"]["changed"]
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_a_preset_knows_its_model_by_its_shape(name):
+    policy = Sparsity(select=Select("block-topk", Schedule.load(name)))
+    own = f"shape:qwen3-{name.split('-')[1]}"
+    assert made_for_another(policy, shape_config(own)) == []
+    for other, size in (("qwen3-0.6b", "num_hidden_layers|hidden_size"), ("smollm2-135m", "model_type")):
+        (said,) = made_for_another(policy, shape_config(f"shape:{other}"))
+        assert re.match(rf"Schedule '{name}' was made for Qwen/Qwen3-\S+ \(({size})=\w+, here \w+\): the tail", said)
+
+
+def test_only_presets_are_told_by_their_shape():
+    mine = Schedule((64,), model="tiny-llama", notes={"tau": 0.9})
+    for policy in (Sparsity(), Sparsity(Evict("rkv", 64)), Sparsity(select=Select("quest", mine))):
+        assert made_for_another(policy, shape_config("shape:tiny-llama")) == []

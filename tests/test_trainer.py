@@ -407,6 +407,18 @@ def test_the_plan_adds_up(tmp_path):
 # -- a whole run --------------------------------------------------------------------------------------------
 
 
+def test_a_preset_of_another_model_is_told_once(tmp_path):
+    out, events = tmp_path / "run", []
+    preset = "sparsity={select: {method: block-topk, budget: qwen3-4b-0.86}}"
+    for steps, resume in ((2, False), (4, True)):
+        run = toy.trainer(toy.quick(out, preset, f"steps={steps}"), resume)
+        assert ("other-model: Schedule 'qwen3-4b-0.86' was made for Qwen/Qwen3-4B" in toy.said(run)) is not resume
+        run.run()
+        events = [row for row in toy.rows(out, "events.jsonl") if row["kind"] == "other-model"]
+        assert [row["step"] for row in events] == [0]
+    assert "alula calibrate --verify" in events[0]["advice"]
+
+
 def test_a_run_leaves_a_folder_that_says_everything(tmp_path):
     out = tmp_path / "run"
     run = toy.trainer(toy.quick(out, "logging.completions=3"))

@@ -16,6 +16,7 @@ from alula.data.load import on_hub
 from alula.errors import SettingError
 from alula.model import SHAPE
 from alula.rewards.scoring import check as check_rewards
+from alula.rl.other_model import ADVICE, made_for_another
 from alula.rl.setup import split_data
 from alula.shapes import SHAPES, shape
 from alula.sparsity.policy import DENSE, Sparsity, describe_budget
@@ -213,6 +214,8 @@ def print_plan(config: RunConfig, console: Console | None = None) -> None:
     if c := sparsity.select:
         sparse.add_row("  read", f"{describe_budget(c.budget)} KV tokens in blocks of {c.block}; dense layers: "
                        f"{c.dense_layers}")  # fmt: skip
+    for message in made_for_another(sparsity, shape_config(config.model.source)):
+        sparse.add_row("  other model", f"{message} {ADVICE}")
     sparse.add_row("correction", correction.preset)
     every = config.eval.every
     sparse.add_row("held-out evaluation", f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps"

@@ -26,6 +26,7 @@ from alula.rl.export import export
 from alula.rl.health import HealthMonitor, HealthWarning
 from alula.rl.held_out import HeldOut, evaluate_policy
 from alula.rl.notices import Notices, TrainingFailed
+from alula.rl.other_model import ADVICE, made_for_another
 from alula.rl.record import Record
 from alula.rl.setup import (
     build_learner_and_engine,
@@ -101,6 +102,9 @@ class Trainer:
         """All of this and the parts' own states, from when nothing was half done: what a checkpoint holds."""
         if self.record.resumed_from is not None and self.record.resumed_from >= 0:
             self._load(self.resumed)
+        else:
+            for message in made_for_another(self.config.sparsity.build(), self.loaded.model.config):
+                self.record.event(0, "other-model", message, ADVICE)
         self.record.write_settings()
         self._settle()
 
