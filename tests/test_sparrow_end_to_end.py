@@ -201,8 +201,9 @@ def test_a_schedule_that_does_not_fit_is_refused(what, calibration, folder, caps
     Calibration(whole.model, whole.floor, tuple(only), notes=whole.notes).save(folder / "selectors.json")
     assert alula("plan", folder / "selectors.json", "--tau", 0.6, "--out", path) == 0
     changes, reason = MISFITS[what]
-    assert alula("train", recipe(folder, path, what.replace(" ", "-"), **changes)) == 2
-    assert reason in capsys.readouterr().err
+    for check in (["--check"], []):
+        assert alula("train", recipe(folder, path, what.replace(" ", "-"), **changes), *check) == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("sparrow-*.yaml")), ids=lambda path: path.stem)

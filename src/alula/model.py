@@ -73,7 +73,7 @@ def load_model(
     refuse_after_dry_run(model, share_weights(model))
     if residual is not None:
         widen_residual(model)
-    return LoadedModel(model, tokenizer, _short_name(source), _eos_ids(model, tokenizer))
+    return LoadedModel(model, tokenizer, short_name(source), _eos_ids(model, tokenizer))
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -267,7 +267,8 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _short_name(source: str) -> str:
+def short_name(source: str) -> str:
+    """What a model is called that was loaded from there."""
     return source if source.startswith(SHAPE) else Path(source).name or source
 
 

@@ -29,9 +29,7 @@ from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, refuse_unknown, require, require_whole, unknown
 from alula.model import LoadedModel, load_model, share_weights
-from alula.sparsity.parse import spell
-from alula.sparsity.policy import DENSE, Sparsity
-from alula.sparsity.schedule import Schedule
+from alula.sparsity.policy import DENSE, Sparsity, check_schedules
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
 
@@ -232,11 +230,7 @@ class Engine:
                 f"select.block={select.block}: this engine's pages hold {self.page} tokens; "
                 f"load it with page={select.block}.",
             )
-        both = {"evict": spell(sparsity.evict), "select": spell(sparsity.select)}
-        for part, block in ((sparsity.evict, None), (sparsity.select, self.page)):
-            if part is not None and isinstance(part.budget, Schedule):
-                settings = both | vars(part) | dict(getattr(part, "options", ()))
-                part.budget.check(method=part.method, block=block, model=self.name, settings=settings)
+        check_schedules(sparsity, self.name)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Serve requests together and yield each rollout as it ends; `abort(request.id)` ends one early."""

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from alula.config import RunConfig
 from alula.data.load import on_hub
 from alula.errors import SettingError
-from alula.model import SHAPE
+from alula.model import SHAPE, short_name
 from alula.rewards.scoring import check as check_rewards
 from alula.rl.other_model import ADVICE, made_for_another
 from alula.rl.setup import split_data
 from alula.shapes import SHAPES, shape
-from alula.sparsity.policy import DENSE, Sparsity, describe_budget
+from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
 from alula.sparsity.schedule import Schedule
 from alula.support import refuse_unsupported
 
@@ -63,6 +63,7 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
     """Raises what would be refused at the start of the run, too."""
     check_rewards(config.rewards.specs())
     sparsity = config.sparsity.build()
+    check_schedules(sparsity, short_name(config.model.source))
     model_config = shape_config(config.model.source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)

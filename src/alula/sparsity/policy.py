@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alula.errors import SettingError, named_settings, require, require_whole
+from alula.sparsity.parse import spell
 from alula.sparsity.schedule import Schedule
 
 Budget = int | Schedule
@@ -122,6 +123,16 @@ class Sparsity:
 
 
 DENSE = Sparsity()
+
+
+def check_schedules(sparsity: Sparsity, model: str) -> None:
+    """Refuse schedules that were made for another use than theirs in this policy of `model`."""
+    both = {"evict": spell(sparsity.evict), "select": spell(sparsity.select)}
+    for part in (sparsity.evict, sparsity.select):
+        if part is not None and isinstance(part.budget, Schedule):
+            settings = both | vars(part) | dict(getattr(part, "options", ()))
+            block = part.block if isinstance(part, Select) else None
+            part.budget.check(method=part.method, block=block, model=model, settings=settings)
 
 
 def smallest(budget: Budget) -> int:
