@@ -28,6 +28,7 @@ from raw import write_probe, write_raw
 import alula.rl.trainer  # noqa: F401  imported once, before the forks
 from alula.config import RunConfig
 from alula.config_file import load_config
+from alula.errors import unknown
 
 DISTILL_STEPS = 20
 """Of `alula distill`, for the arms that begin with an adapter."""
@@ -137,6 +138,21 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
             print(f"{run.folder.name}: {state}, {time.perf_counter() - start:.0f} s", flush=True)
 
 
+def refuse(bed: Bed, questions: list[str], methods: list[str]) -> None:
+    """What cannot be asked, before anything is made for it."""
+    for method in methods:
+        if method not in METHODS:
+            raise SystemExit(str(unknown("compressor in --methods", method, METHODS)))
+    for question in questions:
+        if question not in QUESTIONS:
+            raise SystemExit(str(unknown("--question", question, QUESTIONS)))
+        if question in BY_PROBE and not isinstance(bed, PointerBed):
+            raise SystemExit(f"--question {question}: needs a probe of its budgets, which --bed {bed.name} has not")
+        if question != "compressors" and "rkv" not in methods:
+            raise SystemExit(f"--methods {','.join(methods)}: --question {question} is about rkv; add rkv, or ask "
+                             "--question compressors, which compares the others.")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bed", choices=BEDS, required=True)
@@ -153,14 +169,14 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = BEDS[options.bed], options.work / options.bed
+    methods = options.methods.split(",") if options.methods else list(METHODS)
+    asked = options.question.split(",")
+    refuse(bed, asked, methods)
     (work / "logs").mkdir(parents=True, exist_ok=True)
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
-    methods = options.methods.split(",") if options.methods else list(METHODS)
     questions: dict[str, list[Run]] = {}
-    for question in options.question.split(","):
-        if question in BY_PROBE and not isinstance(bed, PointerBed):
-            raise SystemExit(f"--question {question}: needs a probe of its budgets, which --bed {bed.name} has not")
+    for question in asked:
         if options.budget is None and isinstance(bed, PointerBed):
             probed = [method for method in PROBED.get(question, ("rkv",)) if method in methods]
             for seed in range(options.seeds if bed.warm_seeds else 1):

@@ -58,6 +58,26 @@ def test_every_arm_is_a_valid_recipe_of_its_own(bed):
         assert len(settings) == len(arms), question
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "snapkv", "--question", "compressors,collapse"],
+         "--methods snapkv: --question collapse is about rkv; add rkv, or ask --question compressors"),
+        (["--methods", "rkv,snapvk", "--question", "collapse"], "in --methods 'snapvk'; did you mean 'snapkv'?"),
+        (["--question", "colapse"], "unknown --question 'colapse'; did you mean 'collapse'?"),
+        (["--question", "budget", "--bed", "gsm8k"], "--question budget: needs a probe of its budgets"),
+    ],
+    ids=["rkv missing", "compressor", "question", "probe"],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_before_the_warm_up(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.setattr(run, "in_a_child", lambda *_: pytest.fail("the work has begun"))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--bed", "tiny", "--work", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as refused:
+        run.main()
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_the_budget_is_the_largest_that_tempts(tmp_path):
     rows = [
         {"seed": seed, "sparsity": TINY.evictor("rkv", budget), "careful": budget / 100 + seed * 0.05}
