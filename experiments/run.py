@@ -79,16 +79,18 @@ class Run:
                 raise SystemExit(1) from None
 
     def distilled(self, config: RunConfig) -> Path:
-        """The adapter to begin with, of the run's own model, prompts and policy; made where it is missing."""
+        """The adapter to begin with, of the run's own model, prompts and policy; made, or finished, where it is not."""
         from alula.cli.distill import distill
 
         out, phi, engine, sampling = Path(f"{self.folder}-adapter"), config.distill, config.engine, config.sampling
+        model = config.model
         if phi is not None and not (out / "summary.json").exists():
             distill(
-                str(config.model.source), str(config.data.source), self.arm.sparsity, steps=DISTILL_STEPS,
-                prompts=sampling.prompts * sampling.n // 2, max_new_tokens=sampling.max_new_tokens, chat=False,
+                model.source, config.data.source, self.arm.sparsity, steps=DISTILL_STEPS,
+                prompts=sampling.prompts * sampling.n // 2, max_new_tokens=sampling.max_new_tokens,
+                chat=config.data.chat, device=model.device, dtype=model.dtype, residual=model.residual,
                 rank=phi.rank, alpha=phi.alpha, lr=phi.lr, token_budget=phi.token_budget, page=engine.page,
-                kv_memory=str(engine.kv_memory), seed=self.seed, out=out, save_every=DISTILL_STEPS,
+                kv_memory=str(engine.kv_memory), seed=self.seed, out=out, save_every=DISTILL_STEPS, resume=out.exists(),
             )  # fmt: skip
         return out / "adapter"
 
