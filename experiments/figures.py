@@ -18,7 +18,9 @@ BED_NAMES = {
     "tiny": "tiny bed",
     "smollm2": "SmolLM2-135M",
     "smollm2-2": "SmolLM2-135M, second warm-up",
+    "smollm2-3": "SmolLM2-135M, third warm-up",
     "gsm8k": "SmolLM2-135M on GSM8K",
+    "gsm8k-2": "SmolLM2-135M on GSM8K, second warm-up",
 }
 
 
@@ -65,6 +67,8 @@ def group(question: str, label: str) -> str:
     """Which figure an arm belongs to; '' is all of them."""
     if question == "correction":
         return "milder" if label.endswith("milder") else "tempting"
+    if question == "distill":
+        return label.split(",")[0]
     if question == "control" and label != "dense":
         return ("rkv" if label.startswith("rkv") else "others") + ("-10" if "10 %" in label else "")
     if question == "compressors" and not label.startswith("dense"):

@@ -12,9 +12,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 MARGIN = 0.05
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-T90 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132}
-"""Student's t, two-sided, by the number of seeds."""
+T95 = {3: 4.303, 4: 3.182, 5: 2.776}
+T90 = {3: 2.920, 4: 2.353, 5: 2.132}
+"""Student's t, two-sided, by the number of seeds. Fewer than three say nothing of a spread."""
 
 Row = dict[str, Any]
 """A line of a raw file: one run."""
@@ -49,8 +49,8 @@ def at_end(run: Row, metric: str) -> float:
 
 
 def interval(values: Sequence[float], t: dict[int, float] = T95) -> tuple[float, float]:
-    """Mean and half-width; of a single run the half-width is infinite."""
-    if len(values) < 2:
+    """Mean and half-width, which is infinite for fewer than three."""
+    if len(values) < min(t):
         return fmean(values), float("inf")
     return fmean(values), t[len(values)] * stdev(values) / sqrt(len(values))
 

@@ -11,6 +11,7 @@ missing, the warm-up and the probe that chooses the budgets, is made first. --ou
 import argparse
 import json
 import multiprocessing
+import shutil
 import signal
 import time
 import traceback
@@ -74,6 +75,8 @@ class Run:
                     settings.append(f"distill.adapter={self.distilled(load_config(self.bed.recipe, settings))}")
                 config = load_config(self.bed.recipe, settings)
                 Trainer(config, resume=self.folder.exists(), stream=log).run()
+                if self.finished:  # nobody goes on from it, and beside the model it is most of the folder
+                    shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             except BaseException:
                 traceback.print_exc(file=log)
                 raise SystemExit(1) from None

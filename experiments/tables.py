@@ -7,7 +7,7 @@ python experiments/tables.py collapse   # one
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -65,13 +65,13 @@ def outcome_table(bed: str, question: str) -> str:
     dense = arms.get("dense") or next(filter(None, elsewhere))
     head = ["arm", "start", "final", "every seed", "collapsed", "points against dense (90 %)", "vetoed", "length, last",
             "KV saved", "reward, last"]  # fmt: skip
-    rows = []
+    rows, most = [], longest(arms)
     for name, runs in arms.items():
         difference = judge.against(runs, dense)
         same = " =" if judge.equivalent(difference) else ""
         rows.append([
             name, percent(fmean(map(judge.start, runs))), percent(*judge.interval([*map(judge.final, runs)])),
-            " ".join(map(last_accuracy, runs)),
+            " ".join(last_accuracy(run, most) for run in runs),
             f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
             "" if name == "dense" else points(*difference) + same,
             percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
@@ -82,9 +82,15 @@ def outcome_table(bed: str, question: str) -> str:
     return markdown(head, rows)
 
 
-def last_accuracy(run: Row) -> str:
+def longest(arms: Mapping[str, Sequence[Row]]) -> int:
+    """Steps of the longest of these runs."""
+    return max(len(run["steps"]["reward/mean"]) for runs in arms.values() for run in runs)
+
+
+def last_accuracy(run: Row, most: int) -> str:
+    """With its step where the run has fewer than `most`."""
     step, accuracy = judge.dense_accuracy(run)[-1]
-    return f"{100 * accuracy:.0f}" + ("" if run["state"] == "finished" else f" (step {step})")
+    return f"{100 * accuracy:.0f}" + ("" if len(run["steps"]["reward/mean"]) == most else f" (step {step})")
 
 
 def warnings_table(bed: str, question: str) -> str:
@@ -121,14 +127,14 @@ def probe_table(bed: str, question: str) -> str:
 
 def threshold_table(bed: str, question: str) -> str:
     """A budget's tail and vetoes before training against what became of its runs, a number a seed."""
-    probe, body = before_training(bed), []
-    for runs in by_arm(raw(question, bed)).values():
+    probe, arms, body = before_training(bed), by_arm(raw(question, bed)), []
+    for runs in arms.values():
         before = [*map(probe, runs)]
         body.append([
             runs[0]["sparsity"].split(",")[0], " ".join(f"{row['tail']:.3f}" for row in before),
             " ".join(f"{row['tail_low']:.3f}" for row in before), percents(before, "vetoed_rollouts"),
             percents(before, "careful"),
-            " ".join(map(last_accuracy, runs)), f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
+            " ".join(last_accuracy(run, longest(arms)) for run in runs), f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
             percent(fmean(row["kv_unread"] for row in before)),
         ])  # fmt: skip
     head = ["policy", "tail before", "its lower bound", "vetoed before, %", "careful right before, %", "final, %",
@@ -144,7 +150,7 @@ def robustness_table(bed: str, question: str, metric: str = "accuracy") -> str:
     for row in rows:
         if row[metric] is not None:
             cells.setdefault(row["arm"], {}).setdefault(row["policy"], []).append(row[metric])
-    body = [[arm, *(percent(fmean(found[c])) for c in columns)] for arm, found in cells.items()]
+    body = [[arm, *(percent(fmean(found[c])) if c in found else "" for c in columns)] for arm, found in cells.items()]
     return markdown(["trained", *columns], body)
 
 

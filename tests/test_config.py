@@ -56,6 +56,10 @@ def test_overrides_are_yaml_and_reach_any_depth(recipe):
     assert config.out == "runs/small"
 
 
+def test_a_budget_is_spelt_as_on_the_command_line(recipe):
+    assert load(recipe, "sparsity.evict={method: rkv, budget: 2k}").sparsity.build().evict == Evict("rkv", 2048)
+
+
 def test_defaults_keep_the_dense_evaluation_on(recipe):
     config = load(recipe)
     assert config.eval.every > 0
@@ -121,7 +125,8 @@ def test_a_budget_may_be_a_schedule(recipe):
             "sparsity.evict.options.window=4: not the method's own; give it as sparsity.evict.window.",
         ),
         (["sparsity.evict={method: rkv, budget: 8}"], "sparsity.evict.budget=8 is smaller than window + sinks"),
-        (["sparsity.evict={method: rkv, budget: 2k}"], "sparsity.evict.budget '2k': must be a whole number"),
+        (["sparsity.evict={method: rkv, budget: 1.5}"], "sparsity.evict.budget: 1.5 is neither a whole number of KV"),
+        (["sparsity.select={method: quest, budget: true}"], "sparsity.select.budget: True is neither a whole number"),
         (["sparsity.evict={method: rkv, budget: 64, buffer: 0}"], "sparsity.evict.buffer=0: at least one token"),
         (["sparsity.select={method: quest, budget: 8}"], "sparsity.select.budget=8 is smaller than the three blocks"),
         (["sparsity.select={method: quest, budget: qwen3-5b}"], "sparsity.select: unknown schedule file or preset"),

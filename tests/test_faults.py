@@ -119,7 +119,7 @@ def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkey
     assert tried == [2, 3, 4]
 
 
-def test_a_disk_that_stays_full_ends_in_one_sentence(tmp_path, monkeypatch, capsys):
+def test_a_disk_that_stays_full_ends_in_one_sentence_and_costs_no_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(SystemExit) as ended:
         app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
@@ -129,6 +129,10 @@ def test_a_disk_that_stays_full_ends_in_one_sentence(tmp_path, monkeypatch, caps
     assert "--resume" in said.err
     assert "Traceback" not in said.err
     assert len(toy.rows(tmp_path / "run", "metrics.jsonl")) == 4
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    first = toy.rows(tmp_path / "run", "events.jsonl")[0]
+    assert (first["step"], first["kind"]) == (0, "disk-space")
+    assert "it needs 1.0 MiB and the disk has 0.0 MiB left" in first["message"]
 
 
 def test_a_disk_too_full_for_a_line_of_metrics_ends_in_one_sentence(tmp_path, monkeypatch, capsys):

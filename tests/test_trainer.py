@@ -465,6 +465,12 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path):
         toy.trainer(toy.quick(tmp_path / "file" / "run"))
 
 
+def test_a_misspelt_policy_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(SettingError, match="sparsity.evict: unknown evictor 'rvk'"):
+        toy.trainer(toy.quick(tmp_path / "run", "sparsity.evict.method=rvk"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SettingError, match="torch sees 0 CUDA devices"):

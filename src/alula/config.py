@@ -19,7 +19,7 @@ from alula.errors import SettingError, require, unknown
 from alula.rl import learner_config
 from alula.rl.learner_config import LearnerConfig
 from alula.rl.objective import Correction, Loss, LossKind, check
-from alula.sparsity.parse import parse_sparsity
+from alula.sparsity.parse import budget, parse_sparsity
 from alula.sparsity.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -140,14 +140,23 @@ class RewardSettings(Section):
         return Rewards(self.specs(), timeout=self.timeout, workers=self.workers)
 
 
-def _budget(budget: int | str) -> int | Schedule:
-    return budget if isinstance(budget, int) else Schedule.load(budget)
+def _tokens_or_schedule(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{value!r} is neither a whole number of KV tokens (512, 2k) nor a schedule's name or file.")
+    return value
+
+
+BudgetSetting = Annotated[int | str, BeforeValidator(_tokens_or_schedule)]
+
+
+def _budget(given: int | str) -> int | Schedule:
+    return given if isinstance(given, int) else budget(given)
 
 
 class EvictSettings(Section):
     method: str
     """`rkv`, `snapkv`, `streaming`, `h2o`, `tova`, `keydiff`, `knorm` or `random`."""
-    budget: int | str
+    budget: BudgetSetting
     """KV tokens kept per layer and head, or a schedule: a file or a preset's name."""
     buffer: int = 128
     """Tokens that may pile up before the next eviction."""
@@ -164,7 +173,7 @@ class EvictSettings(Section):
 class SelectSettings(Section):
     method: str
     """`block-topk` or `quest`."""
-    budget: int | str
+    budget: BudgetSetting
     """KV tokens read per layer and head, or a schedule: a file or a preset's name."""
     block: int = 16
     """Tokens per block; the engine's page takes this size."""

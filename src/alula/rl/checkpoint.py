@@ -81,6 +81,12 @@ class Checkpoints:
         self._on_first(self._prune)
         return final
 
+    def shortage(self, tensors: dict[str, Tensor]) -> str | None:
+        """What the disk lacks for a checkpoint of these, as a clause; None where there is room."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(place).free
+        return f"it needs {_size(needed)} and the disk has {_size(free)} left" if free < needed else None
+
     def latest(self) -> Path | None:
         """The newest whole checkpoint. A broken one is passed over, and said so."""
         for path in reversed(self.all()):
@@ -137,10 +143,8 @@ class Checkpoints:
             shutil.rmtree(leftover)
         if final.exists():  # damaged, or a whole one would have stayed
             final.rename(self.folder / f"{ASIDE}damaged-{final.name}")
-        needed = sum(t.numel() * t.element_size() for t in tensors.values())
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise OSError(f"it needs {_size(needed)} and the disk has {_size(free)} left")
+        if shortage := self.shortage(tensors):
+            raise OSError(shortage)
         aside.mkdir()
 
     def _write(self, aside: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

@@ -55,6 +55,7 @@ class Trainer:
         self.config = config
         self.world = world = start(config.model.device)
         check_shares(config, world)
+        config.sparsity.build()  # a misspelt policy is refused before weights are loaded and a folder is made
         self.out = Path(config.out)
         self.record = Record(config, world, stream)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, self.record.say)
@@ -105,6 +106,9 @@ class Trainer:
         else:
             for message in made_for_another(self.config.sparsity.build(), self.loaded.model.config):
                 self.record.event(0, "other-model", message, ADVICE)
+        if shortage := self.checkpoints.shortage(self._tensors()):
+            advice = "Free some space, or give the run another folder: out=FOLDER."
+            self.record.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
         self.record.write_settings()
         self._settle()
 
@@ -133,14 +137,14 @@ class Trainer:
                 self.record.state = "stopped"
                 self.record.say(f"stopped after step {self.step}{self._continued()}")
                 return False
-            if self.saved != self.step:
-                raise CheckpointError(f"the last checkpoint of {self.out} could not be written; free some space and "
-                                      "run again with --resume.")  # fmt: skip
             self.record.phase("export")
             export(self.out / "model", self.learner.model, self.learner.full_parameters(), self.loaded.tokenizer,
                    self.world)  # fmt: skip
             if self.distill and self.world.rank == 0:
                 self.distill.distiller.adapter().save(self.out / "sparse_adapter")
+            if self.saved != self.step:
+                raise CheckpointError(f"the model is in {self.out / 'model'}, but the run's last checkpoint could not "
+                                      "be written; to go on from it, free some space and use --resume.")  # fmt: skip
             self.record.say(f"finished: the model is in {self.out / 'model'}; look at the run with `alula report "
                             f"{self.out}`.")  # fmt: skip
         return True
