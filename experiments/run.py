@@ -31,8 +31,6 @@ from alula.config import RunConfig
 from alula.config_file import load_config
 from alula.errors import unknown
 
-DISTILL_STEPS = 20
-"""Of `alula distill`, for the arms that begin with an adapter."""
 FORK = multiprocessing.get_context("fork")
 """Every run is a child of its own: nothing of CUDA is touched in the parent."""
 
@@ -86,14 +84,14 @@ class Run:
         from alula.cli.distill import distill
 
         out, phi, engine, sampling = Path(f"{self.folder}-adapter"), config.distill, config.engine, config.sampling
-        model = config.model
+        model, steps = config.model, self.arm.distilled_first
         if phi is not None and not (out / "summary.json").exists():
             distill(
-                model.source, config.data.source, self.arm.sparsity, steps=DISTILL_STEPS,
+                model.source, config.data.source, self.arm.sparsity, steps=steps,
                 prompts=sampling.prompts * sampling.n // 2, max_new_tokens=sampling.max_new_tokens,
                 chat=config.data.chat, device=model.device, dtype=model.dtype, residual=model.residual,
                 rank=phi.rank, alpha=phi.alpha, lr=phi.lr, token_budget=phi.token_budget, page=engine.page,
-                kv_memory=str(engine.kv_memory), seed=self.seed, out=out, save_every=DISTILL_STEPS, resume=out.exists(),
+                kv_memory=str(engine.kv_memory), seed=self.seed, out=out, save_every=steps, resume=out.exists(),
             )  # fmt: skip
         return out / "adapter"
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import judge
 from judge import Row
@@ -134,7 +134,8 @@ def threshold_table(bed: str, question: str) -> str:
             runs[0]["sparsity"].split(",")[0], " ".join(f"{row['tail']:.3f}" for row in before),
             " ".join(f"{row['tail_low']:.3f}" for row in before), percents(before, "vetoed_rollouts"),
             percents(before, "careful"),
-            " ".join(last_accuracy(run, longest(arms)) for run in runs), f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
+            " ".join(last_accuracy(run, longest(arms)) for run in runs),
+            f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
             percent(fmean(row["kv_unread"] for row in before)),
         ])  # fmt: skip
     head = ["policy", "tail before", "its lower bound", "vetoed before, %", "careful right before, %", "final, %",
@@ -186,6 +187,22 @@ def steps_table(bed: str, question: str) -> str:
     return markdown(["arm", *(f"steps to {goal:.0%}" for goal in goals), "peak KV, MB"], body)
 
 
+def alone_table(bed: str, question: str) -> str:
+    """Runs that had the machine to themselves: seconds of a step by phase, medians, and to an accuracy."""
+    goals, phases, body = (0.9, 0.99), ("rollout", "score", "update", "step"), []
+    for run in raw(question, bed):
+        times = {phase: [*map(float, run["steps"][f"time/{phase}"])] for phase in phases}
+        usual = {phase: median(values[1:]) for phase, values in times.items()}  # the first step compiles
+        steps = [next(step for step, a in judge.dense_accuracy(run) if a >= goal) for goal in goals]
+        body.append([
+            run["arm"], *(f"{usual[phase]:.2f}" for phase in phases),
+            *(f"{step} steps, {step * usual['step']:.1f} s" for step in steps),
+            f"{max(run['steps']['kv/bytes_peak']) / 1e6:,.0f}", percent(judge.over_run(run, "kv/saved")),
+        ])  # fmt: skip
+    return markdown(["arm", *(f"{phase}, s" for phase in phases), *(f"to {goal:.0%}" for goal in goals),
+                     "peak KV, MB", "KV saved"], body)  # fmt: skip
+
+
 def distilled_table(bed: str, question: str) -> str:
     """Tails before and after a few steps of distillation at a budget: there, a mean over seeds, and at others."""
     measured = json.loads((BENCHMARKS / "distill-h200.json").read_text())
@@ -215,6 +232,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "chains": chains_table,
     "breakeven": breakeven_table,
     "steps": steps_table,
+    "alone": alone_table,
     "warnings": warnings_table,
     "distilled": distilled_table,
 }

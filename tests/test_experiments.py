@@ -163,11 +163,10 @@ def test_an_arm_begins_with_the_adapter_that_was_distilled_for_it(tmp_path, monk
             return super().run()
 
     monkeypatch.setattr("alula.rl.trainer.Trainer", Watched)
-    monkeypatch.setattr(run, "DISTILL_STEPS", 2)
     (tmp_path / "logs").mkdir()
     bed = replace(SMALL, train_problems=80)
     (arm,) = [arm for arm in QUESTIONS["distill"](bed, {"rkv": 16}) if arm.matches("^tis, distilled first$")]
-    short = run.Run(bed, arm, 0, tmp_path, ("steps=1", "sampling.prompts=2", "eval.every=0"))
+    short = run.Run(bed, replace(arm, distilled_first=2), 0, tmp_path, ("steps=1", "sampling.prompts=2", "eval.every=0"))
     short()
     made = Path(f"{short.folder}-adapter")
     assert short.finished

@@ -466,7 +466,7 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path):
 
 
 def test_a_misspelt_policy_is_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(SettingError, match="sparsity.evict: unknown evictor 'rvk'"):
+    with pytest.raises(SettingError, match=r"sparsity\.evict: unknown evictor 'rvk'"):
         toy.trainer(toy.quick(tmp_path / "run", "sparsity.evict.method=rvk"))
     assert not (tmp_path / "run").exists()
 
