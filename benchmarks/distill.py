@@ -177,7 +177,7 @@ class Bench:
                        "against_dense": speed / dense}  # fmt: skip
 
     def _speed(self, engine: Engine, policy: Sparsity) -> float:
-        """Rollout tokens per second at full batch, best of three; φ is merged, so it has no part in it (see `decode`)."""
+        """Rollout tokens per second at full batch, best of three; φ is merged and has no part in it (see `decode`)."""
         prompts = (self.held_out * self.options.rows)[: self.options.rows]
         sampling = Sampling(max_new_tokens=self.options.speed_tokens, ignore_eos=True, seed=5)
         engine.generate(prompts, sampling, policy)  # compiles, and captures the graphs of every length

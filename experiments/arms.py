@@ -39,8 +39,6 @@ class Arm:
     """Further settings."""
     tag: str = ""
     """Tells `extra` apart in the name."""
-    distilled_first: int = 0
-    """Steps of `alula distill` that train the adapter before the run's first step."""
 
     @property
     def name(self) -> str:
@@ -59,8 +57,6 @@ class Arm:
 
 
 DENSE = Arm("dense", "dense", "naive")
-FIRST = 20
-"""Steps of distillation before a run; each takes half as many rollouts as a step of the run."""
 
 
 def collapse(bed: Bed, budgets: Budgets, methods: tuple[str, ...]) -> list[Arm]:
@@ -108,11 +104,8 @@ def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
     policy, names = bed.evictor("rkv", budgets["rkv"]), ("naive", "sparse-rl", "reject-only", "tis")
     arms = [Arm(name, policy, name) for name in names]
     arms += [Arm(f"{name}, distilled", policy, name, bed.distill, "distill") for name in names]
-    arms += [Arm(f"{name}, distilled first", policy, name, bed.distill, "distill-first", FIRST) for name in names]
-    return arms + [
-        Arm(f"{name}, distilled longer first", policy, name, bed.distill, "distill-longer-first", 5 * FIRST)
-        for name in ("sparse-rl", "reject-only")
-    ]
+    first = (*bed.distill, bed.distill_first)
+    return arms + [Arm(f"{name}, distilled first", policy, name, first, "distill-first") for name in names]
 
 
 def control(bed: Bed, budgets: Budgets) -> list[Arm]:
@@ -132,8 +125,8 @@ def control(bed: Bed, budgets: Budgets) -> list[Arm]:
         arms += [held(method, "sparse-rl", limit) for method in OTHERS if method in budgets]
     five, ten = (held("rkv", "sparse-rl", limit) for limit in (5, 10))
     distilled = replace(ten, label=f"{ten.label}, distilled", extra=(*ten.extra, *bed.distill), tag="control-distill")
-    first = replace(five, label=f"{five.label}, distilled first", extra=(*five.extra, *bed.distill),
-                    tag="control-5-distill-first", distilled_first=FIRST)  # fmt: skip
+    first = replace(five, label=f"{five.label}, distilled first", tag="control-5-distill-first",
+                    extra=(*five.extra, *bed.distill, bed.distill_first))  # fmt: skip
     return [*arms, distilled, first]
 
 

@@ -61,6 +61,8 @@ class Bed:
     read_budgets: tuple[int, ...]
     distill: tuple[str, ...]
     """Settings of the arms that distil."""
+    distill_first: str
+    """Of those that also do before their first step."""
 
     @property
     def recipe(self) -> Path:
@@ -164,6 +166,7 @@ TINY = PointerBed(
     select=",block=4,dense_layers=0",
     read_budgets=(12, 16, 20, 24, 28, 32, 36, 40, 44, 48),
     distill=("distill.rank=8", "distill.lr=1e-3", "distill.fraction=1.0", "distill.activation_checkpointing=false"),
+    distill_first="distill.first={steps: 20, prompts: 64, minibatches: 4}",
     train_problems=2048,
     held_out=256,
     probe_prompts=128,
@@ -180,6 +183,7 @@ SMOLLM2 = PointerBed(
     select=",block=16,dense_layers=2",
     read_budgets=(48, 64, 96, 128, 160, 192, 256, 320),
     distill=("distill.rank=16", "distill.lr=3e-4", "distill.fraction=0.5", "distill.activation_checkpointing=false"),
+    distill_first="distill.first={steps: 20, prompts: 128, minibatches: 4}",
     train_problems=4096,
     held_out=256,
     probe_prompts=64,
@@ -192,6 +196,7 @@ GSM8K = Gsm8kBed(
     select=",block=16,dense_layers=2",
     read_budgets=(48, 64, 80, 96, 112, 128, 160, 192),
     distill=("distill.rank=16", "distill.lr=3e-4"),
+    distill_first="distill.first={steps: 20, prompts: 128, minibatches: 4}",
     epochs=3,
     batch=64,
     lr=3e-4,

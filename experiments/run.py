@@ -27,7 +27,6 @@ from choice import chosen_budgets
 from raw import write_probe, write_raw
 
 import alula.rl.trainer  # noqa: F401  imported once, before the forks
-from alula.config import RunConfig
 from alula.config_file import load_config
 from alula.errors import unknown
 
@@ -66,34 +65,15 @@ class Run:
         start, data = prepared(self.bed, self.seed, self.work, probe.print_step), self.work / f"data-{self.seed}"
         settings = [f"model.source={start / 'model'}", f"data.source={data / 'train.jsonl'}", f"seed={self.seed}",
                     f"eval.data.source={data / 'held.jsonl'}", f"out={self.folder}"]  # fmt: skip
-        settings += [*self.arm.settings, *self.settings]
+        config = load_config(self.bed.recipe, [*settings, *self.arm.settings, *self.settings])
         with self.log.open("a") as log:
             try:
-                if self.arm.distilled_first:
-                    settings.append(f"distill.adapter={self.distilled(load_config(self.bed.recipe, settings))}")
-                config = load_config(self.bed.recipe, settings)
                 Trainer(config, resume=self.folder.exists(), stream=log).run()
                 if self.finished:  # nobody goes on from it, and beside the model it is most of the folder
                     shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             except BaseException:
                 traceback.print_exc(file=log)
                 raise SystemExit(1) from None
-
-    def distilled(self, config: RunConfig) -> Path:
-        """The adapter to begin with, of the run's own model, prompts and policy; made, or finished, where it is not."""
-        from alula.cli.distill import distill
-
-        out, phi, engine, sampling = Path(f"{self.folder}-adapter"), config.distill, config.engine, config.sampling
-        model, steps = config.model, self.arm.distilled_first
-        if phi is not None and not (out / "summary.json").exists():
-            distill(
-                model.source, config.data.source, self.arm.sparsity, steps=steps,
-                prompts=sampling.prompts * sampling.n // 2, max_new_tokens=sampling.max_new_tokens,
-                chat=config.data.chat, device=model.device, dtype=model.dtype, residual=model.residual,
-                rank=phi.rank, alpha=phi.alpha, lr=phi.lr, token_budget=phi.token_budget, page=engine.page,
-                kv_memory=str(engine.kv_memory), seed=self.seed, out=out, save_every=steps, resume=out.exists(),
-            )  # fmt: skip
-        return out / "adapter"
 
 
 def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]

@@ -576,6 +576,78 @@ def test_a_run_begins_with_a_distilled_adapter(tmp_path):
         watched(tmp_path / "third", distill={"adapter": str(tmp_path)})
 
 
+FIRST = {"steps": 3, "prompts": 5, "minibatches": 2}
+
+
+def beginning(out, first, **options):
+    """A run of two steps that distils all of its rollouts, and perhaps before the first."""
+    distill = RECIPE["distill"] | {"move": None, "every": 1, "fraction": 1.0, "first": first}
+    config = read_tree(RECIPE | {"out": str(out), "steps": 2, "eval": {"every": 0}, "distill": distill})
+    return Trainer(config, stream=io.StringIO(), **options)
+
+
+def test_phi_alone_is_trained_before_the_first_step(tmp_path):
+    plain, run = beginning(tmp_path / "plain", None), beginning(tmp_path / "run", FIRST)
+    prompts = {trainer: [] for trainer in (plain, run)}
+    for trainer, seen in prompts.items():
+        learn = trainer.updater.learn
+
+        def learned(batch, place, seen=seen, learn=learn):
+            seen.append([rollout.prompt_ids for rollout in batch.rollouts])
+            return learn(batch, place)
+
+        trainer.updater.learn = learned
+    start = {name: value.detach().clone() for name, value in run.learner.full_parameters()}
+    distiller, calls = run.distill.distiller, []
+    step, train_step = distiller.step, run.train_step
+
+    def distil(rollouts, *rest):
+        still = all(torch.equal(start[name], value) for name, value in run.learner.full_parameters())
+        calls.append((len(rollouts), distiller.config.loss, distiller.steps, still))
+        return step(rollouts, *rest)
+
+    def first_train_step():
+        weights = [dict(model.named_parameters()) for model in (run.engine.model, run.engine.sparse_model)]
+        assert any(not torch.equal(weights[0][f"{n}.weight"], weights[1][f"{n}.weight"]) for n in adapted), "merged"
+        run.train_step = train_step
+        train_step()
+
+    adapted = list(distiller.adapter().weights)
+    distiller.step, run.train_step = distil, first_train_step
+    plain.run()
+    run.run()
+    assert calls[:3] == [(5, "divergence", 0, True), (5, "divergence", 2, True), (5, "divergence", 4, True)]
+    assert [loss for _, loss, *_ in calls[3:]] == ["both", "both"], "θ's rewards count from the first step on"
+    assert prompts[run] == prompts[plain], "the run's own prompts are those of a run without it"
+    first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
+    assert (first["step"], first["kind"]) == (0, "distilled-first")
+    assert "was trained for 3 steps before the first: divergence 0." in first["message"]
+
+
+def test_a_stop_before_the_first_step_loses_nothing(tmp_path):
+    whole, stopped = beginning(tmp_path / "whole", FIRST), beginning(tmp_path / "stopped", FIRST)
+    assert whole.run()
+    first_step = stopped.distill.first_step
+
+    def and_stop(*arguments):
+        divergence = first_step(*arguments)
+        stopped.stop.asked = True
+        return divergence
+
+    stopped.distill.first_step = and_stop
+    assert not stopped.run()
+    resumed = beginning(tmp_path / "stopped", FIRST, resume=True)
+    assert resumed.distill.before_run == 1
+    assert resumed.run()
+    rows = [
+        [without_clocks(json.loads(line)) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "stopped")
+    ]
+    assert rows[0] == rows[1]
+    one, other = (Adapter.load(tmp_path / name / "sparse_adapter").weights for name in ("whole", "stopped"))
+    assert all(torch.equal(b, other[name][1]) for name, (_, b) in one.items())
+
+
 def test_a_run_with_a_selector_a_cheap_teacher_and_lora(tmp_path):
     """The learner's LoRA is θ's own: φ reads the engine's copy of the merged weights."""
     select = {"method": "block-topk", "budget": 6, "block": 2, "dense_layers": 1}
@@ -605,6 +677,7 @@ def test_recipes_that_cannot_work_are_refused():
         ({"sparsity": {}}, "the rollouts are dense"),
         ({"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}}, "cannot be replayed"),
         ({"distill": {"teacher": "before", "divergence": "topk-kl"}}, "use sampled-kl"),
+        ({"distill": {"first": {"steps": 0}}}, r"distill\.first\.steps=0: must be at least 1"),
         ({"distill": {"move": {"sparsity": "rkv:8", "tau": 2.0}}}, "tau"),
         ({"distill": {"move": {"sparsity": "dense"}}}, "name one with a smaller budget"),
         ({"distill": {"move": {"sparsity": "rkv:10+2,window=2,sinks=1"}}}, "own budget of 10"),

@@ -2,13 +2,11 @@
 
 import json
 import sys
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
 
@@ -22,8 +20,6 @@ from choice import chosen_budgets
 
 from alula.config_file import load_config
 from alula.demo.tiny_model import WarmUp
-from alula.distill.adapter import Adapter
-from alula.rl.trainer import Trainer
 
 BUDGETS = {"rkv": 32, "snapkv": 32, "streaming": 32, "keydiff": 32}
 
@@ -58,8 +54,7 @@ def test_every_arm_is_a_valid_recipe_of_its_own(bed):
         arms = arms_of(bed, dict.fromkeys(BUDGETS, bed.budgets[3]))
         configs = [load_config(bed.recipe, ["model.source=x", "data.source=x", "out=x", *arm.settings]) for arm in arms]
         assert len({arm.name for arm in arms}) == len(arms), question
-        settings = {(config.model_dump_json(), arm.distilled_first) for config, arm in zip(configs, arms)}
-        assert len(settings) == len(arms), question
+        assert len({config.model_dump_json() for config in configs}) == len(arms), question
 
 
 def test_arms_are_chosen_by_name_or_label():
@@ -151,52 +146,6 @@ def test_from_warm_up_to_figure(tmp_path, monkeypatch):
     assert {path.stem for path in (tmp_path / "results").rglob("*.svg")} == {
         "tiny-accuracy", "tiny-reward", "tiny-length", "tiny-careful", "tiny-tail",
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_an_arm_begins_with_the_adapter_that_was_distilled_for_it(tmp_path, monkeypatch):
-    began = []
-
-    class Watched(Trainer):
-        def run(self):
-            began.append((self.step, deepcopy(self.distill.distiller.adapter().weights)))  # before they change
-            return super().run()
-
-    monkeypatch.setattr("alula.rl.trainer.Trainer", Watched)
-    (tmp_path / "logs").mkdir()
-    bed = replace(SMALL, train_problems=80)
-    (arm,) = [arm for arm in QUESTIONS["distill"](bed, {"rkv": 16}) if arm.matches("^tis, distilled first$")]
-    short = run.Run(bed, replace(arm, distilled_first=2), 0, tmp_path, ("steps=1", "sampling.prompts=2", "eval.every=0"))
-    short()
-    made = Path(f"{short.folder}-adapter")
-    assert short.finished
-    assert len((made / "metrics.jsonl").read_text().splitlines()) == 2
-    assert load_config(short.folder / "config.yaml").distill.adapter == str(made / "adapter")
-
-    distilled = Adapter.load(made / "adapter")
-    assert distilled.rank == 8
-    assert any(b.abs().max() > 0 for _, b in distilled.weights.values()), "a fresh adapter is zero"
-    ((step, first),) = began
-    assert step == 0
-    for name, matrices in distilled.weights.items():
-        assert all(torch.equal(a, b) for a, b in zip(matrices, first[name])), name
-
-    written = (made / "summary.json").stat().st_mtime_ns
-    short()
-    assert (made / "summary.json").stat().st_mtime_ns == written, "what is there is not distilled again"
-    (made / "summary.json").unlink()  # as if it had been stopped before its end
-    short()
-    assert (made / "summary.json").exists()
-
-
-def test_an_adapter_is_distilled_on_what_its_run_reads(tmp_path, monkeypatch):
-    asked = {}
-    monkeypatch.setattr("alula.cli.distill.distill", lambda *_, **options: asked.update(options))
-    for bed, chat in ((TINY, False), (GSM8K, None)):
-        arm = QUESTIONS["distill"](bed, {"rkv": bed.budgets[1]})[-1]
-        given = ["model={source: x, residual: float32, dtype: bfloat16}", "data.source=x", "out=x", *arm.settings]
-        run.Run(bed, arm, 0, tmp_path).distilled(load_config(bed.recipe, given))
-        assert (asked["chat"], asked["residual"], asked["dtype"]) == (chat, "float32", "bfloat16")
 
 
 class Flaky:

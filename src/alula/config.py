@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from alula.data.load import load
 from alula.distill.config import DistillConfig
+from alula.distill.first import First
 from alula.distill.move import Move
 from alula.errors import SettingError, require, unknown
 from alula.rl import learner_config
@@ -371,6 +372,18 @@ class MoveSettings(Section):
     """Tokens per length bin."""
 
 
+class FirstSettings(Section):
+    """φ alone is trained before the run's first step, so that the sparse policy is close to the dense one from the
+    beginning: on rollouts of its own, by the divergence, while θ stands still."""
+
+    steps: int = 20
+    """Batches of rollouts."""
+    prompts: int = 64
+    """Prompts of a batch, one rollout each, over all ranks."""
+    minibatches: int = 4
+    """Optimizer steps that a batch is shared out to."""
+
+
 class DistillSettings(Section):
     """DistillSparse: a LoRA φ that only the sparse rollout uses, trained to agree with the dense policy; see
     docs/distill.md."""
@@ -414,12 +427,17 @@ class DistillSettings(Section):
     """Keep only each layer's input and compute the rest again in the backward pass."""
     compile: bool | None = None
     """Compile the decoder layers; by default what `learner.compile` says, or on a GPU."""
+    first: FirstSettings | None = None
+    """Distillation before the first training step; `{}` takes the defaults."""
     move: MoveSettings | None = None
     """A sparser policy to go over to."""
 
     def build(self, learner_compiles: bool | None = None) -> DistillConfig:
         compiled = learner_compiles if self.compile is None else self.compile
-        return DistillConfig(**(self.model_dump(exclude={"adapter", "move"}) | {"compile": compiled}))
+        return DistillConfig(**(self.model_dump(exclude={"adapter", "first", "move"}) | {"compile": compiled}))
+
+    def build_first(self) -> First | None:
+        return First(**self.first.model_dump()) if self.first else None
 
     def build_move(self) -> Move | None:
         return Move(**self.move.model_dump()) if self.move else None
@@ -620,7 +638,7 @@ class RunConfig(Section):
         sparsity = self.sparsity.build()
         require(not sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
         require_one_part(sparsity, "distill")
-        distill.build(), distill.build_move()
+        distill.build(), distill.build_first(), distill.build_move()
         before = distill.teacher == "before" and distill.loss != "policy"
         require(
             not before or (distill.divergence == "sampled-kl" and not self.objective.one_update),

@@ -11,6 +11,7 @@ Rollouts are those already made; the sparse forward pass is the policy that samp
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -78,6 +79,16 @@ class Distiller:
         return [index in picked for index in range(prompts)]
 
     # -- training -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def by_divergence(self, minibatches: int) -> Iterator[None]:
+        """Steps without rewards: the divergence alone, from the dense policy as it is."""
+        own = self.config
+        self.config = replace(own, loss="divergence", teacher="after", minibatches=minibatches)
+        try:
+            yield
+        finally:
+            self.config = own
 
     def step(
         self, rollouts: Sequence[Rollout], advantages: Tensor | None = None, teacher: Sequence[Scores] | None = None

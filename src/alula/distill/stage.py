@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from alula.distill.distiller import Distiller
+from alula.distill.first import First
 from alula.distill.measure import Acceptance
 from alula.distill.move import Move, least
 from alula.engine.engine import Engine
@@ -21,13 +22,22 @@ if TYPE_CHECKING:
 class Stage:
     """Each step: train φ on a share of the step's rollouts, after θ's update; merge it into the engine.
 
-    `move` names a sparser policy, which is measured on `prompts` with φ as it is.
+    `first` says how φ is trained before the first of them. `move` names a sparser policy, which is measured on
+    `prompts` with φ as it is.
     """
 
     def __init__(
-        self, distiller: Distiller, engine: Engine, collector: "Collector", move: Move | None, prompts: list[list[int]]
+        self,
+        distiller: Distiller,
+        engine: Engine,
+        collector: "Collector",
+        first: First | None,
+        move: Move | None,
+        prompts: list[list[int]],
     ) -> None:
         self.distiller, self.engine, self.collector = distiller, engine, collector
+        self.first, self.before_run = first, 0
+        """`before_run` counts the steps of `first` that are done."""
         self.move, self.candidate = move, None
         if move is not None:
             self.candidate = parse_sparsity(move.sparsity)
@@ -41,6 +51,24 @@ class Stage:
         """What was found then."""
         self.before_move = [0.0, 0.0]
         """Tokens generated before the move, and the seconds they took."""
+
+    # -- before the first step ----------------------------------------------------------------------------
+
+    def first_due(self) -> bool:
+        return self.first is not None and self.before_run < self.first.steps
+
+    def first_step(self, prompts: list[list[int]], sampling: Sampling) -> float:
+        """Train φ on rollouts of its own; returns their divergence before it."""
+        assert self.first is not None
+        sparsity = self.collector.sparsity
+        rollouts = self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None)
+        with self.collector.engine_asleep(), self.distiller.by_divergence(self.first.minibatches):
+            metrics = self.distiller.step(rollouts)
+        self.publish()
+        self.before_run += 1
+        return metrics["divergence"]
+
+    # -- every step ---------------------------------------------------------------------------------------
 
     def record(self, place: tuple[int, int], prompts: int) -> bool | list[bool]:
         """Which prompts' evictions are recorded: only those that this step distils."""
@@ -135,13 +163,14 @@ class Stage:
 
     def state(self) -> dict[str, Any]:
         own = {
-            "moved": self.moved, "checked": self.checked, "measured": self.measured, "before_move": self.before_move,
+            "before_run": self.before_run, "moved": self.moved, "checked": self.checked, "measured": self.measured,
+            "before_move": self.before_move,
         }  # fmt: skip
         return own | {"distiller": self.distiller.state()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.distiller.resume(state["distiller"])
         self.moved, self.checked, self.measured = state["moved"], state["checked"], dict(state["measured"])
-        self.before_move = state["before_move"]
+        self.before_move, self.before_run = state["before_move"], state.get("before_run", 0)
         if self.moved:
             self._adopt()

@@ -156,7 +156,7 @@ def build_stage(config: RunConfig, distiller: Distiller | None, collector: Colle
             f"distill.move: there are {len(ids)} held-out prompts, and a tail that decides needs at least "
             f"{MIN_PROMPTS}; raise eval.size, or set move.at.",
         )
-    return Stage(distiller, collector.engine, collector, move, ids)
+    return Stage(distiller, collector.engine, collector, config.distill.build_first(), move, ids)
 
 
 def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:

@@ -8,6 +8,7 @@ a run that is killed at any moment continues as if nothing had happened.
 
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TextIO
 
 import torch
@@ -122,6 +123,8 @@ class Trainer:
             stack.enter_context(self.stop.listening())
             self.rewards.start()
             try:
+                if self.distill and self.step == 0 and self.distill.first_due():
+                    self.distil_first(self.distill)
                 while True:
                     if self._evaluation_due():
                         self.evaluate()
@@ -148,6 +151,24 @@ class Trainer:
             self.record.say(f"finished: the model is in {self.out / 'model'}; look at the run with `alula report "
                             f"{self.out}`.")  # fmt: skip
         return True
+
+    def distil_first(self, distill: Stage) -> None:
+        """φ alone, on prompts in an order of their own: the run's is the same with and without."""
+        assert distill.first is not None
+        s, first, started, found = self.config.sampling, distill.first, perf_counter(), []
+        stream = PromptStream(self.stream.dataset, ~self.config.seed)
+        stream.next(distill.before_run * first.prompts)
+        while distill.first_due():
+            self.stop.obey()
+            self.record.phase(f"distilling before the first step, {distill.before_run + 1} of {first.steps}")
+            examples = stream.next(first.prompts)[self.world.rank :: self.world.size]
+            sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
+                                seed=self.collector.seed("first", distill.before_run))  # fmt: skip
+            found.append(distill.first_step([list(example.prompt_ids or ()) for example in examples], sampling))
+            self._settle()
+        said = f"the adapter was trained for {first.steps} steps before the first: divergence {found[0]:.4f} → "
+        self.record.event(0, "distilled-first", f"{said}{found[-1]:.4f}, {perf_counter() - started:.0f} s.",
+                          "See mismatch/veto_rate of the first step for what it left.")  # fmt: skip
 
     def train_step(self) -> None:
         """One batch of rollouts and the optimizer steps on it."""
