@@ -621,7 +621,7 @@ def test_phi_alone_is_trained_before_the_first_step(tmp_path):
     assert prompts[run] == prompts[plain], "the run's own prompts are those of a run without it"
     first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
     assert (first["step"], first["kind"]) == (0, "distilled-first")
-    assert "was trained for 3 steps before the first: divergence 0." in first["message"]
+    assert "The adapter was trained for 3 steps before the first: divergence 0." in first["message"]
 
 
 def test_a_stop_before_the_first_step_loses_nothing(tmp_path):

@@ -166,7 +166,7 @@ class Trainer:
                                 seed=self.collector.seed("first", distill.before_run))  # fmt: skip
             found.append(distill.first_step([list(example.prompt_ids or ()) for example in examples], sampling))
             self._settle()
-        said = f"the adapter was trained for {first.steps} steps before the first: divergence {found[0]:.4f} → "
+        said = f"The adapter was trained for {first.steps} steps before the first: divergence {found[0]:.4f} → "
         self.record.event(0, "distilled-first", f"{said}{found[-1]:.4f}, {perf_counter() - started:.0f} s.",
                           "See mismatch/veto_rate of the first step for what it left.")  # fmt: skip
 
