@@ -2,6 +2,7 @@
 
 python experiments/figures.py                 # all
 python experiments/figures.py collapse tiny   # of one question on one bed
+python experiments/figures.py speed
 """
 
 import sys
@@ -10,6 +11,7 @@ from statistics import fmean
 
 import judge
 from judge import Row
+from lines import read_lines
 from tables import RESULTS, before_training, by_arm, raw
 
 from alula.mismatch.plot import COLOURS, Line, chart
@@ -143,9 +145,36 @@ def saving(question: str, bed: str) -> dict[str, str]:
     return {"saved": chart(title, "KV saved before training", "final accuracy", lines)}
 
 
+def survival(question: str, bed: str) -> dict[str, str]:
+    """Careful chains that are right under each policy, a line a way of training that still writes them."""
+    cells: dict[str, dict[str, list[Row]]] = {}
+    for row in raw(question, bed):
+        cells.setdefault(row["arm"], {}).setdefault(row["policy"], []).append(row)
+    names = list(next(iter(cells.values())))
+    lines: list[Line] = []
+    for arm, found in cells.items():
+        if fmean(row["careful_share"] for rows in found.values() for row in rows) < 0.5:
+            continue
+        right = [fmean(row["careful"] for row in rows) for rows in found.values()]
+        lines.append(Line(arm, [*map(names.index, found)], right, colour=COLOURS[len(lines)], dots=True))
+    title = f"Careful chains right under each policy, {BED_NAMES[bed]}"
+    return {"chains": chart(title, "", "share", lines, x_names=names)}
+
+
+def breakeven() -> str:
+    """When sparse rollouts pay, from the lines that speed.py made."""
+    rows = read_lines(RESULTS / "speed" / "breakeven.jsonl")
+    lengths = [row["length"] for row in rows]
+    lines = [Line("rollouts alone", lengths, [row["rollout_ratio"] for row in rows], dots=True),
+             Line("with the scoring pass", lengths, [row["with_scoring"] for row in rows], (), (), COLOURS[1], dots=True),
+             Line("as fast as dense", [0, lengths[-1]], [1, 1], colour="#999999", dashed=True)]  # fmt: skip
+    title = "rkv 512+128 against dense, qwen3-1.7b, batch of 64 (estimate)"
+    return chart(title, "response tokens", "speed-up", lines)
+
+
 FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
     "collapse": learning, "compressors": learning, "correction": learning, "distill": learning, "control": learning,
-    "probe": probed, "threshold": dose, "budget": saving,
+    "probe": probed, "threshold": dose, "budget": saving, "robustness": survival,
 }  # fmt: skip
 
 
@@ -156,11 +185,13 @@ def draw(question: str, bed: str) -> None:
 
 
 def main() -> None:
-    questions = [sys.argv[1]] if len(sys.argv) > 1 else list(FIGURES)
+    questions = [name for name in FIGURES if len(sys.argv) < 2 or name == sys.argv[1]]
     beds = [sys.argv[2]] if len(sys.argv) > 2 else list(BED_NAMES)
     for question in questions:
         for bed in beds:
             draw(question, bed)
+    if len(sys.argv) == 1 or "speed" in sys.argv:
+        (RESULTS / "speed" / "breakeven.svg").write_text(breakeven())
 
 
 if __name__ == "__main__":

@@ -58,10 +58,12 @@ def plot_pareto(rows: Sequence[Tradeoff]) -> str:
     return chart("What a threshold costs", "tau", "predicted speed-up", [line])
 
 
-def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
+def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], x_names: Sequence[str] = ()) -> str:
+    """`x_names` stand in the place of the numbers 0, 1, 2 … of the x axis, and of its label."""
     xs = [x for line in lines for x in line.x if isfinite(x)] or [0.0, 1.0]
     ys = [y for line in lines for y in (*line.y, *line.low, *line.high) if isfinite(y)] or [0.0, 1.0]
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
+    x_ticks = [float(i) for i in range(len(x_names))] or ticks(min(xs), max(xs))
+    y_ticks = ticks(min(ys), max(ys))
     x0, x1, y0, y1 = x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1]
 
     def px(x: float) -> float:
@@ -78,7 +80,12 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
     ]
     for x in x_ticks:
         parts.append(f'<line x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#eee"/>')
-        parts.append(_text(px(x), HEIGHT - BOTTOM + 18, f"{x:g}", "middle"))
+        below = HEIGHT - BOTTOM + 18
+        parts.append(
+            f'<g transform="rotate(-25 {px(x):.1f} {below})">{_text(px(x) + 8, below, x_names[int(x)], "end")}</g>'
+            if x_names
+            else _text(px(x), below, f"{x:g}", "middle")
+        )
     for y in y_ticks:
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" stroke="#eee"/>')
         parts.append(_text(LEFT - 8, py(y) + 4, f"{y:g}", "end"))
