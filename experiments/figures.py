@@ -165,8 +165,9 @@ def breakeven() -> str:
     """When sparse rollouts pay, from the lines that speed.py made."""
     rows = read_lines(RESULTS / "speed" / "breakeven.jsonl")
     lengths = [row["length"] for row in rows]
-    lines = [Line("rollouts alone", lengths, [row["rollout_ratio"] for row in rows], dots=True),
-             Line("with the scoring pass", lengths, [row["with_scoring"] for row in rows], (), (), COLOURS[1], dots=True),
+    alone, scored = ([row[name] for row in rows] for name in ("rollout_ratio", "with_scoring"))
+    lines = [Line("rollouts alone", lengths, alone, dots=True),
+             Line("with the scoring pass", lengths, scored, colour=COLOURS[1], dots=True),
              Line("as fast as dense", [0, lengths[-1]], [1, 1], colour="#999999", dashed=True)]  # fmt: skip
     title = "rkv 512+128 against dense, qwen3-1.7b, batch of 64 (estimate)"
     return chart(title, "response tokens", "speed-up", lines)
