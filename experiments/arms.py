@@ -12,7 +12,7 @@ from alula.sparsity.parse import parse_sparsity
 Budgets = Mapping[str, int]
 """Compressor -> the budget that the probe chose for a seed; of those that take part."""
 
-PRESETS = {"naive": "none", "sparse-rl": "sparse-rl", "tis": "tis", "reroll": "reroll"}
+PRESETS = {"naive": "none", "sparse-rl": "sparse-rl", "tis": "tis", "reroll": "reroll", "strict": "strict"}
 ABLATIONS = {
     "reject-only": "{preset: sparse-rl, weight: none}",
     "reweight-only": "{preset: sparse-rl, veto: null}",
@@ -21,8 +21,16 @@ ABLATIONS = {
     "veto-1e-3": "{preset: sparse-rl, veto: 1e-3}",
     "sparse-rl-code": "sparse-rl-code",
     "kept-baseline": "{preset: sparse-rl, vetoed_in_baseline: false}",
+    "strict": "strict",
 }
-CORRECTIONS = PRESETS | ABLATIONS
+PARTS = {
+    "reject-kept": "{preset: strict, veto: 1e-4}",
+    "reject-1e-3": "{preset: strict, vetoed_in_baseline: true}",
+    "kept-1e-3": "{preset: strict, weight: token}",
+    "strict-1e-2": "{preset: strict, veto: 1e-2}",
+}
+"""What `strict` is made of: each leaves out one of its three parts, and the last goes further."""
+CORRECTIONS = PRESETS | ABLATIONS | PARTS
 OTHERS = ("snapkv", "streaming", "keydiff")
 METHODS = ("rkv", *OTHERS, "block-topk")
 
@@ -79,7 +87,7 @@ def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
     """What matters in Sparse-RL's correction?"""
     milder = bed.budgets[min(bed.budgets.index(budgets["rkv"]) + 1, len(bed.budgets) - 1)]
     names = ("naive", *ABLATIONS)
-    tempting = [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in names]
+    tempting = [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in (*names, *PARTS)]
     return tempting + [Arm(f"{name}, milder", bed.evictor("rkv", milder), name) for name in names]
 
 

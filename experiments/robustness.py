@@ -55,12 +55,13 @@ def main() -> None:
         arms = [arm for arm in QUESTIONS["collapse"](bed, budgets) if arm.name != "dense-sparse-rl"]  # as good as dense
         arms += [arm for arm in QUESTIONS["correction"](bed, budgets) if arm.label.endswith("milder")]
         models |= {arm.label: work / "runs" / f"{arm.name}-s{seed}" for arm in arms}
-        probe = Probe(bed, seed, work)
+        probe: Probe | None = None
         for arm, folder in models.items():
             wanted = policies(bed, budgets["rkv"]).items()
             left = {title: policy for title, policy in wanted if (arm, seed, title) not in done}
             if not left or not re.search(options.arms, arm) or not (folder / "model").exists():
                 continue
+            probe = probe or Probe(bed, seed, work)
             probe.take(folder / "model")
             for title, policy in left.items():
                 answers = probe.answers(policy, probe.generate(parse_sparsity(policy)))

@@ -193,10 +193,10 @@ def alone_table(bed: str, question: str) -> str:
     for run in raw(question, bed):
         times = {phase: [*map(float, run["steps"][f"time/{phase}"])] for phase in phases}
         usual = {phase: median(values[1:]) for phase, values in times.items()}  # the first step compiles
-        steps = [next(step for step, a in judge.dense_accuracy(run) if a >= goal) for goal in goals]
+        steps = [next((step for step, a in judge.dense_accuracy(run) if a >= goal), None) for goal in goals]
         body.append([
             run["arm"], *(f"{usual[phase]:.2f}" for phase in phases),
-            *(f"{step} steps, {step * usual['step']:.1f} s" for step in steps),
+            *("–" if step is None else f"{step} steps, {step * usual['step']:.1f} s" for step in steps),
             f"{max(run['steps']['kv/bytes_peak']) / 1e6:,.0f}", percent(judge.over_run(run, "kv/saved")),
         ])  # fmt: skip
     return markdown(["arm", *(f"{phase}, s" for phase in phases), *(f"to {goal:.0%}" for goal in goals),

@@ -20,8 +20,8 @@ def xi(log_ratio: float) -> float:
     return math.exp(min(max(log_ratio, -20.0), 20.0))
 
 
-def vetoed(row: list[float]) -> int:
-    return next((t for t, log_ratio in enumerate(row) if log_ratio < math.log(1e-4)), -1)
+def vetoed(row: list[float], threshold: float = 1e-4) -> int:
+    return next((t for t, log_ratio in enumerate(row) if log_ratio < math.log(threshold)), -1)
 
 
 def code_mean(rows: list[list[float]]) -> float:
@@ -43,6 +43,10 @@ def by_hand(name: str, rows: list[list[float]]) -> tuple[list[list[float]], list
             case "sparse-rl" | "reroll":
                 weights.append([xi(value) if first < 0 else 0.0 for value in row])
                 keep.append(first < 0)
+            case "strict":
+                kept = vetoed(row, 1e-3) < 0
+                weights.append([float(kept) for _ in row])
+                keep.append(kept)
             case "prefix-only":
                 weights.append([xi(value) if first < 0 or t < first else 0.0 for t, value in enumerate(row)])
                 keep.append(first != 0)
@@ -81,8 +85,8 @@ def test_preset_equals_a_loop(name, batch):
     torch.testing.assert_close(result.weights, flat(weights), rtol=1e-12, atol=0)
     assert result.token_keep.tolist() == [weight > 0 for row in weights for weight in row]
     assert result.keep.tolist() == keep
-    has_veto = PRESETS[name].veto is not None
-    assert result.first_vetoed.tolist() == [vetoed(row) if has_veto else -1 for row in batch.log_ratios()]
+    first = {None: lambda row: -1, 1e-4: vetoed, 1e-3: lambda row: vetoed(row, 1e-3)}[PRESETS[name].veto]
+    assert result.first_vetoed.tolist() == [first(row) for row in batch.log_ratios()]
 
 
 @pytest.mark.parametrize("name", PRESETS)

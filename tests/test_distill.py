@@ -15,6 +15,7 @@ import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.config import DistillSettings
 from alula.config_file import read_tree
+from alula.data import PromptStream
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.distill.adapter import Adapter
@@ -621,29 +622,75 @@ def test_phi_alone_is_trained_before_the_first_step(tmp_path):
     assert prompts[run] == prompts[plain], "the run's own prompts are those of a run without it"
     first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
     assert (first["step"], first["kind"]) == (0, "distilled-first")
-    assert "The adapter was trained for 3 steps before the first: divergence 0." in first["message"]
+    assert "was trained on 3 batches before the first step: divergence of the first 0." in first["message"]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000000").exists(), "a crash from here on repeats none of it"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sparsity": {"select": {"method": "block-topk", "budget": 6, "block": 2, "dense_layers": 1}}},
+        {"distill": {"teacher": "before", "divergence": "sampled-kl"}},
+        {"distill": {"loss": "policy"}},
+        {"learner": {"lora": {"rank": 4, "alpha": 8.0}}},
+        {"control": {"enabled": True, "vetoed": 0.05, "on_violation": "adapt"}},
+    ],
+    ids=["selector", "cheap teacher", "policy loss", "lora", "control"],
+)
+def test_before_the_first_step_in_every_kind_of_run(tmp_path, changes):
+    tree = RECIPE | {"out": str(tmp_path / "run"), "steps": 1, "eval": {"every": 0}}
+    changes = {"distill": {"move": None, "first": FIRST}} | changes
+    changes["distill"] = {"move": None, "first": FIRST} | changes["distill"]
+    tree |= {name: (RECIPE.get(name, {}) if name != "sparsity" else {}) | part for name, part in changes.items()}
+    trainer = Trainer(read_tree(tree), stream=io.StringIO())
+    asked, generate = [], trainer.collector.generate
+
+    def spied(prompts, sampling, sparsity, **options):
+        asked.append((prompts, sampling.seed, sparsity, options))
+        return generate(prompts, sampling, sparsity, **options)
+
+    trainer.collector.generate = spied
+    trainer.run()
+    first = asked[:3]
+    assert len({str(prompts) for prompts, *_ in first}) == len({seed for _, seed, *_ in first}) == 3
+    assert all(sparsity == asked[3][2] for _, _, sparsity, _ in first), "the policy that the run begins with"
+    assert all(options == {"record": sparsity.evict is not None} for _, _, sparsity, options in first)
+    own = [list(example.prompt_ids) for example in PromptStream(trainer.stream.dataset, trainer.config.seed).next(15)]
+    assert [p for prompts, *_ in first for p in prompts] != own, "another order than the run's"
+    assert len(trainer.distill.divergences) == 3
+    assert any(b.abs().max() > 0 for _, b in trainer.distill.distiller.adapter().weights.values())
 
 
 def test_a_stop_before_the_first_step_loses_nothing(tmp_path):
     whole, stopped = beginning(tmp_path / "whole", FIRST), beginning(tmp_path / "stopped", FIRST)
     assert whole.run()
-    first_step = stopped.distill.first_step
 
-    def and_stop(*arguments):
-        divergence = first_step(*arguments)
-        stopped.stop.asked = True
-        return divergence
+    def stop_after_a_batch(trainer):
+        first_step = trainer.distill.first_step
 
-    stopped.distill.first_step = and_stop
-    assert not stopped.run()
+        def and_stop(*arguments):
+            first_step(*arguments)
+            trainer.stop.asked = True
+
+        trainer.distill.first_step = and_stop
+        assert not trainer.run()
+
+    stop_after_a_batch(stopped)
+    again = beginning(tmp_path / "stopped", FIRST, resume=True)
+    assert len(again.distill.divergences) == 1
+    stop_after_a_batch(again)
     resumed = beginning(tmp_path / "stopped", FIRST, resume=True)
-    assert resumed.distill.before_run == 1
+    assert len(resumed.distill.divergences) == 2, "a second stop keeps what came after the first"
     assert resumed.run()
-    rows = [
-        [without_clocks(json.loads(line)) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("whole", "stopped")
-    ]
-    assert rows[0] == rows[1]
+    for file in ("metrics.jsonl", "events.jsonl"):
+        one, other = (
+            [without_clocks(json.loads(line)) for line in (tmp_path / name / file).read_text().splitlines()]
+            for name in ("whole", "stopped")
+        )
+        assert one == other
+    late = beginning(tmp_path / "stopped", FIRST | {"steps": 5}, resume=True)
+    assert late.run()
+    assert "the run has begun, so nothing is distilled before its first step" in late.record.stream.getvalue()
     one, other = (Adapter.load(tmp_path / name / "sparse_adapter").weights for name in ("whole", "stopped"))
     assert all(torch.equal(b, other[name][1]) for name, (_, b) in one.items())
 
@@ -678,6 +725,8 @@ def test_recipes_that_cannot_work_are_refused():
         ({"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}}, "cannot be replayed"),
         ({"distill": {"teacher": "before", "divergence": "topk-kl"}}, "use sampled-kl"),
         ({"distill": {"first": {"steps": 0}}}, r"distill\.first\.steps=0: must be at least 1"),
+        ({"distill": {"first": {"prompts": 3}}}, r"distill\.first\.minibatches=4: a batch has only 3 rollouts"),
+        ({"distill": {"first": {}, "weight": 0.0}}, r"distill\.weight=0 switches that off"),
         ({"distill": {"move": {"sparsity": "rkv:8", "tau": 2.0}}}, "tau"),
         ({"distill": {"move": {"sparsity": "dense"}}}, "name one with a smaller budget"),
         ({"distill": {"move": {"sparsity": "rkv:10+2,window=2,sinks=1"}}}, "own budget of 10"),

@@ -225,3 +225,15 @@ def test_pages_are_summarised_alike_however_many_layers_at_a_time(models, monkey
     monkeypatch.setattr("alula.engine.cache.SUMMARISED_BYTES", 1)
     cache.summarise(pages)
     assert torch.equal(cache.summaries[:, pages], expected)
+
+
+def test_a_selecting_row_that_evicts_beside_one_that_only_evicts(models):
+    """They share evictions, and the selecting one's pages are summarised all the same."""
+    engine, evict = engine_of(models[3]), Evict("rkv", 24, buffer=5, window=3, sinks=2)
+    prompts, both = [PROMPTS[2], PROMPTS[2][::-1]], Sparsity(evict, Select("quest", 16, 4, 1))
+    policies = [both, Sparsity(evict)]
+    together = engine.generate(prompts, SAMPLING, policies)
+    (request, _) = engine.requests(prompts, SAMPLING, policies)
+    for alone in engine.stream([request]):
+        assert alone.token_ids == together[alone.sample_index].token_ids
+        assert alone.kv.evictions > 0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import toy
 from alula.cli.main import app
@@ -133,6 +134,19 @@ def test_a_disk_that_stays_full_ends_in_one_sentence_and_costs_no_model(tmp_path
     first = toy.rows(tmp_path / "run", "events.jsonl")[0]
     assert (first["step"], first["kind"]) == (0, "disk-space")
     assert "it needs 1.0 MiB and the disk has 0.0 MiB left" in first["message"]
+
+
+def test_a_disk_too_full_for_the_model_ends_in_one_sentence(tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("alula.rl.trainer.export", full)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "model could not be written: I/O error: No space left on device" in said.err
+    assert "Traceback" not in said.err
 
 
 def test_a_disk_too_full_for_a_line_of_metrics_ends_in_one_sentence(tmp_path, monkeypatch, capsys):

@@ -255,7 +255,8 @@ class CorrectionSettings(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     preset: str = "sparse-rl"
-    """`none`, `sparse-rl`, `sparse-rl-code`, `tis`, `mis`, `icepop`, `geometric`, `reroll` or `prefix-only`."""
+    """`none`, `sparse-rl`, `sparse-rl-code`, `strict`, `tis`, `mis`, `icepop`, `geometric`, `reroll` or
+    `prefix-only`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -634,9 +635,18 @@ class RunConfig(Section):
             self._check_distill(self.distill)
         return self
 
+    def policies(self) -> "list[Sparsity]":
+        """What the run samples with, and what it may move to."""
+        move = self.distill.move if self.distill else None
+        return [self.sparsity.build(), *([parse_sparsity(move.sparsity)] if move else [])]
+
     def _check_distill(self, distill: DistillSettings) -> None:
         sparsity = self.sparsity.build()
         require(not sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
+        require(
+            distill.first is None or distill.weight > 0,
+            "distill.first trains by the divergence alone, and distill.weight=0 switches that off; raise it.",
+        )
         require_one_part(sparsity, "distill")
         distill.build(), distill.build_first(), distill.build_move()
         before = distill.teacher == "before" and distill.loss != "policy"

@@ -20,3 +20,8 @@ class First:
         for field in fields(self):
             value = getattr(self, field.name)
             require(value >= 1, f"distill.first.{field.name}={value}: must be at least 1.")
+        require(
+            self.minibatches <= self.prompts,
+            f"distill.first.minibatches={self.minibatches}: a batch has only {self.prompts} rollouts to share out; "
+            "lower it, or raise distill.first.prompts.",
+        )

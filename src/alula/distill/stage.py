@@ -36,8 +36,9 @@ class Stage:
         prompts: list[list[int]],
     ) -> None:
         self.distiller, self.engine, self.collector = distiller, engine, collector
-        self.first, self.before_run = first, 0
-        """`before_run` counts the steps of `first` that are done."""
+        self.first = first
+        self.divergences: list[float] = []
+        """Of every batch that `first` has trained φ on, before it did."""
         self.move, self.candidate = move, None
         if move is not None:
             self.candidate = parse_sparsity(move.sparsity)
@@ -55,18 +56,16 @@ class Stage:
     # -- before the first step ----------------------------------------------------------------------------
 
     def first_due(self) -> bool:
-        return self.first is not None and self.before_run < self.first.steps
+        return self.first is not None and len(self.divergences) < self.first.steps
 
-    def first_step(self, prompts: list[list[int]], sampling: Sampling) -> float:
-        """Train φ on rollouts of its own; returns their divergence before it."""
+    def first_step(self, prompts: list[list[int]], sampling: Sampling) -> None:
+        """Train φ on rollouts of its own."""
         assert self.first is not None
         sparsity = self.collector.sparsity
         rollouts = self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None)
         with self.collector.engine_asleep(), self.distiller.by_divergence(self.first.minibatches):
-            metrics = self.distiller.step(rollouts)
-        self.publish()
-        self.before_run += 1
-        return metrics["divergence"]
+            self.divergences.append(self.distiller.step(rollouts)["divergence"])
+            self.publish()
 
     # -- every step ---------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class Stage:
 
     def state(self) -> dict[str, Any]:
         own = {
-            "before_run": self.before_run, "moved": self.moved, "checked": self.checked, "measured": self.measured,
+            "divergences": [*self.divergences], "moved": self.moved, "checked": self.checked, "measured": self.measured,
             "before_move": self.before_move,
         }  # fmt: skip
         return own | {"distiller": self.distiller.state()}
@@ -171,6 +170,6 @@ class Stage:
     def resume(self, state: Mapping[str, Any]) -> None:
         self.distiller.resume(state["distiller"])
         self.moved, self.checked, self.measured = state["moved"], state["checked"], dict(state["measured"])
-        self.before_move, self.before_run = state["before_move"], state.get("before_run", 0)
+        self.before_move, self.divergences = state["before_move"], list(state.get("divergences", ()))
         if self.moved:
             self._adopt()

@@ -59,11 +59,12 @@ class Checkpoints:
         """Write the checkpoint of `step`: flat tensors (plain or sharded), this rank's JSON state, and the
         random generators. `score` (higher is better) decides which one is kept as the best.
 
-        A checkpoint of the same step that is already there and whole stays. When anything fails, a full disk
-        above all, CheckpointError says so and every earlier checkpoint is as it was.
+        A checkpoint of the same step that is already there and whole stays, but for step 0, before which a run may
+        have work to do. When anything fails, a full disk above all, CheckpointError says so and every earlier
+        checkpoint is as it was.
         """
         final = self.folder / f"{PREFIX}{step:08d}"
-        if self.world.gather(final.exists())[0] and not self._faults(final):
+        if step and self.world.gather(final.exists())[0] and not self._faults(final):
             return final
         aside = self.folder / f"{ASIDE}{final.name}"
         try:
@@ -141,8 +142,6 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f"{ASIDE}*"):
             shutil.rmtree(leftover)
-        if final.exists():  # damaged, or a whole one would have stayed
-            final.rename(self.folder / f"{ASIDE}damaged-{final.name}")
         if shortage := self.shortage(tensors):
             raise OSError(shortage)
         aside.mkdir()
@@ -171,6 +170,8 @@ class Checkpoints:
         marker.write_text(json.dumps({"step": step, "score": score, "files": files}, indent=1))
         _flush(marker)
         _flush(aside)
+        if final.exists():  # damaged, or of step 0
+            final.rename(self.folder / f"{ASIDE}old-{final.name}")
         aside.rename(final)
         _flush(self.folder)
 

@@ -97,6 +97,11 @@ class Correction:
         )  # fmt: skip
 
     @classmethod
+    def strict(cls) -> "Correction":
+        """Rejection alone, as if a spoilt rollout had never been sampled: veto at 1e-3, out of its group's baseline."""
+        return cls(veto=1e-3, vetoed_in_baseline=False)
+
+    @classmethod
     def tis(cls, cap: float = 2.0) -> "Correction":
         """Truncated importance sampling, min(ξ_t, cap): what Sparrow trains with, cap not stated there."""
         return cls(weight="token", cap=cap)
@@ -142,6 +147,7 @@ PRESETS: dict[str, Correction] = {
     "none": Correction.none(),
     "sparse-rl": Correction.sparse_rl(),
     "sparse-rl-code": Correction.sparse_rl_code(),
+    "strict": Correction.strict(),
     "tis": Correction.tis(),
     "mis": Correction.mis(),
     "icepop": Correction.icepop(),

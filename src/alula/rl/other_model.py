@@ -4,6 +4,8 @@ One that `alula plan` wrote is made out to its model and refused with any other 
 model in its notes only. A model of that shape may have been trained from it, under any name; one of another shape not.
 """
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedConfig
 
 from alula.shapes import SHAPES
@@ -14,9 +16,9 @@ SIZES = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads"
 ADVICE = "Measure it with `alula calibrate --verify`, or make one for this model: `alula calibrate`, then `alula plan`."
 
 
-def made_for_another(sparsity: Sparsity, config: PreTrainedConfig) -> list[str]:
+def made_for_another(policies: Sequence[Sparsity], config: PreTrainedConfig) -> list[str]:
     """A sentence for every schedule whose model has another shape than `config` says."""
-    budgets = [part.budget for part in (sparsity.evict, sparsity.select) if part is not None]
+    budgets = [part.budget for sparsity in policies for part in (sparsity.evict, sparsity.select) if part is not None]
     return [said for budget in budgets if isinstance(budget, Schedule) and (said := difference(budget, config))]
 
 

@@ -63,7 +63,8 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
     """Raises what would be refused at the start of the run, too."""
     check_rewards(config.rewards.specs())
     sparsity = config.sparsity.build()
-    check_schedules(sparsity, short_name(config.model.source))
+    for policy in config.policies():
+        check_schedules(policy, short_name(config.model.source))
     model_config = shape_config(config.model.source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
@@ -215,7 +216,7 @@ def print_plan(config: RunConfig, console: Console | None = None) -> None:
     if c := sparsity.select:
         sparse.add_row("  read", f"{describe_budget(c.budget)} KV tokens in blocks of {c.block}; dense layers: "
                        f"{c.dense_layers}")  # fmt: skip
-    for message in made_for_another(sparsity, shape_config(config.model.source)):
+    for message in made_for_another(config.policies(), shape_config(config.model.source)):
         sparse.add_row("  other model", f"{message} {ADVICE}")
     sparse.add_row("correction", correction.preset)
     every = config.eval.every

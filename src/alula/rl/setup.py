@@ -34,6 +34,13 @@ def check_shares(config: RunConfig, world: World) -> None:
         f"learner.updates={updates}: one of the {world.size} ranks has only {items} {unit} per step to share out; "
         "lower it, or raise sampling.prompts.",
     )
+    if config.distill and (first := config.distill.first):
+        least = first.prompts // world.size
+        require(
+            first.minibatches <= least,
+            f"distill.first.minibatches={first.minibatches}: one of the {world.size} ranks has only {least} rollouts "
+            "of a batch to share out; lower it, or raise distill.first.prompts.",
+        )
 
 
 def load_policy(config: RunConfig, world: World) -> LoadedModel:

@@ -8,10 +8,10 @@ a run that is killed at any moment continues as if nothing had happened.
 
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TextIO
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from alula.config import RunConfig
@@ -105,7 +105,7 @@ class Trainer:
         if self.record.resumed_from is not None and self.record.resumed_from >= 0:
             self._load(self.resumed)
         else:
-            for message in made_for_another(self.config.sparsity.build(), self.loaded.model.config):
+            for message in made_for_another(self.config.policies(), self.loaded.model.config):
                 self.record.event(0, "other-model", message, ADVICE)
         if shortage := self.checkpoints.shortage(self._tensors()):
             advice = "Free some space, or give the run another folder: out=FOLDER."
@@ -123,7 +123,7 @@ class Trainer:
             stack.enter_context(self.stop.listening())
             self.rewards.start()
             try:
-                if self.distill and self.step == 0 and self.distill.first_due():
+                if self.distill and self.distill.first_due():
                     self.distil_first(self.distill)
                 while True:
                     if self._evaluation_due():
@@ -140,14 +140,10 @@ class Trainer:
                 self.record.state = "stopped"
                 self.record.say(f"stopped after step {self.step}{self._continued()}")
                 return False
-            self.record.phase("export")
-            export(self.out / "model", self.learner.model, self.learner.full_parameters(), self.loaded.tokenizer,
-                   self.world)  # fmt: skip
-            if self.distill and self.world.rank == 0:
-                self.distill.distiller.adapter().save(self.out / "sparse_adapter")
+            self._export()
             if self.saved != self.step:
                 raise CheckpointError(f"the model is in {self.out / 'model'}, but the run's last checkpoint could not "
-                                      "be written; to go on from it, free some space and use --resume.")  # fmt: skip
+                                      "be written: --resume would repeat the steps since the one before.")  # fmt: skip
             self.record.say(f"finished: the model is in {self.out / 'model'}; look at the run with `alula report "
                             f"{self.out}`.")  # fmt: skip
         return True
@@ -155,20 +151,31 @@ class Trainer:
     def distil_first(self, distill: Stage) -> None:
         """φ alone, on prompts in an order of their own: the run's is the same with and without."""
         assert distill.first is not None
-        s, first, started, found = self.config.sampling, distill.first, perf_counter(), []
+        if self.step > 0:
+            self.record.say("distill.first: the run has begun, so nothing is distilled before its first step.")
+            return
+        s, first, done = self.config.sampling, distill.first, len(distill.divergences)
+        self.record.say(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
         stream = PromptStream(self.stream.dataset, ~self.config.seed)
-        stream.next(distill.before_run * first.prompts)
+        stream.next(done * first.prompts)
         while distill.first_due():
             self.stop.obey()
-            self.record.phase(f"distilling before the first step, {distill.before_run + 1} of {first.steps}")
+            done = len(distill.divergences)
+            self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
             examples = stream.next(first.prompts)[self.world.rank :: self.world.size]
             sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
-                                seed=self.collector.seed("first", distill.before_run))  # fmt: skip
-            found.append(distill.first_step([list(example.prompt_ids or ()) for example in examples], sampling))
+                                seed=self.collector.seed("first", done))  # fmt: skip
+            distill.first_step([list(example.prompt_ids or ()) for example in examples], sampling)
             self._settle()
-        said = f"The adapter was trained for {first.steps} steps before the first: divergence {found[0]:.4f} → "
-        self.record.event(0, "distilled-first", f"{said}{found[-1]:.4f}, {perf_counter() - started:.0f} s.",
-                          "See mismatch/veto_rate of the first step for what it left.")  # fmt: skip
+        skipped = distill.distiller.skipped
+        self.record.event(
+            0, "distilled-first", f"The adapter was trained on {first.steps} batches before the first step: divergence "
+            f"of the first {distill.divergences[0]:.4f}, of the last {distill.divergences[-1]:.4f}"
+            + (f"; {skipped} updates were not finite and were skipped." if skipped else "."),
+            "See mismatch/veto_rate of the first step for what it left.",
+        )  # fmt: skip
+        if self.config.checkpoint.every:
+            self.save()
 
     def train_step(self) -> None:
         """One batch of rollouts and the optimizer steps on it."""
@@ -250,6 +257,18 @@ class Trainer:
             if not self.save_failed:
                 self.record.say(f"{error} The run goes on, and tries again after every step.")
             self.save_failed = True
+
+    def _export(self) -> None:
+        """The trained model, and φ where there is one, as folders that others read."""
+        self.record.phase("export")
+        try:
+            export(self.out / "model", self.learner.model, self.learner.full_parameters(), self.loaded.tokenizer,
+                   self.world)  # fmt: skip
+            if self.distill and self.world.rank == 0:
+                self.distill.distiller.adapter().save(self.out / "sparse_adapter")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.out / 'model'} could not be written: {error}; free some space and use "
+                                  "--resume, which goes on from the last checkpoint.") from error  # fmt: skip
 
     def _continued(self) -> str:
         """How to go on with a run that was stopped."""
