@@ -92,12 +92,14 @@ def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 
 def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
-    """Accuracy against KV saved, at four budgets: the chosen one, and one, two and four steps of the grid above it."""
+    """Accuracy against KV saved: the chosen budget, and one, two and four steps of the grid above it; what needs no
+    large budget also one step below."""
     first, arms = bed.budgets.index(budgets["rkv"]), [DENSE]
-    for step in (0, 1, 2, 4):
-        size = bed.budgets[min(first + step, len(bed.budgets) - 1)]
-        for name in ("naive", "sparse-rl", "reroll")[: 3 if step < 4 else 2]:  # nothing to reroll where none is vetoed
-            arms.append(Arm(f"rkv chosen {step:+d}, {name}", bed.evictor("rkv", size), name))
+    usual = ("naive", "sparse-rl", "reroll")
+    tried = {0: (*usual, "strict"), 1: (*usual, "strict"), 2: usual, 4: usual[:2], -1: ("strict",)}
+    for step, names in tried.items():  # four steps above there is nothing to reroll
+        size = bed.budgets[max(0, min(first + step, len(bed.budgets) - 1))]
+        arms += [Arm(f"rkv chosen {step:+d}, {name}", bed.evictor("rkv", size), name) for name in names]
     return arms
 
 

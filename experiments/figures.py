@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import judge
+from arms import PARTS
 from judge import Row
 from lines import read_lines
 from tables import RESULTS, before_training, by_arm, raw
@@ -68,7 +69,9 @@ def learning(question: str, bed: str) -> dict[str, str]:
 def group(question: str, label: str) -> str:
     """Which figure an arm belongs to; '' is all of them."""
     if question == "correction":
-        return "milder" if label.endswith("milder") else "tempting"
+        if label.endswith("milder"):
+            return "milder"
+        return "strict" if label == "strict" or label in PARTS else "tempting"
     if question == "distill":
         return label.split(",")[0]
     if question == "control" and label != "dense":

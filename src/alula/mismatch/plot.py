@@ -11,7 +11,7 @@ from alula.mismatch.tradeoff import Tradeoff
 
 WIDTH, HEIGHT = 820, 440
 LEFT, RIGHT, TOP, BOTTOM = 62, 250, 40, 52
-COLOURS = ("#3b6fb6", "#c8553d", "#4f9d69", "#8b5fbf", "#c79a2b", "#2f9c9c", "#a8476f", "#6b6b6b")
+COLOURS = ("#3b6fb6", "#c8553d", "#4f9d69", "#8b5fbf", "#c79a2b", "#2f9c9c", "#a8476f", "#6b6b6b", "#7a5230")
 
 
 @dataclass(frozen=True)
