@@ -111,7 +111,7 @@ def threshold(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 def distill(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does an adapter of the sparse policy change the outcome at the same budget?"""
-    policy, names = bed.evictor("rkv", budgets["rkv"]), ("naive", "sparse-rl", "reject-only", "tis")
+    policy, names = bed.evictor("rkv", budgets["rkv"]), ("naive", "sparse-rl", "reject-only", "strict", "tis")
     arms = [Arm(name, policy, name) for name in names]
     arms += [Arm(f"{name}, distilled", policy, name, bed.distill, "distill") for name in names]
     first = (*bed.distill, bed.distill_first)
