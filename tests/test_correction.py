@@ -132,7 +132,8 @@ def test_metrics_are_taken_before_masking(batch):
     shared = expected.keys() - {"rejected_rate", "masked_token_rate", "capped_token_rate"}
     for correction in PRESETS.values():  # what is dropped later changes no measurement
         others = corrected(batch, correction).metrics
-        assert all(others[name] == metrics[name] for name in shared)
+        own = {"veto_rate", "veto_token_rate"} if correction.veto == 1e-3 else set()  # taken at its own threshold
+        assert all(others[name] == metrics[name] for name in shared - own)
 
 
 def test_shares_of_capped_and_masked_tokens():

@@ -340,7 +340,7 @@ def test_meaningful_combinations_pass():
     check(Loss("gspo"), Correction.mis())
     check(Loss("grpo"), Correction.sparse_rl(), one_update=True)
     check(Loss("cispo"), Correction(bypass=True))
-    assert len(PAIRS) == 5 * 9 + 8 + 3  # token losses with all, dr_grpo without the released code's, gspo with 3
+    assert len(PAIRS) == 5 * 10 + 9 + 4  # token losses with all, dr_grpo without the released code's, gspo with 4
 
 
 @pytest.mark.parametrize(
