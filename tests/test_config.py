@@ -265,12 +265,16 @@ def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, mo
     assert list(tmp_path.iterdir()) == [recipe], "a check leaves no run folder"
 
 
+FROM_A_PRESET = ["sparsity.select={method: block-topk, budget: qwen3-4b-0.86}"]
+TO_A_PRESET = ["sparsity.select={method: block-topk, budget: 16384}", "distill.move.sparsity=block-topk:qwen3-4b-0.86"]
+
+
 @pytest.mark.parametrize("source", ["shape:qwen3-4b", "shape:qwen3-8b"])
-def test_check_says_that_a_preset_is_another_models(recipe, capsys, monkeypatch, source):
+@pytest.mark.parametrize("policy", [FROM_A_PRESET, TO_A_PRESET], ids=["begins with it", "moves to it"])
+def test_check_says_that_a_preset_is_another_models(recipe, capsys, monkeypatch, source, policy):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), f"model.source={source}",
-             "sparsity.select={method: block-topk, budget: qwen3-4b-0.86}"])  # fmt: skip
+        app(["train", "--check", str(recipe), f"model.source={source}", *policy])
     assert not ended.value.code
     said = "made for Qwen/Qwen3-4B (hidden_size=2560, here 4096)" in capsys.readouterr().out
     assert said is (source == "shape:qwen3-8b")
