@@ -213,8 +213,10 @@ WRITER = """
 @pytest.mark.slow
 def test_killed_in_the_middle_of_writing(tmp_path):
     """kill -9 at random moments of a loop that does nothing but write: what is left is whole and gets newer."""
-    rng, newest, unfinished = random.Random(0), 0, 0
-    for _ in range(3):
+    rng, newest, unfinished, kills = random.Random(0), 0, 0, 0
+    while kills < 3 or not (newest and unfinished):
+        kills += 1
+        assert kills <= 12, "on a busy machine some kills miss the writing, but not all"
         writer = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)], stdout=subprocess.PIPE
         )
@@ -237,8 +239,6 @@ def test_killed_in_the_middle_of_writing(tmp_path):
         assert step >= newest
         assert all((t == step).all() for t in tensors.values())
         newest = step
-    assert newest > 0
-    assert unfinished > 0
 
 
 def test_pickles_are_refused(tmp_path):
