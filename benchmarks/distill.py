@@ -30,7 +30,7 @@ from alula.bench import StepBench
 from alula.data import Dataset, load, prepare
 from alula.data.dataset import Example
 from alula.distill.adapter import fresh
-from alula.distill.alone import Rollouts, asleep, distill_alone, generate
+from alula.distill.alone import Rollouts, distill_alone, generate
 from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
 from alula.engine.rollout import Rollout
@@ -105,7 +105,7 @@ class Bench:
             engine, distiller = self.engine(adapter), Distiller(self.loaded.model, self.config(), adapter=adapter)
             for policy in (select(96), evict(96), Sparsity(evict=Evict("snapkv", 96, buffer=32))):
                 made = generate(engine, prompts, policy, self.rollouts, 1, seed=1)
-                with asleep(engine):
+                with engine.asleep():
                     scores = distiller.score(made)
                 gap = torch.cat([s.cpu() - _logprobs(r) for s, r in zip(scores, made)]).abs()
                 yield {"kind": "agreement", "dtype": str(self.loaded.model.dtype), "residual": self.options.residual,

@@ -32,6 +32,11 @@ def final(run: Row) -> float:
     return dense_accuracy(run)[-1][1]
 
 
+def reached(run: Row, goal: float) -> int | None:
+    """The step of the first evaluation at which the dense policy is so good."""
+    return next((step for step, accuracy in dense_accuracy(run) if accuracy >= goal), None)
+
+
 def collapsed(run: Row) -> bool:
     _, *later = dense_accuracy(run)
     return sum(accuracy < start(run) for _, accuracy in later) >= 2

@@ -128,13 +128,14 @@ def probe_table(bed: str, question: str) -> str:
 def threshold_table(bed: str, question: str) -> str:
     """A budget's tail and vetoes before training against what became of its runs, a number a seed."""
     probe, arms, body = before_training(bed), by_arm(raw(question, bed)), []
+    most = longest(arms)
     for runs in arms.values():
         before = [*map(probe, runs)]
         body.append([
             runs[0]["sparsity"].split(",")[0], " ".join(f"{row['tail']:.3f}" for row in before),
             " ".join(f"{row['tail_low']:.3f}" for row in before), percents(before, "vetoed_rollouts"),
             percents(before, "careful"),
-            " ".join(last_accuracy(run, longest(arms)) for run in runs),
+            " ".join(last_accuracy(run, most) for run in runs),
             f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
             percent(fmean(row["kv_unread"] for row in before)),
         ])  # fmt: skip
@@ -180,7 +181,7 @@ def steps_table(bed: str, question: str) -> str:
     for arm, runs in by_arm(raw(question, bed)).items():
         cells = []
         for goal in goals:
-            reached = [next((step for step, a in judge.dense_accuracy(run) if a >= goal), None) for run in runs]
+            reached = [judge.reached(run, goal) for run in runs]
             cells.append(" ".join("–" if step is None else str(step) for step in reached))
         peaks = [max(run["steps"]["kv/bytes_peak"]) / 1e6 for run in runs]
         body.append([arm, *cells, f"{fmean(peaks):,.1f}" if max(peaks) < 100 else f"{fmean(peaks):,.0f}"])
@@ -193,7 +194,7 @@ def alone_table(bed: str, question: str) -> str:
     for run in raw(question, bed):
         times = {phase: [*map(float, run["steps"][f"time/{phase}"])] for phase in phases}
         usual = {phase: median(values[1:]) for phase, values in times.items()}  # the first step compiles
-        steps = [next((step for step, a in judge.dense_accuracy(run) if a >= goal), None) for goal in goals]
+        steps = [judge.reached(run, goal) for goal in goals]
         body.append([
             run["arm"], *(f"{usual[phase]:.2f}" for phase in phases),
             *("–" if step is None else f"{step} steps, {step * usual['step']:.1f} s" for step in steps),

@@ -550,9 +550,8 @@ def test_the_candidate_is_measured_itself_on_held_out_prompts(tmp_path):
         return generate(prompts, sampling, sparsity, **options)
 
     trainer.distill.collector = SimpleNamespace(
-        generate=spied, engine_asleep=trainer.collector.engine_asleep, monitor=trainer.collector.monitor,
-        sparsity=trainer.collector.sparsity,
-    )  # fmt: skip
+        generate=spied, monitor=trainer.collector.monitor, sparsity=trainer.collector.sparsity
+    )
     text = trainer.distill.try_move(2, replace(SAMPLING, n=1))
     [(prompts, sparsity)] = asked
     assert sparsity.evict.budget == 8

@@ -1,7 +1,6 @@
 """φ alone on a fixed model, from prompts: no rewards, no update of θ. What `alula distill` does before any RL."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -46,7 +45,7 @@ def distill_alone(
         prompts = [list(example.prompt_ids or ()) for example in stream.next(rollouts.prompts)]
         made = generate(engine, prompts, sparsity, rollouts, rollouts.samples, seed=rollouts.seed + step)
         generated = perf_counter() - started
-        with asleep(engine):
+        with engine.asleep():
             metrics = distiller.step(made)
         engine.update_sparse_adapter(distiller.adapter())
         distilled = metrics.pop("time")
@@ -64,7 +63,7 @@ def measure(
 ) -> Acceptance:
     """Acceptance of the sparse policy, φ included, on rollouts of its own."""
     made = generate(engine, [list(ids) for ids in prompts], sparsity, rollouts, 1, seed)
-    with asleep(engine):
+    with engine.asleep():
         return distiller.measure(made)
 
 
@@ -76,16 +75,3 @@ def generate(
         n=samples, max_new_tokens=rollouts.max_new_tokens, temperature=rollouts.temperature, seed=seed
     )  # fmt: skip
     return engine.generate(prompts, sampling, sparsity, record=sparsity.evict is not None)
-
-
-@contextmanager
-def asleep(engine: Engine) -> Iterator[None]:
-    """On a GPU the learner uses the KV pool's memory meanwhile."""
-    if engine.device.type != "cuda":
-        yield
-        return
-    engine.sleep()
-    try:
-        yield
-    finally:
-        engine.wake()

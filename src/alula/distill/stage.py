@@ -63,7 +63,7 @@ class Stage:
         assert self.first is not None
         sparsity = self.collector.sparsity
         rollouts = self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None)
-        with self.collector.engine_asleep(), self.distiller.by_divergence(self.first.minibatches):
+        with self.engine.asleep(), self.distiller.by_divergence(self.first.minibatches):
             self.divergences.append(self.distiller.step(rollouts)["divergence"])
             self.publish()
 
@@ -126,7 +126,7 @@ class Stage:
         rollouts = self.collector.generate(
             self.prompts, sampling, self.candidate, record=self.candidate.evict is not None
         )
-        with self.collector.engine_asleep():
+        with self.engine.asleep():
             found = self._joined(rollouts)
         tails = found.tails(move.width)
         self.checked, self.moved = step, move.allowed(step, tails)

@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from operator import index as whole
@@ -416,6 +417,18 @@ class Engine:
     def wake(self) -> None:
         """Take the KV pool's memory back, at the same address."""
         self.cache.wake()
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """The KV pool's memory belongs to the learner for a while; on the CPU there is enough for both."""
+        if self.device.type != "cuda":
+            yield
+            return
+        self.sleep()
+        try:
+            yield
+        finally:
+            self.wake()
 
 
 def shape_of(model: Any) -> Shape:

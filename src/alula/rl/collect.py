@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ class Collector:
         """Vetoed rollouts get a dense continuation; the mismatch that is reported is that of what was sampled."""
         temperature, device = self.config.sampling.temperature, self.world.device
         self.say("scoring")
-        with clock.phase("score"), self.engine_asleep():
+        with clock.phase("score"), self.engine.asleep():
             found.dense = [scores.logprobs for scores in self.learner.score(found.rollouts, temperature)]
         sparse = found.sparse(device)
         found.as_sampled = [dense - sampled for dense, sampled in zip(found.dense, sparse)]
@@ -132,7 +131,7 @@ class Collector:
                     rollout, first = vetoed[suffix.prompt_index]
                     found.rollouts[suffix.prompt_index] = spliced(rollout, first, suffix, self.engine.tokenizer)
         self.say("scoring")
-        with clock.phase("score"), self.engine_asleep():
+        with clock.phase("score"), self.engine.asleep():
             again = self.learner.score([found.rollouts[i] for i in vetoed], temperature)
             for i, scores in zip(vetoed, again):
                 found.dense[i] = scores.logprobs
@@ -146,18 +145,6 @@ class Collector:
         )
         found.rewards, found.parts = graded.total, graded.parts
         found.failures = [reason for _, reason in graded.failures]
-
-    @contextmanager
-    def engine_asleep(self) -> Iterator[None]:
-        """The KV pool's memory belongs to the learner for a while; on the CPU there is enough for both."""
-        if self.engine.device.type != "cuda":
-            yield
-            return
-        self.engine.sleep()
-        try:
-            yield
-        finally:
-            self.engine.wake()
 
     def seed(self, *words: object) -> int:
         """A seed of its own for every rank, step and purpose."""

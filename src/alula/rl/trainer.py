@@ -184,7 +184,7 @@ class Trainer:
         self.stop.obey()
         pool.peak = 0
         batch = self.collector.collect(step, self.stream, clock)
-        with self.collector.engine_asleep():
+        with self.engine.asleep():
             self.record.phase("scoring")
             with clock.phase("score"):
                 self.updater.score(batch)
