@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from alula.config import RunConfig
 from alula.config_file import all_settings, load_config, read_tree, to_yaml
 from alula.errors import SettingError
 from alula.rl.objective import PRESETS, Correction
+from alula.sparsity.evict import METHODS as EVICTORS
+from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.policy import Evict, Select
+from alula.sparsity.select import METHODS as SELECTORS
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -119,6 +123,9 @@ def test_a_budget_may_be_a_schedule(recipe):
         (["data=null"], "data"),
         (["sparsity.evict={method: rvk, budget: 64}"], "sparsity.evict: unknown evictor 'rvk'; did you mean 'rkv'?"),
         (["sparsity.evict={method: rkv, budget: 64, options: {mx: 1}}"], "did you mean 'mix'?"),
+        (["sparsity.evict={method: rkv, budget: 64, mix: 1}"], "did you mean 'sparsity.evict.options.mix'?"),
+        (["sparsity.evict={method: rkv, budgt: 64}"], "did you mean 'sparsity.evict.budget'?"),
+        (["sparsity.budget=64"], "did you mean 'sparsity.evict.budget'?"),
         (["sparsity.evict={method: rkv, budget: 64, options: {mix: 3}}"], "sparsity.evict.options.mix=3: between 0"),
         (
             ["sparsity.evict={method: rkv, budget: 64, options: {window: 4}}"],
@@ -138,6 +145,45 @@ def test_a_budget_may_be_a_schedule(recipe):
 )
 def test_what_is_wrong_is_said_in_one_sentence(recipe, overrides, said):
     assert said in refusal(recipe, *overrides)
+
+
+def listed(message: str) -> list[str]:
+    return [] if message.endswith("there are none.") else message.partition("known: ")[2].rstrip(".").split(", ")
+
+
+@pytest.mark.parametrize("method", EVICTORS)
+def test_an_unknown_setting_is_answered_with_those_that_the_evictor_takes(recipe, method):
+    values = {"buffer": 16, "window": 4, "sinks": 2, "protect_prompt": True, "method": method, "budget": 64}
+    own = {field.name: field.default for field in fields(EVICTORS[method]) if field.name != "window"}
+    section = f"sparsity.evict={{method: {method}, budget: 64"
+
+    names = listed(refusal(recipe, f"{section}, options: {{foo: 1}}}}"))
+    assert sorted(names) == sorted(own)
+    for name in names:
+        load(recipe, f"{section}, options: {{{name}: {own[name]}}}}}").sparsity.build()
+
+    names = listed(refusal(recipe, f"{section}, foo: 1}}"))
+    assert len(names) == len(values | own)
+    for name in names:
+        load(recipe, f"{section}}}", f"{name}={(values | own)[name.split('.')[-1]]}").sparsity.build()
+
+    with pytest.raises(SettingError, match="unknown setting of evictor") as refused:
+        parse_sparsity(f"{method}:64,foo=1")
+    names = listed(str(refused.value))
+    assert sorted(names) == sorted({*values, *own} - {"method", "budget"})
+    for name in names:
+        parse_sparsity(f"{method}:64,{name}={(values | own)[name]}")
+
+
+@pytest.mark.parametrize("method", SELECTORS)
+def test_an_unknown_setting_is_answered_with_those_that_the_selector_takes(recipe, method):
+    values = {"block": 8, "dense_layers": 1, "method": method, "budget": 64}
+    section = f"sparsity.select={{method: {method}, budget: 64"
+    for wrong in ("foo", "window", "options"):
+        names = listed(refusal(recipe, f"{section}, {wrong}: 1}}"))
+        assert sorted(names) == sorted(f"sparsity.select.{name}" for name in values)
+        for name in names:
+            load(recipe, f"{section}}}", f"{name}={values[name.split('.')[-1]]}").sparsity.build()
 
 
 def test_missing_and_unreadable_recipes(tmp_path):

@@ -112,6 +112,7 @@ def test_a_look_at_where_the_output_goes_leaves_nothing_and_takes_nothing():
         (["--file", "odd.jsonl"], "must be text, chat messages or token ids."),
         (["--sparsity", "rvk:64+16"], "unknown sparsity 'rvk'; did you mean 'rkv'?"),
         (["--sparsity", "rkv:64+16,windw=4"], "did you mean 'window'?"),
+        (["--sparsity", "rkv:64+16,budget=32"], "gives the budget twice, after : and by its name"),
         (["--sparsity", "rkv:8+2"], "budget=8 is smaller than window + sinks = 8 + 4"),
         (["--max-new-tokens", "9000"], "more than max_length=4096; lower max_new_tokens"),
         (["--file", "latin.jsonl"], "--file latin.jsonl, line 2: not UTF-8; convert the file to it."),

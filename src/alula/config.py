@@ -189,6 +189,7 @@ class SparsitySettings(Section):
     """Keep all KV and read a part of it during rollouts."""
 
     def build(self) -> "Sparsity":
+        from alula.sparsity.evict import check_settings
         from alula.sparsity.policy import Evict, Select, Sparsity
 
         evict = select = None
@@ -197,6 +198,7 @@ class SparsitySettings(Section):
                 for name, value in e.options.items():
                     own = name not in EvictSettings.model_fields
                     require(own, f"{name}={value}: not the method's own; give it as sparsity.evict.{name}.")
+                check_settings(e.method, e.options, common=(), kind="option")
                 evict = Evict(
                     e.method, _budget(e.budget), buffer=e.buffer, window=e.window, sinks=e.sinks,
                     protect_prompt=e.protect_prompt, **e.options,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from alula.config import RunConfig
-from alula.errors import SettingError, unknown
+from alula.errors import SettingError
 
 SHORTHANDS = {("objective", "correction"): "preset"}
 """Sections that may be written as one word, and the setting that the word stands for."""
@@ -44,7 +44,7 @@ def read_tree(tree: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise describe(error) from error
+        raise describe(error, tree) from error
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -79,12 +79,12 @@ def parse_yaml(text: str, what: str) -> Any:
         raise SettingError(f"{what}: not YAML ({' '.join(str(error).split())}).") from error
 
 
-def describe(error: ValidationError) -> SettingError:
+def describe(error: ValidationError, tree: dict[str, Any]) -> SettingError:
     """The first thing wrong, as a sentence with the setting, the value and the way out."""
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a typo also leaves a gap
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return misspelt(first)
+        return misspelt(first, tree)
     if first["type"] == "missing":
         return SettingError(f"setting {place!r} is missing; give it in the recipe or as {place}=value.")
     if first["type"] == "value_error":
@@ -109,17 +109,20 @@ ELSEWHERE = {
 """What other frameworks call a setting -> its name here."""
 
 
-def misspelt(error: ErrorDetails) -> SettingError:
+def misspelt(error: ErrorDetails, tree: dict[str, Any]) -> SettingError:
     *sections, name = (str(part) for part in error["loc"])
-    here = ".".join(sections)
-    full = f"{here}.{name}" if here else name
+    here = "".join(f"{section}." for section in sections)
     if name in ELSEWHERE:
-        return SettingError(f"unknown setting {full!r}; here it is {ELSEWHERE[name]!r}.")
-    known = [f"{here}.{field}" if here else field for field in fields_at(sections)]
-    elsewhere = [path for path in all_settings() if path.split(".")[-1] == name]
-    if elsewhere and not get_close_matches(full, known, n=1):
-        return SettingError(f"unknown setting {full!r}; did you mean {elsewhere[0]!r}?")
-    return unknown("setting", full, known)
+        return SettingError(f"unknown setting '{here}{name}'; here it is {ELSEWHERE[name]!r}.")
+    fields, elsewhere = fields_at(sections), [path for path in all_settings() if path.split(".")[-1] == name]
+    if sections in (["sparsity", "evict"], ["sparsity", "select"]):
+        elsewhere = []  # what another method takes is no help with this one
+    if sections == ["sparsity", "evict"]:
+        fields = with_own(fields, tree["sparsity"]["evict"].get("method"))
+    last = {field.rpartition(".")[2]: here + field for field in fields}  # dotted names are all near, by their sections
+    near = [last[word] for word in get_close_matches(name, last, n=1)] or elsewhere
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(last.values()))}."
+    return SettingError(f"unknown setting '{here}{name}'; {hint}")
 
 
 def all_settings(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -138,6 +141,15 @@ def fields_at(sections: Sequence[str]) -> list[str]:
         if name in model.model_fields:  # a position in a list is no field
             model = next(iter(sections_in(model.model_fields[name].annotation)), model)
     return list(model.model_fields)
+
+
+def with_own(fields: list[str], method: Any) -> list[str]:
+    """An evictor's settings with the options of this method, by name."""
+    from alula.sparsity.evict import METHODS, own_settings  # torch, only where something is wrong
+
+    if method not in list(METHODS):
+        return fields
+    return [field for field in fields if field != "options"] + [f"options.{name}" for name in own_settings(method)]
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

@@ -22,7 +22,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
     """An unknown name, with the nearest valid one."""
     names = sorted(known)
     near = get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}."
+    listed = f"known: {', '.join(names)}." if names else "there are none."
+    hint = f"did you mean {near[0]!r}?" if near else listed
     return SettingError(f"unknown {kind} {name!r}; {hint}")
 
 

@@ -56,9 +56,12 @@ def spell(part: "Evict | Select | None") -> str:
 
 
 def parse_evict(method: str, rest: str, text: str) -> "Evict":
+    from alula.sparsity.evict import check_settings
     from alula.sparsity.policy import Evict
 
     size, settings = split(rest, text)
+    require("budget" not in settings, f"sparsity {text!r} gives the budget twice, after : and by its name.")
+    check_settings(method, settings)
     with_buffer = re.fullmatch(r"(.+)\+(\d+k?)", size)
     if with_buffer:
         require("buffer" not in settings, f"sparsity {text!r} gives the buffer twice, after + and by its name.")

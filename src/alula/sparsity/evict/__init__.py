@@ -1,5 +1,6 @@
 """Evictors: which cached tokens a sequence keeps when it has too many. One file per method."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from alula.sparsity.evict.tova import TOVA
 if TYPE_CHECKING:
     from alula.sparsity.policy import Evict
 
-__all__ = ["METHODS", "Cached", "Evictor", "build", "keep"]
+__all__ = ["METHODS", "Cached", "Evictor", "build", "check_settings", "keep", "own_settings"]
 
 METHODS: dict[str, type[Evictor]] = {
     "streaming": Streaming,
@@ -32,19 +33,28 @@ METHODS: dict[str, type[Evictor]] = {
     "knorm": Knorm,
     "random": Random,
 }
-COMMON = ("budget", "buffer", "window", "sinks", "protect_prompt")
+COMMON = ("buffer", "window", "sinks", "protect_prompt")
+"""What every method can be told by name; its budget has been given before."""
 
 
 def build(evict: "Evict") -> Evictor:
     """The evictor that `evict` asks for."""
-    if evict.method not in METHODS:
-        raise unknown("evictor", evict.method, METHODS)
-    method = METHODS[evict.method]
-    options = [option.name for option in fields(method) if option.name != "window"]
-    for name, _ in evict.options:
-        if name not in options:
-            raise unknown(f"setting of evictor {evict.method!r}:", name, [*options, *COMMON])
-    return method(window=evict.window, **dict(evict.options))
+    check_settings(evict.method, (name for name, _ in evict.options))
+    return METHODS[evict.method](window=evict.window, **dict(evict.options))
+
+
+def check_settings(method: str, names: Iterable[str], *, common: Sequence[str] = COMMON, kind: str = "setting") -> None:
+    """Refuse names that are neither the method's own nor `common`: those that may be given in the same place."""
+    known = [*own_settings(method), *common]
+    for name in names:
+        if name not in known:
+            raise unknown(f"{kind} of evictor {method!r}:", name, known)
+
+
+def own_settings(method: str) -> list[str]:
+    if method not in METHODS:
+        raise unknown("evictor", method, METHODS)
+    return [option.name for option in fields(METHODS[method]) if option.name != "window"]
 
 
 def keep(scores: Tensor, *, count: int, sinks: int, window: int, protected: int = 0) -> Tensor:
