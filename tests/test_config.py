@@ -12,7 +12,9 @@ from alula import config_docs
 from alula.cli.main import COMMANDS, app
 from alula.config import RunConfig
 from alula.config_file import all_settings, load_config, read_tree, to_yaml
+from alula.distill.adapter import fresh
 from alula.errors import SettingError
+from alula.model import load_model
 from alula.rl.objective import PRESETS, Correction
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.parse import parse_sparsity
@@ -312,6 +314,7 @@ def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, mo
 
 
 FROM_A_PRESET = ["sparsity.select={method: block-topk, budget: qwen3-4b-0.86}"]
+EVICTS = ["sparsity.evict={method: rkv, budget: 64}"]
 TO_A_PRESET = ["sparsity.select={method: block-topk, budget: 16384}", "distill.move.sparsity=block-topk:qwen3-4b-0.86"]
 
 
@@ -337,8 +340,9 @@ def test_check_says_that_a_preset_is_another_models(recipe, capsys, monkeypatch,
         (["data={source: gsm8k, data_dir: /nowhere}"], "has no folder 'gsm8k'"),
         (["eval.data={source: none.jsonl}"], "'none.jsonl' does not exist"),
         (["model.source=/nowhere/Qwen2.5-1.5B-Instruct"], "model.source=shape:qwen2.5-1.5b"),
+        ([*EVICTS, "distill.adapter=/nowhere"], "distill.adapter='/nowhere': there is no adapter_config.json; name a"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_check_finds_what_the_run_would_refuse(recipe, capsys, monkeypatch, overrides, said):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -346,3 +350,16 @@ def test_check_finds_what_the_run_would_refuse(recipe, capsys, monkeypatch, over
         app(["train", "--check", str(recipe), *overrides])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_check_looks_at_the_adapter_that_a_run_begins_with(recipe, tmp_path, capsys):
+    model = load_model("shape:tiny-llama").model
+    fresh(model, rank=2, alpha=4.0, targets=["v_proj"], seed=0).save(tmp_path / "adapter")
+    check = ["train", "--check", str(recipe), *EVICTS, f"distill.adapter={tmp_path / 'adapter'}"]
+    with pytest.raises(SystemExit) as ended:
+        app(check)
+    assert not ended.value.code
+    with pytest.raises(SystemExit) as ended:
+        app([*check, "model.source=shape:tiny-qwen3"])
+    assert ended.value.code == 2
+    assert "/adapter' does not fit model.source='shape:tiny-qwen3' (sparse adapter: " in capsys.readouterr().err

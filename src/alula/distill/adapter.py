@@ -61,20 +61,24 @@ class Adapter:
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Adapter":
-        """A plain LoRA written by `save` or by peft; anything beyond W + scale · B A is refused."""
-        folder = Path(folder)
+    def load(cls, folder: str | Path, setting: str = "sparse_adapter") -> "Adapter":
+        """A plain LoRA written by `save` or by peft; anything beyond W + scale · B A is refused. `setting` is what the
+        caller calls the folder."""
+        given, folder = f"{setting}={str(folder)!r}", Path(folder).expanduser()
         for name in (SETTINGS, WEIGHTS):
-            require((folder / name).is_file(), f"sparse_adapter={str(folder)!r}: there is no {name}.")
+            require(
+                (folder / name).is_file(),
+                f"{given}: there is no {name}; name a folder that `alula distill` or a run with distill wrote.",
+            )
         try:
             settings = json.loads((folder / SETTINGS).read_text())
             tensors = load_file(folder / WEIGHTS)
             rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
         except (ValueError, KeyError, SafetensorError) as error:
-            raise SettingError(f"sparse_adapter={str(folder)!r}: not a LoRA adapter ({error}).") from error
+            raise SettingError(f"{given}: not a LoRA adapter ({error}).") from error
         strange = [name for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(name)]
         strange += [name for name in tensors if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
-        require(not strange, f"sparse_adapter={str(folder)!r}: {', '.join(strange[:3])} is not plain LoRA.")
+        require(not strange, f"{given}: {', '.join(strange[:3])} is not plain LoRA.")
         names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
         weights = {
             name: (tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"])

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alula.config import RunConfig
 from alula.data.load import on_hub
+from alula.distill.adapter import check as fits
 from alula.errors import SettingError
 from alula.model import SHAPE, short_name
 from alula.rewards.scoring import check as check_rewards
 from alula.rl.other_model import ADVICE, made_for_another
-from alula.rl.setup import split_data
+from alula.rl.setup import first_adapter, split_data
 from alula.shapes import SHAPES, shape
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
 from alula.sparsity.schedule import Schedule
@@ -68,6 +69,7 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
     model_config = shape_config(config.model.source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
+    check_adapter(config, model)
     parameters = sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
     trained = lora_parameters(model, lora.rank) if lora else parameters
@@ -105,6 +107,20 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
         most_tokens=rollouts * s.max_new_tokens,
         update_tokens=-(-rollouts // config.learner.updates) * longest,
     )
+
+
+def check_adapter(config: RunConfig, model: PreTrainedModel) -> None:
+    """Refuse a φ that is not there, or not one of `model`, whose shape is all that is looked at."""
+    begin = first_adapter(config)
+    if config.distill is None or begin is None:
+        return
+    try:
+        fits(model, begin)
+    except SettingError as error:
+        raise SettingError(
+            f"distill.adapter={config.distill.adapter!r} does not fit model.source={config.model.source!r} "
+            f"({str(error).rstrip('.')}); name one that was distilled from it."
+        ) from error
 
 
 def describe_data(config: RunConfig) -> str:

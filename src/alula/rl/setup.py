@@ -135,7 +135,7 @@ def build_learner_and_engine(
     distiller = None
     if config.distill is not None:
         settings = config.distill.build(config.learner.compile)
-        begin = Adapter.load(config.distill.adapter) if config.distill.adapter else None
+        begin = first_adapter(config)
         distiller = Distiller(for_engine.model, settings, adapter=begin, loss=config.loss, world=world)
         distiller.policy.base_model = config.model.source
         distiller.tensors()
@@ -148,6 +148,12 @@ def build_learner_and_engine(
     )  # fmt: skip
     engine.check(config.sparsity.build())
     return learner, engine, distiller
+
+
+def first_adapter(config: RunConfig) -> Adapter | None:
+    """φ that the run begins with, where it is given one."""
+    folder = config.distill.adapter if config.distill else None
+    return Adapter.load(folder, "distill.adapter") if folder else None
 
 
 def build_stage(config: RunConfig, distiller: Distiller | None, collector: Collector, prompts: Dataset) -> Stage | None:
