@@ -340,6 +340,12 @@ def test_check_says_that_a_preset_is_another_models(recipe, capsys, monkeypatch,
         (["data={source: gsm8k, data_dir: /nowhere}"], "has no folder 'gsm8k'"),
         (["eval.data={source: none.jsonl}"], "'none.jsonl' does not exist"),
         (["model.source=/nowhere/Qwen2.5-1.5B-Instruct"], "model.source=shape:qwen2.5-1.5b"),
+        (["model.source=/nowhere/tiny-llama"], "model.source='/nowhere/tiny-llama': no such file or folder; give"),
+        (["model.source=./none.gguf"], "model.source='./none.gguf': no such file or folder; give"),
+        (["model.tokenizer=/nowhere"], "model.tokenizer='/nowhere': no such folder; name one that is there"),
+        (["model.tokenizer=task:succesor"], "did you mean 'successor'?"),
+        (["rewards.use=['model:/nowhere']"], "reward model:/nowhere: no such folder; name one that is there"),
+        (["rewards.use=['model:']"], "unknown reward 'model:'"),
         ([*EVICTS, "distill.adapter=/nowhere"], "distill.adapter='/nowhere': there is no adapter_config.json; name a"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -363,3 +369,17 @@ def test_check_looks_at_the_adapter_that_a_run_begins_with(recipe, tmp_path, cap
         app([*check, "model.source=shape:tiny-qwen3"])
     assert ended.value.code == 2
     assert "/adapter' does not fit model.source='shape:tiny-qwen3' (sparse adapter: " in capsys.readouterr().err
+
+
+def test_check_finds_a_model_where_the_run_does(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = load_model("shape:tiny-qwen3").model
+    model.save_pretrained(tmp_path / "whole")
+    model.config.save_pretrained(tmp_path / "no-weights")
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), "model.source=~/whole", "model.tokenizer=task:copy-last"])
+    assert not ended.value.code
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), "model.source=~/no-weights"])
+    assert ended.value.code == 2
+    assert "model.source='~/no-weights': the folder has no .safetensors file; Alula" in capsys.readouterr().err

@@ -237,7 +237,7 @@ def test_an_interrupted_batch_leaves_no_replies_behind(functions):
         (RewardSpec("length"), "max_tokens and buffer"),
         (RewardSpec("length", options={"maximum": 3}), "maximum"),
         (RewardSpec("task:pointr"), "did you mean 'pointer'"),
-        (RewardSpec("model:/nowhere/at/all"), "cannot be loaded"),
+        (RewardSpec("model:/nowhere/at/all"), "model:/nowhere/at/all: no such folder"),
     ],
 )
 def test_wrong_settings_are_named_at_once(spec, message):

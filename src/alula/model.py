@@ -126,7 +126,8 @@ class _WideProduct(torch.autograd.Function):
         return (gradient @ weight if wants_rows else None, gradient.T @ rows if wants_weight else None)
 
 
-def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any | None]:
+def find_pretrained(source: str) -> dict[str, Any]:
+    """Where transformers finds a model that is no bare shape. What lies here and is none is refused."""
     path = Path(source).expanduser()
     is_gguf = path.suffix == ".gguf"
     looks_local = is_gguf or path.is_absolute() or source.startswith((".", "~"))
@@ -138,35 +139,36 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
         is_gguf or not path.is_file(),
         f"model {source!r}: of single files Alula reads .gguf; for safetensors give the folder with its config.json.",
     )
-    common: dict[str, Any] = {"trust_remote_code": False}
-    place = source
     if is_gguf:
-        place, common["gguf_file"] = str(path.parent), path.name
-    elif path.is_dir():
-        place = str(path)
-        require(
-            any(path.glob("*.safetensors")),
-            f"model {source!r}: the folder has no .safetensors file; Alula reads safetensors and GGUF only.",
-        )
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    require(
+        not path.is_dir() or any(path.glob("*.safetensors")),
+        f"model {source!r}: the folder has no .safetensors file; Alula reads safetensors and GGUF only.",
+    )
+    return {"pretrained_model_name_or_path": str(path) if path.is_dir() else source}
+
+
+def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any | None]:
+    place = find_pretrained(source) | {"trust_remote_code": False}
+    path, is_gguf = Path(source).expanduser(), "gguf_file" in place
     with bars_on_terminals_only():
         try:
-            config = AutoConfig.from_pretrained(place, **common)
+            config = AutoConfig.from_pretrained(**place)
             refuse_unsupported(config)
             # A GGUF file would otherwise keep its packed blocks wherever a kernel for them is installed.
             dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if is_gguf else {}
             load: Any = AutoModelForCausalLM.from_pretrained  # its types do not know of the second result
             model, found = load(
-                place,
                 config=config,
                 dtype=dtype,
                 use_safetensors=None if is_gguf else True,
                 ignore_mismatched_sizes=True,  # told below, by name
                 output_loading_info=True,
                 **dense,
-                **common,
+                **place,
             )
             has_tokenizer = not path.is_dir() or any((path / name).exists() for name in TOKENIZER_FILES)
-            tokenizer = AutoTokenizer.from_pretrained(place, **common) if has_tokenizer else None
+            tokenizer = AutoTokenizer.from_pretrained(**place) if has_tokenizer else None
             if is_gguf:
                 _mend_gguf_tokenizer(tokenizer, config)
         except SettingError:

@@ -1,15 +1,25 @@
 """`model:<folder>`: a learned reward, any Hugging Face sequence classifier."""
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from alula.data.load import is_path
 from alula.errors import SettingError, require, unknown
 
 if TYPE_CHECKING:
     from alula.rewards.scoring import Answers
+
+
+def check_there(folder: str) -> None:
+    """Refuse a folder that does not exist, where the name can mean nothing else."""
+    there = os.path.isdir(os.path.expanduser(folder))
+    require(
+        there or not is_path(folder), f"reward model:{folder}: no such folder; name one that is there, or a hub id."
+    )
 
 
 class ModelReward:
@@ -31,6 +41,8 @@ class ModelReward:
         dtype: str = "float32",
     ) -> None:
         require(batch_size >= 1, f"reward model: batch_size={batch_size} must be at least 1.")
+        check_there(folder)
+        folder = os.path.expanduser(folder)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(

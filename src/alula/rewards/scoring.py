@@ -122,7 +122,12 @@ class Rewards:
 def check(specs: Sequence[RewardSpec]) -> None:
     """Refuse here and now what the workers would refuse when they start; a reward model's weights are not loaded."""
     for spec in specs:
-        if not spec.name.startswith("model:") and in_process(spec) is None:
+        kind, _, folder = spec.name.partition(":")
+        if kind == "model" and folder:
+            from alula.rewards.model import check_there
+
+            check_there(folder)
+        elif in_process(spec) is None:
             graders.build(spec.name, spec.options)
 
 

@@ -12,13 +12,13 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alula.config import RunConfig
-from alula.data.load import on_hub
+from alula.data.load import is_path, on_hub
 from alula.distill.adapter import check as fits
 from alula.errors import SettingError
-from alula.model import SHAPE, short_name
+from alula.model import SHAPE, find_pretrained, short_name
 from alula.rewards.scoring import check as check_rewards
 from alula.rl.other_model import ADVICE, made_for_another
-from alula.rl.setup import first_adapter, split_data
+from alula.rl.setup import TASK, first_adapter, named_tokenizer, split_data
 from alula.shapes import SHAPES, shape
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
 from alula.sparsity.schedule import Schedule
@@ -70,6 +70,8 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     check_adapter(config, model)
+    if (name := config.model.tokenizer) and (name.startswith(TASK) or is_path(name) or os.path.exists(name)):
+        named_tokenizer(name, config)  # the hub is not asked
     parameters = sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
     trained = lora_parameters(model, lora.rank) if lora else parameters
@@ -143,12 +145,13 @@ def shape_config(source: str) -> PreTrainedConfig:
         settings = copy.deepcopy(shape(source.removeprefix(SHAPE)))
         found: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings)
     else:
-        where: dict[str, Any] = {"pretrained_model_name_or_path": source}
-        if source.endswith(".gguf"):
-            folder, file = os.path.split(source)
-            where = {"pretrained_model_name_or_path": folder or ".", "gguf_file": file}
         try:
-            found = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+            found = AutoConfig.from_pretrained(**find_pretrained(source), trust_remote_code=False)
+        except SettingError as error:
+            raise SettingError(
+                f"model.source={str(error).removeprefix('model ').rstrip('.')}; a bare shape has a plan, too: "
+                f"model.source={SHAPE}{near_shape(source)}."
+            ) from error
         except (OSError, ValueError) as error:
             reason = next(line.strip() for line in str(error).splitlines() if line.strip())
             raise SettingError(

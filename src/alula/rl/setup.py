@@ -1,6 +1,7 @@
 """The parts of a run, made from its settings: model and tokenizer, data, engine and learner on the same weights."""
 
 import copy
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import AutoTokenizer
 
 from alula.config import RunConfig
 from alula.data import Dataset, prepare
+from alula.data.load import is_path
 from alula.distill.adapter import Adapter
 from alula.distill.distiller import Distiller
 from alula.distill.stage import Stage
@@ -66,8 +68,13 @@ def named_tokenizer(name: str, config: RunConfig) -> Any:
 
         options = config.data.options if config.data.source == name else {}
         return task_tokenizer(build(name.removeprefix(TASK), **options))
+    folder = os.path.expanduser(name)
+    require(
+        os.path.exists(folder) or not is_path(name),
+        f"model.tokenizer={name!r}: no such folder; name one that is there, a hub id or {TASK}<name>.",
+    )
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingError(f"model.tokenizer={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 
