@@ -383,3 +383,27 @@ def test_check_finds_a_model_where_the_run_does(recipe, tmp_path, capsys, monkey
         app(["train", "--check", str(recipe), "model.source=~/no-weights"])
     assert ended.value.code == 2
     assert "model.source='~/no-weights': the folder has no .safetensors file; Alula" in capsys.readouterr().err
+
+
+def test_check_looks_at_the_run_folder_and_makes_none(recipe, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    held = tmp_path / "held"
+    (held / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (held / "checkpoints" / "step-00000004" / "COMPLETE").write_text("{}")
+    (held / "metrics.jsonl").write_text('{"step": 4}\n')
+    before = sorted(tmp_path.rglob("*"))
+    for out, more, said in (
+        ("file", [], "/file: is a file; name a folder."),
+        ("file/run", [], "/file is a file; name another folder."),
+        ("held", [], "/held already holds a run; continue it with --resume, or"),
+        ("held", ["--resume", "steps=3"], "steps=3: "),
+        ("held", ["--resume"], ""),
+        ("held/new/run", [], ""),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            app(["train", "--check", str(recipe), f"out={tmp_path / out}", *more])
+        found = capsys.readouterr()
+        assert ended.value.code == (2 if said else 0)
+        assert said in found.err
+        assert "what is sparse" in found.out, "the plan is shown all the same"
+    assert sorted(tmp_path.rglob("*")) == before

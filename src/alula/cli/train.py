@@ -22,7 +22,7 @@ def train(
     if check:
         from alula.rl.plan_check import print_plan
 
-        print_plan(config)
+        print_plan(config, resume=resume)
         return
     import torch.distributed
 

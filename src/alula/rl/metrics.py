@@ -26,6 +26,22 @@ CLOCKS = ("time/", "speed/")
 State = Literal["running", "finished", "stopped", "failed"]
 
 
+def check_folder(run_dir: Path, *, new: bool) -> None:
+    """Refuse a run's folder that cannot be made, and for a new run one that holds a run."""
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.exists(path))
+    require(place.is_dir() or place != run_dir, f"out={run_dir}: is a file; name a folder.")
+    require(place.is_dir(), f"out={run_dir}: cannot be made, as {place} is a file; name another folder.")
+    require(
+        os.access(place, os.W_OK | os.X_OK),
+        f"out={run_dir}: cannot be written, as {place} may only be read; name another folder.",
+    )
+    if new and any(os.path.exists(path) and path.stat().st_size for path in (run_dir / name for name in LINES)):
+        raise SettingError(
+            f"run folder {run_dir} already holds a run; continue it with --resume, or choose another folder: "
+            "out=FOLDER."
+        )
+
+
 class MetricsWriter:
     """Writes a run's folder, and the same numbers to `sinks`: any of tensorboard, wandb, trackio.
 
@@ -43,17 +59,12 @@ class MetricsWriter:
         total_steps: int | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
-        require(not self.run_dir.exists() or self.run_dir.is_dir(), f"out={run_dir}: is a file; name a folder.")
+        check_folder(self.run_dir, new=resume_from is None)
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingError(f"out={run_dir}: cannot be made ({error.strerror}); name another folder.") from error
         paths = [self.run_dir / name for name in LINES]
-        if resume_from is None and any(path.exists() and path.stat().st_size for path in paths):
-            raise SettingError(
-                f"run folder {self.run_dir} already holds a run; continue it with --resume, or choose another folder: "
-                "out=FOLDER."
-            )
         for path in paths:
             drop_after(path, -1 if resume_from is None else resume_from)
         self.sinks: list[Sink] = [open_sink(name, self.run_dir, resume_from, settings or {}) for name in sinks]

@@ -4,6 +4,7 @@ import copy
 import os
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from alula.distill.adapter import check as fits
 from alula.errors import SettingError
 from alula.model import SHAPE, find_pretrained, short_name
 from alula.rewards.scoring import check as check_rewards
+from alula.rl.checkpoint import Checkpoints
+from alula.rl.metrics import check_folder
 from alula.rl.other_model import ADVICE, made_for_another
-from alula.rl.setup import TASK, first_adapter, named_tokenizer, split_data
+from alula.rl.setup import TASK, first_adapter, named_tokenizer, split_data, steps_taken
 from alula.shapes import SHAPES, shape
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
 from alula.sparsity.schedule import Schedule
@@ -188,7 +191,15 @@ def held(sparsity: Sparsity, prompt: int, longest: int) -> int:
     return min(longest, max(prompt, budget + evict.buffer + (prompt if evict.protect_prompt else 0)))
 
 
-def print_plan(config: RunConfig, console: Console | None = None) -> None:
+def check_out(config: RunConfig, resume: bool) -> None:
+    """Refuse a folder that the run would refuse. Whether its checkpoints are whole is not looked at: they are large."""
+    check_folder(Path(config.out), new=not resume)
+    checkpoints = Checkpoints(Path(config.out) / "checkpoints").all()
+    if resume and checkpoints:
+        steps_taken(config, checkpoints[-1])
+
+
+def print_plan(config: RunConfig, console: Console | None = None, *, resume: bool = False) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     p, sparsity, console = plan(config, ranks), config.sparsity.build(), console or Console()
     s, correction = config.sampling, config.objective.correction
@@ -242,6 +253,7 @@ def print_plan(config: RunConfig, console: Console | None = None) -> None:
     sparse.add_row("held-out evaluation", f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps"
                    if every else "off")  # fmt: skip
     console.print(sparse)
+    check_out(config, resume)  # last, so that the plan of a run that is there already can be read
 
 
 def table(title: str, *columns: str) -> Table:

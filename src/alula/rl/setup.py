@@ -3,6 +3,7 @@
 import copy
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -43,6 +44,13 @@ def check_shares(config: RunConfig, world: World) -> None:
             f"distill.first.minibatches={first.minibatches}: one of the {world.size} ranks has only {least} rollouts "
             "of a batch to share out; lower it, or raise distill.first.prompts.",
         )
+
+
+def steps_taken(config: RunConfig, checkpoint: Path) -> int:
+    """At the checkpoint, which the run is to continue from."""
+    step, steps = int(checkpoint.name.rpartition("-")[2]), config.steps
+    require(step <= steps, f"steps={steps}: {config.out} has taken {step} already; ask for more, or name another out.")
+    return step
 
 
 def load_policy(config: RunConfig, world: World) -> LoadedModel:

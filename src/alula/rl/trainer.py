@@ -18,7 +18,6 @@ from alula.config import RunConfig
 from alula.data import PromptStream
 from alula.distill.stage import Stage
 from alula.engine.rollout import Sampling
-from alula.errors import require
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
 from alula.rl.collect import Collector
@@ -38,6 +37,7 @@ from alula.rl.setup import (
     load_policy,
     longest_sequence,
     shares_weights,
+    steps_taken,
 )
 from alula.rl.step_metrics import step_metrics
 from alula.rl.stop import Stopped, StopRequest
@@ -341,11 +341,7 @@ class Trainer:
         if self.resumed is None:
             self.record.say(f"{self.out} has no checkpoint; starting from the beginning.")
             return -1
-        step, steps = int(self.resumed.name.rpartition("-")[2]), self.config.steps
-        require(
-            step <= steps, f"steps={steps}: {self.out} has taken {step} already; ask for more, or name another out."
-        )
-        return step
+        return steps_taken(self.config, self.resumed)
 
     def _load(self, path: Path | None) -> None:
         assert path is not None
