@@ -3,6 +3,9 @@
 import copy
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -692,6 +695,79 @@ def test_a_stop_before_the_first_step_loses_nothing(tmp_path):
     assert "the run has begun, so nothing is distilled before its first step" in late.record.stream.getvalue()
     one, other = (Adapter.load(tmp_path / name / "sparse_adapter").weights for name in ("whole", "stopped"))
     assert all(torch.equal(b, other[name][1]) for name, (_, b) in one.items())
+
+
+FIRST_ON_A_RANK = """
+import json, sys
+from pathlib import Path
+
+import torch
+from test_distill import FIRST, beginning
+
+out = Path(sys.argv[1])
+run = beginning(out / "run", FIRST)
+distiller, learner, world, shares, still = run.distill.distiller, run.learner, run.world, [], []
+def theta():
+    return {name: value.detach().clone() for name, value in learner.full_parameters()}
+def phi():
+    return {f"{name}.{i}": part for name, pair in distiller.adapter().weights.items() for i, part in enumerate(pair)}
+def same_everywhere(tensors):
+    one, other = world.gather(tensors)
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+begun, step = theta(), distiller.step
+def watched(rollouts, *rest):
+    if distiller.config.loss == "divergence":  # before the first step
+        shares.append([rollout.prompt_ids for rollout in rollouts])
+        now = theta()
+        still.append(all(torch.equal(value, now[name]) for name, value in begun.items()))
+    return step(rollouts, *rest)
+distiller.step = watched
+
+checks, first = {}, run.distil_first
+def distil_first(stage):
+    first(stage)
+    checks["phi after first"] = same_everywhere(phi())
+    checks["sparse policy after first"] = same_everywhere(dict(run.engine.sparse_model.named_parameters()))
+    checks["phi was trained"] = any(value.any() for name, value in phi().items() if name.endswith(".1"))
+run.distil_first = distil_first
+assert run.run()
+checks["theta stood still"] = all(world.gather(all(still)))
+checks["theta"], checks["phi"] = same_everywhere(theta()), same_everywhere(phi())
+checks["theta was trained"] = any(not torch.equal(value, begun[name]) for name, value in theta().items())
+for which in ("model", "sparse_model"):
+    checks[f"engine's {which}"] = same_everywhere(dict(getattr(run.engine, which).named_parameters()))
+report = {"checks": checks, "shares": world.gather(shares), "divergences": world.gather(run.distill.divergences)}
+if world.rank == 0:
+    (out / "report.json").write_text(json.dumps(report))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_before_the_first_step_on_two_ranks(tmp_path):
+    """Both train φ on their shares of each batch, and hold the same φ and θ afterwards."""
+    script = tmp_path / "worker.py"
+    script.write_text(FIRST_ON_A_RANK)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", script, tmp_path],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [name for name, holds in report["checks"].items() if not holds] == []
+    assert [[len(share) for share in shares] for shares in report["shares"]] == [[3, 3, 3], [2, 2, 2]]
+    alone = beginning(tmp_path / "alone", FIRST)
+    prompts = PromptStream(alone.stream.dataset, ~alone.config.seed).next(15)
+    for batch, (one, other) in enumerate(zip(*report["shares"])):
+        whole = [list(example.prompt_ids) for example in prompts[5 * batch : 5 * batch + 5]]
+        assert (one, other) == (whole[::2], whole[1::2])
+    one, other = report["divergences"]
+    assert one == other
+    assert len(one) == 3
+    event = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
+    assert (event["step"], event["kind"]) == (0, "distilled-first")
 
 
 def test_a_run_with_a_selector_a_cheap_teacher_and_lora(tmp_path):
