@@ -1,6 +1,7 @@
 """Options that several commands share: what of them reaches the model and the prompts."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.model import load_model
 from alula.rl.setup import with_tokenizer
+from alula.sparsity.schedule import Schedule
 
 SHAPE = "shape:tiny-llama"
 SPARSE = ("--sparsity", "streaming:8+2,window=2,sinks=1")
@@ -61,6 +63,24 @@ def folder(tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a b"}) + "\n")
     return tmp_path
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_schedule_of_another_model_is_told_once_for_each_model(command, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    Schedule((48, 64), 16, "planned", notes={"model": "who/tiny-qwen3"}).save("planned.json")
+    where = ("--file", "prompts.jsonl") if command == "generate" else ("--data", "task:copy-last", "--limit", 1)
+    twice = () if command == "generate" else ("--sparsity", "quest:planned.json")
+    words = [command, "model", *where, "--max-new-tokens", 2, "--sparsity", "block-topk:planned.json", *twice]
+    for origin, notes in (("tiny-qwen3", 1), ("tiny-llama", 0)):
+        Path("planned.json").write_text(Path("planned.json").read_text().replace("tiny-qwen3", origin))
+        with pytest.raises(SystemExit) as ended:
+            app([*map(str, words)])
+        printed = capsys.readouterr()
+        assert not ended.value.code
+        said = "note: Schedule 'planned' was made for who/tiny-qwen3 (model_type=qwen3, here llama): "
+        assert printed.err.count(said) == printed.err.count("note: ") == notes
+        assert "note: " not in printed.out
 
 
 @pytest.mark.parametrize("command", ["calibrate", "distill"])

@@ -59,7 +59,7 @@ def evaluate(
     if sparse_adapter is not None and all(policy.dense for policy in policies):
         raise SettingError(f"--sparse-adapter {sparse_adapter}: every policy is dense, and it is for sparse ones; name "
                            "one with --sparsity.")  # fmt: skip
-    from alula.cli.generate import check_out, pick_device
+    from alula.cli.generate import check_out, note_other_model, pick_device
     from alula.data import load
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
@@ -77,6 +77,7 @@ def evaluate(
             model, device=pick_device(device), dtype=dtype, residual=residual, kv_memory=kv_memory,
             page=next(iter(pages), 16), sparse_adapter=sparse_adapter,
         )  # fmt: skip
+        note_other_model(policies, engine)
         for source, dataset in zip(data, sets):
             for policy in policies:
                 name = reward or (source if source.startswith(("task:", "reasoning-gym:")) else "math")

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,9 @@ import typer
 from alula.errors import SettingError
 
 if TYPE_CHECKING:
+    from alula.engine.engine import Engine
     from alula.engine.rollout import Rollout
+    from alula.sparsity.policy import Sparsity
 
 
 def generate(
@@ -64,6 +66,7 @@ def generate(
         model, device=pick_device(device), dtype=dtype, residual=residual, page=page, kv_memory=kv_memory,
         max_rows=max_rows,
     )  # fmt: skip
+    note_other_model([policy], engine)
     if chat and getattr(engine.tokenizer, "chat_template", None):
         asked = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in asked]
     rollouts = engine.generate(asked, sampling, policy)
@@ -73,6 +76,14 @@ def generate(
     else:
         for line in lines:
             typer.echo(line)
+
+
+def note_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
+    """What a run tells as its event `other-model`, on standard error."""
+    from alula.rl.other_model import ADVICE, made_for_another
+
+    for message in dict.fromkeys(made_for_another(policies, engine.model.config)):
+        typer.echo(f"note: {message} {ADVICE}", err=True)
 
 
 def pick_device(device: str) -> str:
