@@ -22,6 +22,7 @@ BED_NAMES = {
     "smollm2": "SmolLM2-135M",
     "smollm2-2": "SmolLM2-135M, second warm-up",
     "smollm2-3": "SmolLM2-135M, third warm-up",
+    "smollm2-4": "SmolLM2-135M, fourth warm-up",
     "gsm8k": "SmolLM2-135M on GSM8K",
     "gsm8k-2": "SmolLM2-135M on GSM8K, second warm-up",
 }
