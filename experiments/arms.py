@@ -128,7 +128,7 @@ def control(bed: Bed, budgets: Budgets) -> list[Arm]:
         label, policy = f"{method} {name}, held at {limit} %", bed.evictor(method, budgets[method])
         return Arm(label, policy, name, extra, "control" if limit == 10 else f"control-{limit}")
 
-    names = ("naive", "sparse-rl", "tis")
+    names = ("naive", "sparse-rl", "tis", "strict")
     arms = [DENSE, *(Arm(f"rkv {name}", bed.evictor("rkv", budgets["rkv"]), name) for name in names)]
     for limit in (5, 10):
         arms += [held("rkv", name, limit) for name in names]
