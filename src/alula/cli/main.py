@@ -15,7 +15,7 @@ COMMANDS = {
     "train": ("alula.cli.train:train", "Train a model with sparse rollouts, as a recipe says."),
     "eval": ("alula.cli.eval:evaluate", "Evaluate models on data sets, dense or under any sparsity."),
     "report": ("alula.cli.report:report", "Compare runs in one self-contained HTML page."),
-    "demo": ("alula.cli.demo:demo", "Train a tiny model five ways on the CPU and compare them."),
+    "demo": ("alula.cli.demo:demo", "Train a tiny model six ways on the CPU and compare them."),
     "bench": ("alula.cli.bench:bench", "Measure the engine on this machine."),
     "calibrate": ("alula.cli.calibrate:calibrate", "Measure how far a sparse policy is from the dense one."),
     "plan": ("alula.cli.plan:plan", "Choose the cheapest budget schedule that keeps the mismatch small."),

@@ -17,7 +17,7 @@ from alula.errors import require
 from alula.report import write_report
 from alula.rl.trainer import Trainer
 
-SPARSE = "sparsity.evict={method: streaming, budget: 32, buffer: 8, window: 4, sinks: 1}"
+SPARSE = "sparsity.evict={method: rkv, budget: 28, buffer: 8, window: 4, sinks: 1}"
 CONTROL = "control={enabled: true, on_violation: adapt, vetoed: 0.05}"
 ARMS = {
     "1-dense": [],
@@ -25,6 +25,7 @@ ARMS = {
     "3-sparse-rl": [SPARSE, "objective.correction=sparse-rl"],
     "4-reroll": [SPARSE, "objective.correction=reroll"],
     "5-controlled": [SPARSE, "objective.correction=sparse-rl", CONTROL],
+    "6-strict": [SPARSE, "objective.correction=strict"],
 }
 """Run name -> settings on top of demo.yaml. The same model, prompts and seed for all."""
 
