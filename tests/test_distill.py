@@ -582,7 +582,7 @@ FIRST = {"steps": 3, "prompts": 5, "minibatches": 2}
 def beginning(out, first, **options):
     """A run of two steps that distils all of its rollouts, and perhaps before the first."""
     distill = RECIPE["distill"] | {"move": None, "every": 1, "fraction": 1.0, "first": first}
-    config = read_tree(RECIPE | {"out": str(out), "steps": 2, "eval": {"every": 0}, "distill": distill})
+    config = read_tree(RECIPE | {"out": str(out), "steps": 2, "eval": {"every": 2, "size": 8}, "distill": distill})
     return Trainer(config, stream=io.StringIO(), **options)
 
 
@@ -680,12 +680,19 @@ def test_a_stop_before_the_first_step_loses_nothing(tmp_path):
     stop_after_a_batch(again)
     resumed = beginning(tmp_path / "stopped", FIRST, resume=True)
     assert len(resumed.distill.divergences) == 2, "a second stop keeps what came after the first"
+    for _ in range(2):  # killed at the first step: the last checkpoint is from before the first evaluation
+        resumed.train_step = exit
+        with pytest.raises(SystemExit):
+            resumed.run()
+        resumed = beginning(tmp_path / "stopped", FIRST, resume=True)
+        assert len(resumed.distill.divergences) == 3
     assert resumed.run()
-    for file in ("metrics.jsonl", "events.jsonl"):
+    for file in ("metrics.jsonl", "evals.jsonl", "events.jsonl"):
         one, other = (
             [without_clocks(json.loads(line)) for line in (tmp_path / name / file).read_text().splitlines()]
             for name in ("whole", "stopped")
         )
+        assert len(one) == (1 if file == "events.jsonl" else 2)
         assert one == other
     late = beginning(tmp_path / "stopped", FIRST | {"steps": 5}, resume=True)
     assert late.run()

@@ -13,6 +13,7 @@ import toy
 from alula.cli.main import app
 from alula.rl import update
 from alula.rl.checkpoint import CheckpointError, Checkpoints
+from alula.rl.health import HealthMonitor, HealthWarning
 from alula.rl.metrics import MetricsWriter
 from alula.rl.trainer import TrainingFailed
 
@@ -294,6 +295,25 @@ def test_settings_that_changed_at_a_resume_are_named(tmp_path):
     assert "settings changed since the run began: learner.lr, steps." in toy.said(run)
     assert run.run()
     assert [row["step"] for row in toy.rows(out, "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_an_evaluation_since_the_checkpoint_is_not_told_twice(tmp_path, monkeypatch):
+    """Switched on at a resume, it comes after the checkpoint of its step; so does the warning that it ends in."""
+    warning = HealthWarning("dense-falling", "It fell.", "Look.")
+    monkeypatch.setattr(HealthMonitor, "observe_eval", lambda *_, **numbers: [warning])
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    aside = "eval.data={source: 'task:successor', seed: 1, size: 8, options: {symbols: 4, prefix: 2, length: 2}}"
+    for folder, kills in ((whole, 0), (out, 2)):
+        toy.trainer(toy.quick(folder, aside, "steps=2", "eval.every=0")).run()
+        for _ in range(kills):
+            killed = toy.trainer(toy.quick(folder, aside), resume=True)
+            monkeypatch.setattr(killed, "train_step", exit)
+            with pytest.raises(SystemExit):
+                killed.run()
+        toy.trainer(toy.quick(folder, aside), resume=True).run()
+    assert [row["step"] for row in toy.rows(out, "evals.jsonl")] == [2, 2, 4, 4], "sparse and dense"
+    assert len(events(out, "dense-falling")) == 4
+    assert toy.files(out) == toy.files(whole)
 
 
 def test_other_data_at_a_resume_is_refused(tmp_path, capsys):

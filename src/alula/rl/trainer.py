@@ -60,7 +60,8 @@ class Trainer:
         self.out = Path(config.out)
         self.record = Record(config, world, stream)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, self.record.say)
-        self.record.open(self._last_checkpoint(resume))
+        last = self._last_checkpoint(resume)
+        self.record.open(last, self.checkpoints.state(self.resumed).get("lines") if self.resumed else None)
         with ExitStack() as on_failure:
             on_failure.push(self.record)
             self._build()
@@ -174,6 +175,7 @@ class Trainer:
             + (f"; {skipped} updates were not finite and were skipped." if skipped else "."),
             "See mismatch/veto_rate of the first step for what it left.",
         )  # fmt: skip
+        self._settle()
         if self.config.checkpoint.every:
             self.save()
 
@@ -323,6 +325,7 @@ class Trainer:
         """Where a stop finds the next step begun, its checkpoint is of here."""
         names = ("step", "evaluated", "best", "accuracy", "position")
         self.settled = {name: getattr(self, name) for name in names} | {
+            "lines": self.record.lines,
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
             "notices": self.notices.state_dict(),
@@ -350,6 +353,7 @@ class Trainer:
     def _load(self, path: Path | None) -> None:
         assert path is not None
         state = self.checkpoints.load(path, self._tensors())
+        state.pop("lines", None)
         self.learner.resume(state.pop("learner"))
         self.health.load_state_dict(state.pop("health"))
         self.notices.load_state_dict(state.pop("notices"))
