@@ -14,6 +14,7 @@ from alula.cli.main import app
 from alula.rl import update
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.health import HealthMonitor, HealthWarning
+from alula.rl.held_out import HeldOut
 from alula.rl.metrics import MetricsWriter
 from alula.rl.trainer import TrainingFailed
 
@@ -104,9 +105,22 @@ def test_a_full_disk_at_checkpoint_time_does_not_end_the_run(tmp_path, monkeypat
     assert len(toy.rows(out, "metrics.jsonl")) == 5
 
 
-def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("checkpoint.every=2", "checkpoint.best=false"), [2, 3, 4, 6]),
+        (("checkpoint.every=4", "checkpoint.best=true"), [2, 3, 4, 6]),
+        (("checkpoint.every=0", "checkpoint.best=true"), [2, 3, 6]),
+    ],
+    ids=["on time", "the best, between times", "the best only"],
+)
+def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkeypatch, settings, expected):
+    """Whichever reason it had to be written, and however long ago the last one was."""
     out = tmp_path / "run"
-    run = toy.trainer(toy.quick(out, "checkpoint.best=false"))
+    run = toy.trainer(toy.quick(out, "steps=6", *settings))
+    monkeypatch.setattr(
+        "alula.rl.trainer.evaluate_policy", lambda *_: HeldOut(float(run.step == 2), 0.0, n=8, length=2.0, kv_saved=0.0)
+    )
     tried = []
     save = run.checkpoints.save
 
@@ -118,7 +132,7 @@ def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkey
 
     monkeypatch.setattr(run.checkpoints, "save", fail_at_two)
     run.run()
-    assert tried == [2, 3, 4]
+    assert tried == expected
 
 
 def test_a_disk_that_stays_full_ends_in_one_sentence_and_costs_no_model(tmp_path, monkeypatch, capsys):

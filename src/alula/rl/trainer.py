@@ -288,10 +288,10 @@ class Trainer:
 
     def _checkpoint_due(self) -> bool:
         """At its time, again after a failure, and when the dense policy was never better."""
-        every, since = self.config.checkpoint.every, self.step - max(self.saved, 0)
+        every = self.config.checkpoint.every
         if self.step == 0 or self.saved == self.step:
             return False
-        on_time = bool(every) and (self.step % every == 0 or since > every)
+        on_time = self.save_failed or (every > 0 and self.step % every == 0)
         better = self.config.checkpoint.best and self.accuracy is not None and self.accuracy == self.best
         return on_time or better or self.step == self.config.steps
 
