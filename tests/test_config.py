@@ -83,6 +83,17 @@ def test_what_is_written_reads_back_the_same(recipe):
     assert read_tree(yaml.safe_load(to_yaml(config))) == config
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_replaces_all_of_another_in_a_runs_own_file(recipe, tmp_path, preset):
+    """A run's config.yaml holds every setting of its preset; only what is asked for after the new one differs."""
+    own = tmp_path / "config.yaml"
+    own.write_text(to_yaml(load(recipe, "objective.correction={preset: sparse-rl, veto: 0.5}")))
+    for name in ("objective.correction", "objective.correction.preset"):
+        config = load(own, f"{name}={preset}")
+        assert (config.objective.correction.preset, config.correction) == (preset, PRESETS[preset])
+        assert load(own, f"{name}={preset}", "objective.correction.veto=0.1").correction.veto == 0.1
+
+
 def test_a_budget_may_be_a_schedule(recipe):
     config = load(recipe, "sparsity.select={method: block-topk, budget: qwen3-4b-0.86}")
     select = config.sparsity.build().select
