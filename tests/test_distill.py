@@ -803,6 +803,24 @@ def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):
     assert json.loads((tmp_path / "parts" / "summary.json").read_text()) == summary
 
 
+SMALL = [
+    "distill", "shape:tiny-llama", "--data", "task:successor", "--options", "{symbols: 4, prefix: 2, length: 2}",
+    "--steps", "2", "--prompts", "8", "--held-out", "16", "--max-new-tokens", "6", "--save-every", "1",
+]  # fmt: skip
+
+
+def test_an_interrupted_command_says_so(tmp_path, monkeypatch):
+    from alula.cli.main import app
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("alula.distill.alone.distill_alone", interrupted)
+    with pytest.raises(SystemExit):
+        app([*SMALL, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
+
+
 def test_layers_are_compiled_where_the_learner_compiles_its_own():
     for own, learner, expected in ((None, None, None), (None, False, False), (None, True, True), (True, False, True)):
         assert DistillSettings(compile=own).build(learner).compile is expected

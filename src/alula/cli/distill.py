@@ -127,7 +127,6 @@ def run(
     engine = Engine(loaded, **engine_options, sparse_adapter=distiller.adapter())
     engine.check(policy)
     rollouts = Rollouts(**rollout_options)
-    writer = MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None)
 
     def log(step: int, row: dict[str, float]) -> None:
         writer.log(step, row)
@@ -137,12 +136,12 @@ def run(
             state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
             checkpoints.save(step, distiller.tensors(), state)
 
-    if before is None:
-        before = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
-    distill_alone(engine, distiller, policy, training, steps, rollouts, log, done)
-    distiller.adapter().save(out / "adapter")
-    after = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
-    writer.close("finished")
+    with MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None) as writer:
+        if before is None:
+            before = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
+        distill_alone(engine, distiller, policy, training, steps, rollouts, log, done)
+        distiller.adapter().save(out / "adapter")
+        after = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
     summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
     summary |= {"before": before, "after": after}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
