@@ -15,7 +15,7 @@ from alula.rl import update
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.health import HealthMonitor, HealthWarning
 from alula.rl.held_out import HeldOut
-from alula.rl.metrics import MetricsWriter
+from alula.rl.metrics import LINES, MetricsWriter
 from alula.rl.trainer import TrainingFailed
 
 FAULTY = """
@@ -300,6 +300,19 @@ def test_a_used_folder_is_refused_before_anything_is_loaded(tmp_path, capsys, mo
     assert ended.value.code == 2
     assert "already holds a run" in capsys.readouterr().err
     assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_checkpoints_that_are_left_of_another_run_are_refused(tmp_path, capsys):
+    """A new run would keep them as its own, and go on from their weights after a kill."""
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    for name in LINES:
+        (out / name).unlink()
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "seed=5"])
+    assert ended.value.code == 2
+    assert f"run folder {out} already holds a run's checkpoints; continue it with --resume" in capsys.readouterr().err
+    assert not (out / "metrics.jsonl").exists()
 
 
 def test_settings_that_changed_at_a_resume_are_named(tmp_path):

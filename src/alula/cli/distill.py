@@ -111,7 +111,7 @@ def run(
     made_with |= {"targets": ",".join(config.targets), "data_dir": text(input_options["data_dir"])}
     made_with |= {"adapter": text(adapter)}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
-    last = checkpoints.latest() if resume else None
+    last = checkpoints.begin(resume)
     done, before = 0, None
     if last is not None:
         state = checkpoints.state(last)

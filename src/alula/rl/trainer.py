@@ -338,7 +338,7 @@ class Trainer:
 
     def _last_checkpoint(self, resume: bool) -> int | None:
         """The step to continue from: None for a new run, -1 where there is no checkpoint to continue from."""
-        self.resumed = self.checkpoints.latest() if resume else None
+        self.resumed = self.checkpoints.begin(resume)
         if not resume:
             return None
         if self.resumed is None:
