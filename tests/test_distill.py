@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import oracle
-from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config import DistillSettings
 from alula.config_file import read_tree
 from alula.data import PromptStream
@@ -819,6 +819,26 @@ def test_an_interrupted_command_says_so(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         app([*SMALL, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
+
+
+def test_another_schedule_of_the_same_name_is_no_resume(tmp_path, capsys):
+    from alula.cli.main import app
+
+    schedule, out = tmp_path / "schedule.json", str(tmp_path / "out")
+
+    def run(*more: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            app([*SMALL, "--sparsity", f"block-topk:{schedule},block=2", "--out", out, *more])
+        return ended.value.code
+
+    Schedule((6,), block=2).save(schedule)
+    assert run() == 0
+    assert run("--resume") == 0
+    Schedule((8,), block=2).save(schedule)
+    assert run("--resume") == 2
+    said = capsys.readouterr().err
+    assert "[6] per 2000 tokens, not sparsity=" in said
+    assert "[8] per 2000 tokens" in said
 
 
 def test_layers_are_compiled_where_the_learner_compiles_its_own():

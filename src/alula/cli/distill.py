@@ -154,9 +154,13 @@ def text(path: Path | None) -> str | None:
 
 
 def spell_all(policy: "Sparsity") -> str:
+    """Both parts with all their settings, and what a schedule says: two of one name may differ."""
     from alula.sparsity.parse import spell
+    from alula.sparsity.schedule import Schedule
 
-    return f"{spell(policy.evict)} & {spell(policy.select)}"
+    budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
+    tables = [f"{list(b.budgets)} per {b.width} tokens" for b in budgets if isinstance(b, Schedule)]
+    return " & ".join([spell(policy.evict), spell(policy.select), *tables])
 
 
 def described(found: "Acceptance", width: int) -> dict[str, Any]:
