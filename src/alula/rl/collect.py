@@ -47,12 +47,12 @@ class Collector:
         have a signal or the rounds are used up."""
         s = self.config.sampling
         rounds: list[Experience] = []
-        wanted = share(s.prompts, self.world)
+        wanted = len(self.world.mine(range(s.prompts)))
         found = 0
         for round_ in range(s.max_rounds if s.dynamic else 1):
             if self.world.largest(max(0, wanted - found)) == 0 and rounds:
                 break
-            examples = stream.next(s.prompts)[self.world.rank :: self.world.size]
+            examples = self.world.mine(stream.next(s.prompts))
             rounds.append(self._round(examples, (step, round_), clock))
             found += rounds[-1].drawn_groups - rounds[-1].silent_groups
         whole = Experience.join(rounds)
@@ -149,8 +149,3 @@ class Collector:
     def seed(self, *words: object) -> int:
         """A seed of its own for every rank, step and purpose."""
         return random.Random(f"{self.config.seed}/{self.world.rank}/{words}").getrandbits(62)
-
-
-def share(count: int, world: World) -> int:
-    """How many of `count` things dealt out in turn this rank gets."""
-    return len(range(world.rank, count, world.size))

@@ -163,7 +163,7 @@ class Trainer:
             self.stop.obey()
             done = len(distill.divergences)
             self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
-            examples = stream.next(first.prompts)[self.world.rank :: self.world.size]
+            examples = self.world.mine(stream.next(first.prompts))
             sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
                                 seed=self.collector.seed("first", done))  # fmt: skip
             distill.first_step([list(example.prompt_ids or ()) for example in examples], sampling)
