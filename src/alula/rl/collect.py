@@ -35,7 +35,7 @@ class Collector:
         self.observed = Observed()
         self.correction = config.correction
         self.say: Callable[[str], Any] = lambda phase: None
-        self.record: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
+        self.recorded: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
         """Which prompts of a (step, round) have their evictions recorded."""
 
     @property
@@ -65,11 +65,9 @@ class Collector:
         s = self.config.sampling
         self.say("rollouts")
         with clock.phase("rollout"):
-            sampling = Sampling(
-                n=s.n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed("rollouts", *place)
-            )
+            sampling = self.sampling("rollouts", *place, n=s.n)
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            record = self.record(place, len(prompts))
+            record = self.recorded(place, len(prompts))
             rollouts = self.generate(prompts, sampling, self.sparsity, watched=place[1] == 0, record=record)
         if place[1] == 0:
             with clock.phase("mismatch"):
@@ -145,6 +143,11 @@ class Collector:
         )
         found.rewards, found.parts = graded.total, graded.parts
         found.failures = [reason for _, reason in graded.failures]
+
+    def sampling(self, *words: object, n: int = 1) -> Sampling:
+        """As the run samples, seeded for a purpose."""
+        s = self.config.sampling
+        return Sampling(n=n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed(*words))
 
     def seed(self, *words: object) -> int:
         """A seed of its own for every rank, step and purpose."""

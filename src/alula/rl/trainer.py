@@ -17,7 +17,6 @@ from torch import Tensor
 from alula.config import RunConfig
 from alula.data import PromptStream
 from alula.distill.stage import Stage
-from alula.engine.rollout import Sampling
 from alula.errors import require
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
@@ -84,7 +83,7 @@ class Trainer:
         self.updater = Updater(config, self.learner)
         self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
         if self.distill:
-            self.collector.record = self.distill.record
+            self.collector.recorded = self.distill.record
         self.health = HealthMonitor()
         self.notices = Notices(self.record, world, config.learner.max_skipped)
         self.record.introduce(training, self.held_out)
@@ -155,7 +154,7 @@ class Trainer:
         if self.step > 0:
             self.record.say("distill.first: the run has begun, so nothing is distilled before its first step.")
             return
-        s, first, done = self.config.sampling, distill.first, len(distill.divergences)
+        first, done = distill.first, len(distill.divergences)
         self.record.say(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
         stream = PromptStream(self.stream.dataset, ~self.config.seed)
         stream.next(done * first.prompts)
@@ -164,9 +163,8 @@ class Trainer:
             done = len(distill.divergences)
             self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
             examples = self.world.mine(stream.next(first.prompts))
-            sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
-                                seed=self.collector.seed("first", done))  # fmt: skip
-            distill.first_step([list(example.prompt_ids or ()) for example in examples], sampling)
+            prompts = [list(example.prompt_ids or ()) for example in examples]
+            distill.first_step(prompts, self.collector.sampling("first", done))
             self._settle()
         skipped = distill.distiller.skipped
         self.record.event(
@@ -238,10 +236,7 @@ class Trainer:
     def try_sparser(self, distill: Stage) -> None:
         """Measure the sparser policy that the run may move to, and move where it can."""
         self.record.phase("measuring a sparser policy")
-        s = self.config.sampling
-        sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
-                            seed=self.collector.seed("move", self.step))  # fmt: skip
-        found = distill.try_move(self.step, sampling)
+        found = distill.try_move(self.step, self.collector.sampling("move", self.step))
         self.record.event(self.step, "sparser", found, "See distill/candidate_tail in the metrics.")
         self._settle()
 
