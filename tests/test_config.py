@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ import yaml
 
 from alula import config_docs
 from alula.cli.main import COMMANDS, app
-from alula.config import RunConfig
+from alula.config import DistillSettings, LearnerSettings, RunConfig
 from alula.config_file import all_settings, load_config, read_tree, to_yaml
+from alula.distill.config import DistillConfig
+from alula.distill.first import First
+from alula.distill.move import Move
 from alula.errors import SettingError
+from alula.rl.learner_config import LearnerConfig, LoRA
 from alula.rl.objective import PRESETS, Correction
 from alula.sparsity.policy import Evict, Select
 
@@ -66,6 +71,14 @@ def test_defaults_keep_the_dense_evaluation_on(recipe):
     assert config.eval.data is None
     assert config.correction == Correction.sparse_rl()
     assert config.sparsity.build().dense
+
+
+def test_a_recipe_and_the_library_have_the_same_defaults():
+    learner = LearnerSettings(lora={}).build(steps=0, reference=False)
+    assert (replace(learner, lora=None), learner.lora) == (LearnerConfig(), LoRA())
+    distill = DistillSettings(first={}, move={"sparsity": "rkv:8"})
+    assert distill.build() == DistillConfig()
+    assert (distill.build_first(), distill.build_move()) == (First(), Move("rkv:8"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
