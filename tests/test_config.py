@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,15 @@ import yaml
 
 from alula import config_docs
 from alula.cli.main import COMMANDS, app
-from alula.config import RunConfig
+from alula.config import DistillSettings, LearnerSettings, RunConfig
 from alula.config_file import all_settings, load_config, read_tree, to_yaml
 from alula.distill.adapter import fresh
+from alula.distill.config import DistillConfig
+from alula.distill.first import First
+from alula.distill.move import Move
 from alula.errors import SettingError
 from alula.model import load_model
+from alula.rl.learner_config import LearnerConfig, LoRA
 from alula.rl.objective import PRESETS, Correction
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.parse import parse_sparsity
@@ -74,6 +78,14 @@ def test_defaults_keep_the_dense_evaluation_on(recipe):
     assert config.sparsity.build().dense
 
 
+def test_a_recipe_and_the_library_have_the_same_defaults():
+    learner = LearnerSettings(lora={}).build(steps=0, reference=False)
+    assert (replace(learner, lora=None), learner.lora) == (LearnerConfig(), LoRA())
+    distill = DistillSettings(first={}, move={"sparsity": "rkv:8"})
+    assert distill.build() == DistillConfig()
+    assert (distill.build_first(), distill.build_move()) == (First(), Move("rkv:8"))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_itself_and_is_written_out(recipe, preset):
     config = load(recipe, f"objective.correction={preset}")
@@ -87,6 +99,17 @@ def test_what_is_written_reads_back_the_same(recipe):
     config = load(recipe, "learner.lora={rank: 4}", "objective.correction.cap=3", "eval.data={source: gsm8k}",
                   "sparsity.select={method: quest, budget: 64}", "logging.sinks=[tensorboard]")  # fmt: skip
     assert read_tree(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_replaces_all_of_another_in_a_runs_own_file(recipe, tmp_path, preset):
+    """A run's config.yaml holds every setting of its preset; only what is asked for after the new one differs."""
+    own = tmp_path / "config.yaml"
+    own.write_text(to_yaml(load(recipe, "objective.correction={preset: sparse-rl, veto: 0.5}")))
+    for name in ("objective.correction", "objective.correction.preset"):
+        config = load(own, f"{name}={preset}")
+        assert (config.objective.correction.preset, config.correction) == (preset, PRESETS[preset])
+        assert load(own, f"{name}={preset}", "objective.correction.veto=0.1").correction.veto == 0.1
 
 
 def test_a_budget_may_be_a_schedule(recipe):
@@ -109,6 +132,12 @@ def test_a_budget_may_be_a_schedule(recipe):
         (["sampling.top_p=0.9"], "which top_p cuts"),
         (["sampling.top_k=40"], "which top_k cuts"),
         (["objective.correction=sparse_rl"], "did you mean 'sparse-rl'?"),
+        (["objective.correction=off"], "objective.correction: preset=False: must be the name of a preset; none"),
+        (["objective.correction=null"], "objective.correction: preset=None: must be"),
+        (["objective.correction=2"], "objective.correction: preset=2: must be"),
+        (["objective.correction=[tis]"], "objective.correction: preset=['tis']: must be"),
+        (["objective.correction.preset=no"], "objective.correction: preset=False: must be"),
+        (["objective.correction.preset={cap: 2}"], "objective.correction: preset={'cap': 2}: must be"),
         (["objective.correction.capp=2"], "did you mean 'cap'?"),
         (["objective.correction={preset: tis, cap: -1}"], "cap=-1"),
         (["objective.correction.cap=two"], "objective.correction.cap='two'"),

@@ -295,6 +295,17 @@ def test_a_resumed_controller_continues_exactly():
         Controller(Schedule((64,) * 3, WIDTH), control(), "select").load_state_dict(first.state_dict())
 
 
+def test_another_budget_at_a_resume_starts_afresh():
+    old = Controller(Schedule((64,) * BINS, WIDTH), control(on_violation="stop"), "select")
+    old.observe(*World(8).step(np.full(BINS, 0.5)))
+    assert old.stopped
+    new = Controller(Schedule((512,) * BINS, WIDTH), control(on_violation="stop"), "select")
+    fresh = new.state_dict()
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert new.schedule.budgets == (512,) * BINS
+    assert new.state_dict() == fresh
+
+
 def test_bad_settings_are_refused():
     with pytest.raises(SettingError, match="did you mean 'adapt'"):
         control(on_violation="adept")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import oracle
-from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config import DistillSettings
 from alula.config_file import read_tree
 from alula.data import PromptStream
@@ -585,7 +585,7 @@ FIRST = {"steps": 3, "prompts": 5, "minibatches": 2}
 def beginning(out, first, **options):
     """A run of two steps that distils all of its rollouts, and perhaps before the first."""
     distill = RECIPE["distill"] | {"move": None, "every": 1, "fraction": 1.0, "first": first}
-    config = read_tree(RECIPE | {"out": str(out), "steps": 2, "eval": {"every": 0}, "distill": distill})
+    config = read_tree(RECIPE | {"out": str(out), "steps": 2, "eval": {"every": 2, "size": 8}, "distill": distill})
     return Trainer(config, stream=io.StringIO(), **options)
 
 
@@ -683,12 +683,19 @@ def test_a_stop_before_the_first_step_loses_nothing(tmp_path):
     stop_after_a_batch(again)
     resumed = beginning(tmp_path / "stopped", FIRST, resume=True)
     assert len(resumed.distill.divergences) == 2, "a second stop keeps what came after the first"
+    for _ in range(2):  # killed at the first step: the last checkpoint is from before the first evaluation
+        resumed.train_step = exit
+        with pytest.raises(SystemExit):
+            resumed.run()
+        resumed = beginning(tmp_path / "stopped", FIRST, resume=True)
+        assert len(resumed.distill.divergences) == 3
     assert resumed.run()
-    for file in ("metrics.jsonl", "events.jsonl"):
+    for file in ("metrics.jsonl", "evals.jsonl", "events.jsonl"):
         one, other = (
             [without_clocks(json.loads(line)) for line in (tmp_path / name / file).read_text().splitlines()]
             for name in ("whole", "stopped")
         )
+        assert len(one) == (1 if file == "events.jsonl" else 2)
         assert one == other
     late = beginning(tmp_path / "stopped", FIRST | {"steps": 5}, resume=True)
     assert late.run()
@@ -870,6 +877,44 @@ def test_the_command_writes_an_adapter_and_a_table(warmed_up, tmp_path, capsys):
     resumed = Adapter.load(tmp_path / "parts" / "adapter")
     assert all(torch.equal(b, resumed.weights[name][1]) for name, (_, b) in adapter.weights.items())
     assert json.loads((tmp_path / "parts" / "summary.json").read_text()) == summary
+
+
+SMALL = [
+    "distill", "shape:tiny-llama", "--data", "task:successor", "--options", "{symbols: 4, prefix: 2, length: 2}",
+    "--steps", "2", "--prompts", "8", "--held-out", "16", "--max-new-tokens", "6", "--save-every", "1",
+]  # fmt: skip
+
+
+def test_an_interrupted_command_says_so(tmp_path, monkeypatch):
+    from alula.cli.main import app
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("alula.distill.alone.distill_alone", interrupted)
+    with pytest.raises(SystemExit):
+        app([*SMALL, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
+
+
+def test_another_schedule_of_the_same_name_is_no_resume(tmp_path, capsys):
+    from alula.cli.main import app
+
+    schedule, out = tmp_path / "schedule.json", str(tmp_path / "out")
+
+    def run(*more: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            app([*SMALL, "--sparsity", f"block-topk:{schedule},block=2", "--out", out, *more])
+        return ended.value.code
+
+    Schedule((6,), block=2).save(schedule)
+    assert run() == 0
+    assert run("--resume") == 0
+    Schedule((8,), block=2).save(schedule)
+    assert run("--resume") == 2
+    said = capsys.readouterr().err
+    assert "[6] per 2000 tokens, not sparsity=" in said
+    assert "[8] per 2000 tokens" in said
 
 
 def test_layers_are_compiled_where_the_learner_compiles_its_own():

@@ -13,7 +13,9 @@ import toy
 from alula.cli.main import app
 from alula.rl import update
 from alula.rl.checkpoint import CheckpointError, Checkpoints
-from alula.rl.metrics import MetricsWriter
+from alula.rl.health import HealthMonitor, HealthWarning
+from alula.rl.held_out import HeldOut
+from alula.rl.metrics import LINES, MetricsWriter
 from alula.rl.trainer import TrainingFailed
 
 FAULTY = """
@@ -103,9 +105,22 @@ def test_a_full_disk_at_checkpoint_time_does_not_end_the_run(tmp_path, monkeypat
     assert len(toy.rows(out, "metrics.jsonl")) == 5
 
 
-def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("checkpoint.every=2", "checkpoint.best=false"), [2, 3, 4, 6]),
+        (("checkpoint.every=4", "checkpoint.best=true"), [2, 3, 4, 6]),
+        (("checkpoint.every=0", "checkpoint.best=true"), [2, 3, 6]),
+    ],
+    ids=["on time", "the best, between times", "the best only"],
+)
+def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkeypatch, settings, expected):
+    """Whichever reason it had to be written, and however long ago the last one was."""
     out = tmp_path / "run"
-    run = toy.trainer(toy.quick(out, "checkpoint.best=false"))
+    run = toy.trainer(toy.quick(out, "steps=6", *settings))
+    monkeypatch.setattr(
+        "alula.rl.trainer.evaluate_policy", lambda *_: HeldOut(float(run.step == 2), 0.0, n=8, length=2.0, kv_saved=0.0)
+    )
     tried = []
     save = run.checkpoints.save
 
@@ -117,7 +132,7 @@ def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkey
 
     monkeypatch.setattr(run.checkpoints, "save", fail_at_two)
     run.run()
-    assert tried == [2, 3, 4]
+    assert tried == expected
 
 
 def test_a_disk_that_stays_full_ends_in_one_sentence_and_costs_no_model(tmp_path, monkeypatch, capsys):
@@ -230,7 +245,7 @@ def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path, kl):
     run = toy.trainer(toy.quick(out, *settings))
     before = weights(run)
     assert run.run()
-    assert unchanged(run, before) or kl
+    assert unchanged(run, before)
     rows = toy.rows(out, "metrics.jsonl")
     assert all(row["mismatch/veto_rate"] == 1 and row["policy/taught"] == 0 for row in rows)
     [event] = events(out, "nothing-learned")
@@ -261,12 +276,21 @@ def test_a_rollout_that_breaks_off_teaches_nothing(tmp_path, monkeypatch):
 
     def broken(*arguments, **options):
         rollouts = generate(*arguments, **options)
-        rollouts[0].finish, rollouts[1].finish = "error", "error"
+        rollouts[0].finish, rollouts[1].finish, rollouts[2].finish = "error", "error", "aborted"
         rollouts[0].token_ids, rollouts[0].logprobs, rollouts[0].text = [], torch.empty(0), ""
         return rollouts
 
+    learn, found = run.updater.learn, []
+
+    def learned(batch, *arguments):
+        batch.rewards[:4] = [1.0, 1.0, 1.0, 0.0]  # whatever was thought of what there is of it
+        found.append(learn(batch, *arguments))
+        return found[0]
+
     monkeypatch.setattr(run.collector, "generate", broken)
+    monkeypatch.setattr(run.updater, "learn", learned)
     run.train_step()
+    assert [advantage != 0 for advantage in found[0].advantages[:4].tolist()] == [False, False, False, True]
     [row] = toy.rows(tmp_path / "run", "metrics.jsonl")
     assert row["policy/skipped"] == 0
     assert row["policy/loss"] is not None
@@ -287,6 +311,19 @@ def test_a_used_folder_is_refused_before_anything_is_loaded(tmp_path, capsys, mo
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
+def test_checkpoints_that_are_left_of_another_run_are_refused(tmp_path, capsys):
+    """A new run would keep them as its own, and go on from their weights after a kill."""
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    for name in LINES:
+        (out / name).unlink()
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "seed=5"])
+    assert ended.value.code == 2
+    assert f"run folder {out} already holds a run's checkpoints; continue it with --resume" in capsys.readouterr().err
+    assert not (out / "metrics.jsonl").exists()
+
+
 def test_settings_that_changed_at_a_resume_are_named(tmp_path):
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
@@ -294,6 +331,25 @@ def test_settings_that_changed_at_a_resume_are_named(tmp_path):
     assert "settings changed since the run began: learner.lr, steps." in toy.said(run)
     assert run.run()
     assert [row["step"] for row in toy.rows(out, "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_an_evaluation_since_the_checkpoint_is_not_told_twice(tmp_path, monkeypatch):
+    """Switched on at a resume, it comes after the checkpoint of its step; so does the warning that it ends in."""
+    warning = HealthWarning("dense-falling", "It fell.", "Look.")
+    monkeypatch.setattr(HealthMonitor, "observe_eval", lambda *_, **numbers: [warning])
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    aside = "eval.data={source: 'task:successor', seed: 1, size: 8, options: {symbols: 4, prefix: 2, length: 2}}"
+    for folder, kills in ((whole, 0), (out, 2)):
+        toy.trainer(toy.quick(folder, aside, "steps=2", "eval.every=0")).run()
+        for _ in range(kills):
+            killed = toy.trainer(toy.quick(folder, aside), resume=True)
+            monkeypatch.setattr(killed, "train_step", exit)
+            with pytest.raises(SystemExit):
+                killed.run()
+        toy.trainer(toy.quick(folder, aside), resume=True).run()
+    assert [row["step"] for row in toy.rows(out, "evals.jsonl")] == [2, 2, 4, 4], "sparse and dense"
+    assert len(events(out, "dense-falling")) == 4
+    assert toy.files(out) == toy.files(whole)
 
 
 def test_other_data_at_a_resume_is_refused(tmp_path, capsys):

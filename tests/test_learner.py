@@ -292,6 +292,16 @@ def test_float16_overflow_skips_the_step_and_lowers_the_scale():
     assert scale.tolist() == [2.0**9, 0.0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_step_without_rollouts_changes_nothing(dtype):
+    """Every rollout of a step may be rejected: there is no gradient then."""
+    learner = Learner(tiny(dtype=dtype), LearnerConfig(lr=1e-2))
+    before = {name: p.clone() for name, p in learner.model.named_parameters()}
+    update = learner.update([], weighted([]))
+    assert (update.grad_norm, update.taken) == (0.0, True)
+    assert all(torch.equal(p, before[name]) for name, p in learner.model.named_parameters())
+
+
 def test_engine_shares_the_trained_parameters():
     model = tiny(dtype="bfloat16")
     engine = share_weights(model)

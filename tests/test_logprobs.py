@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alula.rl.logprobs import chunked_apply, chunked_logprobs, topk_logprobs
+from alula.rl.logprobs import chunked_logprobs, topk_logprobs
 
 
 class LargestTensor(TorchDispatchMode):
@@ -96,17 +96,6 @@ def test_topk_and_given_tokens():
     assert torch.equal(found.topk_ids, ids[:, :5])
     torch.testing.assert_close(found.topk_logprobs, best[:, :5])
     torch.testing.assert_close(found.logprobs, logp[torch.arange(len(targets)), targets])
-
-
-def test_overlap_of_two_policies():
-    hidden, weight, _ = problem()
-    other = hidden + 0.3
-
-    def overlap(p, q):
-        return torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1)
-
-    found = chunked_apply((hidden, other), weight, overlap, chunk=9)
-    torch.testing.assert_close(found, overlap(hidden @ weight.T, other @ weight.T).detach())
 
 
 def test_no_targets():

@@ -98,8 +98,10 @@ def test_status_says_how_the_run_ended(tmp_path, error, state):
 def test_drop_after_stops_at_the_first_broken_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "a"\n{"step": 3}\n')
-    drop_after(path, 9)
+    assert drop_after(path, 9) == 1
     assert path.read_bytes() == b'{"step": 1}\n'
+    assert drop_after(path, 9, most=0) == 0
+    assert path.read_bytes() == b""
     assert parse_line(b'{"step": 1}') is None
     assert parse_line(b"[1]\n") is None
 

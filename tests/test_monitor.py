@@ -169,7 +169,8 @@ def test_a_run_stopped_by_the_controller_goes_on_only_if_told_otherwise(engine):
 
 
 def test_ranks_see_each_others_tokens(engine):
-    """Two ranks with half of the rollouts each come to the state of one with all."""
+    """Two ranks with half of the rollouts each, which both count their prompts from 0, come to the state of one with
+    all."""
     whole = Monitor(Watch(12), SELECTING, engine, LONGEST, control())
     parts = [
         Monitor(Watch(12), SELECTING, engine, LONGEST, control(), share=lambda n, r=r: len(range(r, n, 2)))
@@ -177,7 +178,9 @@ def test_ranks_see_each_others_tokens(engine):
     ]
     assert [m.keep for m in parts] == [6, 6]
     rollouts = rollouts_of(engine, whole, 0, n=1)
-    halves = [m._tokens(rollouts[r::2]) for r, m in enumerate(parts)]
+    tokens = [m._tokens(rollouts[r::2]) for r, m in enumerate(parts)]
+    halves = [(alpha, positions, prompts // 2, version) for alpha, positions, prompts, version in tokens]
+    assert set(halves[0][2]) == set(halves[1][2]) == set(range(6))
     for monitor in parts:
         monitor.gather = lambda mine: halves
     expected = whole.step(rollouts)

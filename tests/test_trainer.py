@@ -74,14 +74,15 @@ def plain_logprobs(model, rollout, temperature):
     )
 
 
+@pytest.mark.parametrize("everybody", [True, False], ids=["baseline of all", "baseline of the kept"])
 @pytest.mark.parametrize("unit", ["groups", "rollouts"])
-def test_a_step_equals_plain_loops(tmp_path, unit):
+def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
     """GRPO with ξ outside the clip, a veto, a KL and two optimizer steps, written out."""
     veto, beta, temperature = 0.9, 0.05, 1.3
     config = toy.quick(
         tmp_path / "run", CALM, f"objective.correction.veto={veto}", f"objective.kl={beta}",
         f"sampling.temperature={temperature}", "learner.weight_decay=0.1", f"learner.minibatch={unit}",
-        "learner.token_budget=40",
+        "learner.token_budget=40", f"objective.correction.vetoed_in_baseline={everybody}",
     )  # fmt: skip
     before, batch, learned, after, run = one_step(config)
     model = plain_model(run, before)
@@ -93,12 +94,16 @@ def test_a_step_equals_plain_loops(tmp_path, unit):
     assert vetoed == learned.vetoed
     assert 0 < sum(vetoed) < 16, "the seed vetoes nothing, or everything"
 
-    advantages = []
+    advantages, mixed = [], 0
     for start in range(0, 16, 4):
-        group = batch.rewards[start : start + 4]
-        spread = statistics.stdev(group)
-        advantages += [(r - statistics.fmean(group)) / (spread + 1e-6) if spread else 0.0 for r in group]
-    assert any(advantages)
+        group = range(start, start + 4)
+        baseline = [batch.rewards[i] for i in group if everybody or not vetoed[i]]
+        spread = statistics.stdev(baseline) if len(baseline) > 1 else 0.0
+        mixed += spread > 0 and any(vetoed[i] for i in group)
+        advantages += [
+            (batch.rewards[i] - statistics.fmean(baseline)) / (spread + 1e-6) if spread else 0.0 for i in group
+        ]
+    assert mixed, "the seed has no group with a signal and a vetoed rollout"
 
     step = minibatches(batch, 2, unit, (0, 1, 0)).tolist()
     for number in range(2):
@@ -174,6 +179,29 @@ def test_without_a_difference_between_the_policies_every_correction_is_none(tmp_
     }
     for preset in presets[1:]:
         assert equal(after[preset], after["none"]), preset
+
+
+@pytest.mark.parametrize(("preset", "spoilt"), [("strict", [3, 7]), ("sparse-rl", [7]), ("none", [7])])
+def test_vetoes_are_counted_at_the_threshold_of_the_correction(tmp_path, preset, spoilt):
+    """ξ of one token is 5e-4 in rollout 3 and 5e-5 in rollout 7: strict rejects both, Sparse-RL's 1e-4 the second."""
+
+    def two_spoilt(run):
+        score = run.updater.score
+
+        def scored(batch):
+            score(batch)
+            for i, (rollout, dense) in enumerate(zip(batch.rollouts, batch.dense)):
+                rollout.logprobs = dense.clone()
+                rollout.logprobs[0] -= math.log({3: 5e-4, 7: 5e-5}.get(i, 1.0))
+
+        run.updater.score = scored
+
+    settings = (f"objective.correction={preset}", "control={enabled: true, vetoed: 0.5}")
+    *_, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), two_spoilt)
+    assert [i for i, bad in enumerate(learned.spoilt) if bad] == spoilt
+    assert [i for i, bad in enumerate(learned.vetoed) if bad] == ([] if preset == "none" else spoilt)
+    assert (run.monitor.controller.vetoed, run.monitor.controller.rollouts) == (len(spoilt), 16)
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/veto_rate"] == len(spoilt) / 16
 
 
 @pytest.mark.parametrize("correction", ["sparse-rl", "none", "{preset: sparse-rl, inner: accepted, veto: 0.9}", "mis"])

@@ -264,8 +264,10 @@ class CorrectionSettings(Section):
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
         """Every setting of the preset, so that a run's config.yaml says them all."""
-        options = {"preset": given} if isinstance(given, str) else dict(given)
+        options = dict(given) if isinstance(given, dict | Section) else {"preset": given}
         preset = options.pop("preset", "sparse-rl")
+        named = isinstance(preset, str)
+        require(named, f"preset={preset!r}: must be the name of a preset; none switches the correction off.")
         changed = asdict(Correction.named(preset)) | options
         if unknown_names := set(options) - set(asdict(Correction())):
             Correction.named(preset, **{unknown_names.pop(): None})

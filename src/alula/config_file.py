@@ -13,8 +13,9 @@ from pydantic_core import ErrorDetails
 from alula.config import RunConfig
 from alula.errors import SettingError
 
-SHORTHANDS = {("objective", "correction"): "preset"}
-"""Sections that may be written as one word, and the setting that the word stands for."""
+SHORTHANDS: dict[tuple[str, ...], str] = {("objective", "correction"): "preset"}
+"""Sections that may be written as one word, and the setting that the word stands for; by either name it chooses all
+of the section."""
 
 
 class Loader(yaml.SafeLoader):
@@ -69,7 +70,10 @@ def override(tree: dict[str, Any], text: str) -> None:
             raise SettingError(f"override {text!r}: {'.'.join(path)} is {inner!r}, which has no settings inside.")
         place[section] = dict(inner)
         place = place[section]
-    place[leaf] = parse_yaml(value, f"override {text!r}")
+    chosen = parse_yaml(value, f"override {text!r}")
+    if SHORTHANDS.get(tuple(sections)) == leaf:
+        place.clear()  # a run's config.yaml holds every setting of another preset here
+    place[leaf] = chosen
 
 
 def parse_yaml(text: str, what: str) -> Any:

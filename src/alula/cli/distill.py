@@ -111,7 +111,7 @@ def run(
     made_with |= {"targets": ",".join(config.targets), "data_dir": text(input_options["data_dir"])}
     made_with |= {"adapter": text(adapter)}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
-    last = checkpoints.latest() if resume else None
+    last = checkpoints.begin(resume)
     done, before = 0, None
     if last is not None:
         state = checkpoints.state(last)
@@ -127,7 +127,6 @@ def run(
     engine = Engine(loaded, **engine_options, sparse_adapter=distiller.adapter())
     engine.check(policy)
     rollouts = Rollouts(**rollout_options)
-    writer = MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None)
 
     def log(step: int, row: dict[str, float]) -> None:
         writer.log(step, row)
@@ -137,12 +136,12 @@ def run(
             state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
             checkpoints.save(step, distiller.tensors(), state)
 
-    if before is None:
-        before = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
-    distill_alone(engine, distiller, policy, training, steps, rollouts, log, done)
-    distiller.adapter().save(out / "adapter")
-    after = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
-    writer.close("finished")
+    with MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None) as writer:
+        if before is None:
+            before = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
+        distill_alone(engine, distiller, policy, training, steps, rollouts, log, done)
+        distiller.adapter().save(out / "adapter")
+        after = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
     summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
     summary |= {"before": before, "after": after}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -155,9 +154,13 @@ def text(path: Path | None) -> str | None:
 
 
 def spell_all(policy: "Sparsity") -> str:
+    """Both parts with all their settings, and what a schedule says: two of one name may differ."""
     from alula.sparsity.parse import spell
+    from alula.sparsity.schedule import Schedule
 
-    return f"{spell(policy.evict)} & {spell(policy.select)}"
+    budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
+    tables = [f"{list(b.budgets)} per {b.width} tokens" for b in budgets if isinstance(b, Schedule)]
+    return " & ".join([spell(policy.evict), spell(policy.select), *tables])
 
 
 def described(found: "Acceptance", width: int) -> dict[str, Any]:

@@ -43,8 +43,7 @@ class Stage:
         if move is not None:
             self.candidate = parse_sparsity(move.sparsity)
             engine.check(self.candidate)
-            size, rank = distiller.world.size, distiller.world.rank
-            self.prompts = prompts[: move.prompts][rank::size]
+            self.prompts = distiller.world.mine(prompts[: move.prompts])
         self.moved = False
         self.checked = 0
         """The step after which the candidate was last measured."""

@@ -261,7 +261,9 @@ class Controller:
                 f"controller state: made for {len(saved.budgets)} bins of {saved.width} tokens, not for "
                 f"{len(self.bins.budget)} of {self.width}; resume with the run's own schedule {saved.name!r}."
             )
-        self.original, self.version, self.stopped = saved, state["version"], state["stopped"]
+        if saved != self.original:
+            return  # another budget at a resume: where the old one went says nothing about it
+        self.version, self.stopped = state["version"], state["stopped"]
         self.bins = _Bins(**{name: list(values) for name, values in state["bins"].items()})
         # Evidence is about the limits that it was gathered against: a run resumed with others begins anew.
         if state.get("tail_limits", self._tail_limits) == self._tail_limits:

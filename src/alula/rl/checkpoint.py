@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from alula.errors import RunFailed
+from alula.errors import RunFailed, require
 from alula.rl.distributed import World
 from alula.rl.rng import rng_state, set_rng_state
 
@@ -87,6 +87,17 @@ class Checkpoints:
         place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(place).free
         return f"it needs {_size(needed)} and the disk has {_size(free)} left" if free < needed else None
+
+    def begin(self, resume: bool) -> Path | None:
+        """The checkpoint to go on from. A new run must find none: it would keep an old one as that of its own step."""
+        if resume:
+            return self.latest()
+        require(
+            not self.all(),
+            f"run folder {self.folder.parent} already holds a run's checkpoints; continue it with --resume, or choose "
+            "another folder: out=FOLDER.",
+        )
+        return None
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint. A broken one is passed over, and said so."""

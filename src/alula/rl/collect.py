@@ -35,7 +35,7 @@ class Collector:
         self.observed = Observed()
         self.correction = config.correction
         self.say: Callable[[str], Any] = lambda phase: None
-        self.record: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
+        self.recorded: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
         """Which prompts of a (step, round) have their evictions recorded."""
 
     @property
@@ -47,12 +47,12 @@ class Collector:
         have a signal or the rounds are used up."""
         s = self.config.sampling
         rounds: list[Experience] = []
-        wanted = share(s.prompts, self.world)
+        wanted = len(self.world.mine(range(s.prompts)))
         found = 0
         for round_ in range(s.max_rounds if s.dynamic else 1):
             if self.world.largest(max(0, wanted - found)) == 0 and rounds:
                 break
-            examples = stream.next(s.prompts)[self.world.rank :: self.world.size]
+            examples = self.world.mine(stream.next(s.prompts))
             rounds.append(self._round(examples, (step, round_), clock))
             found += rounds[-1].drawn_groups - rounds[-1].silent_groups
         whole = Experience.join(rounds)
@@ -65,11 +65,9 @@ class Collector:
         s = self.config.sampling
         self.say("rollouts")
         with clock.phase("rollout"):
-            sampling = Sampling(
-                n=s.n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed("rollouts", *place)
-            )
+            sampling = self.sampling("rollouts", *place, n=s.n)
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            record = self.record(place, len(prompts))
+            record = self.recorded(place, len(prompts))
             rollouts = self.generate(prompts, sampling, self.sparsity, watched=place[1] == 0, record=record)
         if place[1] == 0:
             with clock.phase("mismatch"):
@@ -146,11 +144,11 @@ class Collector:
         found.rewards, found.parts = graded.total, graded.parts
         found.failures = [reason for _, reason in graded.failures]
 
+    def sampling(self, *words: object, n: int = 1) -> Sampling:
+        """As the run samples, seeded for a purpose."""
+        s = self.config.sampling
+        return Sampling(n=n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed(*words))
+
     def seed(self, *words: object) -> int:
         """A seed of its own for every rank, step and purpose."""
         return random.Random(f"{self.config.seed}/{self.world.rank}/{words}").getrandbits(62)
-
-
-def share(count: int, world: World) -> int:
-    """How many of `count` things dealt out in turn this rank gets."""
-    return len(range(world.rank, count, world.size))

@@ -48,6 +48,10 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def mine(self, items: Any) -> Any:
+        """This rank's part of a list, tuple or range, which is dealt out in turn."""
+        return items[self.rank :: self.size]
+
     def barrier(self) -> None:
         if self.many:
             dist.barrier()

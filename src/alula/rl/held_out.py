@@ -34,7 +34,7 @@ def evaluate_policy(
         temperature=e.temperature,
         seed=collector.seed("evaluation"),
     )
-    mine = Dataset(dataset.examples[world.rank :: world.size], dataset.name)
+    mine = Dataset(world.mine(dataset.examples), dataset.name)
     found = None
     if len(mine):
         result = evaluate(

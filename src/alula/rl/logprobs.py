@@ -65,25 +65,6 @@ def topk_logprobs(
     return TopLogprobs(*(torch.cat(field) for field in zip(*parts)))
 
 
-@torch.no_grad()
-def chunked_apply(
-    hidden: Tensor | tuple[Tensor, ...],
-    weight: Tensor,
-    fn: Callable[..., Tensor],
-    chunk: int = CHUNK,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """`fn` of the float32 logits, chunk by chunk, concatenated.
-
-    With a tuple of hidden states [N, H], `fn` gets their logits side by side, one argument each: the exact
-    overlap or divergence of two policies over the whole vocabulary.
-    """
-    states = hidden if isinstance(hidden, tuple) else (hidden,)
-    return torch.cat(
-        [fn(*(lm_logits(h[rows], weight, bias) for h in states)) for rows in chunks(len(states[0]), chunk)]
-    )
-
-
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -139,16 +139,15 @@ def policy_loss(
     return result, metrics | {"loss": result.detach(), "policy_loss": policy.detach()}
 
 
-def merge_metrics(parts: Sequence[dict[str, Tensor]], reduce: Reduce | None = None) -> dict[str, float]:
-    """One optimizer step's metrics from its micro-batches': losses add up, `_min` and `_max` are extremes
-    (of this rank), the others are means over tokens (of all ranks, with `reduce`)."""
+def merge_metrics(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """One optimizer step's metrics from its micro-batches', of all ranks: losses add up, `_min` and `_max` are
+    extremes, the others are means over tokens."""
     names = list(parts[0])
     table = torch.stack([torch.stack([part[name].double() for name in names]) for part in parts])
     tokens = table[:, names.index("tokens")]
     added = [name == "tokens" or name.endswith("loss") for name in names]
     share = torch.where(torch.tensor(added, device=table.device), 1.0, tokens[:, None])
     sums = (table * share).sum(0)
-    sums = reduce(sums) if reduce else sums
     values = torch.where(torch.tensor(added, device=table.device), sums, sums / sums[names.index("tokens")])
     merged = dict(zip(names, values.tolist()))
     for name, column in zip(names, table.unbind(1)):

@@ -7,14 +7,15 @@
     status.json        whether the run is going, finished or stopped, and how many steps it wants
 
 A line is written whole and at once. A run that continues from the checkpoint of step k first drops every line
-after step k, so everything logged for step k must be logged *before* that checkpoint is written; then the
-files end as an uninterrupted run's do, apart from clocks: the keys under `time/` and `speed/`.
+after step k, and every line that the checkpoint does not count: an evaluation of step k that came later is done again.
+Then the files end as an uninterrupted run's do, apart from clocks: the keys under `time/` and `speed/`.
 """
 
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,8 @@ class MetricsWriter:
     """Writes a run's folder, and the same numbers to `sinks`: any of tensorboard, wandb, trackio.
 
     `resume_from` is the step of the checkpoint that the run continues from; -1 starts again in a folder whose
-    run had no checkpoint yet; None is a new run, which refuses a folder that already holds one.
+    run had no checkpoint yet; None is a new run, which refuses a folder that already holds one. `lines` is what
+    `MetricsWriter.lines` was when that checkpoint was made.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class MetricsWriter:
         sinks: Sequence[str] = (),
         *,
         resume_from: int | None = None,
+        lines: Mapping[str, int] | None = None,
         settings: Mapping[str, Any] | None = None,
         total_steps: int | None = None,
     ) -> None:
@@ -65,8 +68,9 @@ class MetricsWriter:
         except OSError as error:
             raise SettingError(f"out={run_dir}: cannot be made ({error.strerror}); name another folder.") from error
         paths = [self.run_dir / name for name in LINES]
-        for path in paths:
-            drop_after(path, -1 if resume_from is None else resume_from)
+        last, most = -1 if resume_from is None else resume_from, lines or {}
+        self.lines = {path.name: drop_after(path, last, most.get(path.name)) for path in paths}
+        """How many each file holds."""
         self.sinks: list[Sink] = [open_sink(name, self.run_dir, resume_from, settings or {}) for name in sinks]
         self._files = {path.name: path.open("ab") for path in paths}
         self._total_steps = total_steps
@@ -120,6 +124,7 @@ class MetricsWriter:
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         self._files[name].flush()
+        self.lines[name] += 1
 
     def _send(self, step: int, row: Mapping[str, float | int | None]) -> None:
         finite = {name: value for name, value in row.items() if value is not None}
@@ -132,18 +137,20 @@ class MetricsWriter:
         os.replace(temporary, self.run_dir / "status.json")
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Cut a file of JSON lines before its first line that is later than `step` or was not written whole."""
+def drop_after(path: Path, step: int, most: int | None = None) -> int:
+    """Cut a file of JSON lines before its first line that is later than `step` or was not written whole, and after
+    `most` lines; how many are left."""
     if not path.exists():
-        return
-    keep = 0
+        return 0
+    lines = size = 0
     with path.open("rb") as file:
-        for line in file:
+        for line in islice(file, most):
             row = parse_line(line)
             if row is None or row["step"] > step:
                 break
-            keep += len(line)
-    os.truncate(path, keep)
+            lines, size = lines + 1, size + len(line)
+    os.truncate(path, size)
+    return lines
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -70,7 +70,7 @@ class MasterAdamW:
         leaves parameters, masters and moments as they were. Gradients are gone afterwards either way.
         """
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
-        if self.scale is not None:
+        if self.scale is not None and gradients:
             torch._foreach_mul_(gradients, 1 / float(self.scale[0]))
         norm = _whole(nn.utils.get_total_norm(gradients, foreach=True))
         taken = finite_loss and bool(torch.isfinite(norm))

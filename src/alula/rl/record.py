@@ -25,16 +25,21 @@ class Record:
         self.writer: MetricsWriter | None = None
         self.live: LiveLine | None = None
 
-    def open(self, resume_from: int | None) -> None:
-        """`resume_from` as in `MetricsWriter`."""
+    def open(self, resume_from: int | None, lines: dict[str, int] | None) -> None:
+        """`resume_from` and `lines` as in `MetricsWriter`."""
         self.resumed_from = resume_from
         if not self.first:
             return
         self.writer = MetricsWriter(
-            self.out, self.config.logging.sinks, resume_from=resume_from,
+            self.out, self.config.logging.sinks, resume_from=resume_from, lines=lines,
             settings=self.config.model_dump(mode="json"), total_steps=self.config.steps,
         )  # fmt: skip
         self.live = LiveLine(self.config.steps, first_step=max(resume_from or 0, 0), stream=self.stream)
+
+    @property
+    def lines(self) -> dict[str, int]:
+        """How many are written, per file."""
+        return dict(self.writer.lines) if self.writer else {}
 
     def write_settings(self) -> None:
         """config.yaml, once the run is sure to begin: a resume that is refused must not leave its settings there."""

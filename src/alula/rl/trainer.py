@@ -17,7 +17,7 @@ from torch import Tensor
 from alula.config import RunConfig
 from alula.data import PromptStream
 from alula.distill.stage import Stage
-from alula.engine.rollout import Sampling
+from alula.errors import require
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
 from alula.rl.collect import Collector
@@ -60,7 +60,8 @@ class Trainer:
         self.out = Path(config.out)
         self.record = Record(config, world, stream)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, self.record.say)
-        self.record.open(self._last_checkpoint(resume))
+        last = self._last_checkpoint(resume)
+        self.record.open(last, self.checkpoints.state(self.resumed).get("lines") if self.resumed else None)
         with ExitStack() as on_failure:
             on_failure.push(self.record)
             self._build()
@@ -83,7 +84,7 @@ class Trainer:
         self.updater = Updater(config, self.learner)
         self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
         if self.distill:
-            self.collector.record = self.distill.record
+            self.collector.recorded = self.distill.record
         self.health = HealthMonitor()
         self.notices = Notices(self.record, world, config.learner.max_skipped)
         self.record.introduce(training, self.held_out)
@@ -154,7 +155,7 @@ class Trainer:
         if self.step > 0:
             self.record.say("distill.first: the run has begun, so nothing is distilled before its first step.")
             return
-        s, first, done = self.config.sampling, distill.first, len(distill.divergences)
+        first, done = distill.first, len(distill.divergences)
         self.record.say(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
         stream = PromptStream(self.stream.dataset, ~self.config.seed)
         stream.next(done * first.prompts)
@@ -162,10 +163,9 @@ class Trainer:
             self.stop.obey()
             done = len(distill.divergences)
             self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
-            examples = stream.next(first.prompts)[self.world.rank :: self.world.size]
-            sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
-                                seed=self.collector.seed("first", done))  # fmt: skip
-            distill.first_step([list(example.prompt_ids or ()) for example in examples], sampling)
+            examples = self.world.mine(stream.next(first.prompts))
+            prompts = [list(example.prompt_ids or ()) for example in examples]
+            distill.first_step(prompts, self.collector.sampling("first", done))
             self._settle()
         skipped = distill.distiller.skipped
         self.record.event(
@@ -174,6 +174,7 @@ class Trainer:
             + (f"; {skipped} updates were not finite and were skipped." if skipped else "."),
             "See mismatch/veto_rate of the first step for what it left.",
         )  # fmt: skip
+        self._settle()
         if self.config.checkpoint.every:
             self.save()
 
@@ -236,10 +237,7 @@ class Trainer:
     def try_sparser(self, distill: Stage) -> None:
         """Measure the sparser policy that the run may move to, and move where it can."""
         self.record.phase("measuring a sparser policy")
-        s = self.config.sampling
-        sampling = Sampling(max_new_tokens=s.max_new_tokens, temperature=s.temperature,
-                            seed=self.collector.seed("move", self.step))  # fmt: skip
-        found = distill.try_move(self.step, sampling)
+        found = distill.try_move(self.step, self.collector.sampling("move", self.step))
         self.record.event(self.step, "sparser", found, "See distill/candidate_tail in the metrics.")
         self._settle()
 
@@ -286,10 +284,10 @@ class Trainer:
 
     def _checkpoint_due(self) -> bool:
         """At its time, again after a failure, and when the dense policy was never better."""
-        every, since = self.config.checkpoint.every, self.step - max(self.saved, 0)
+        every = self.config.checkpoint.every
         if self.step == 0 or self.saved == self.step:
             return False
-        on_time = bool(every) and (self.step % every == 0 or since > every)
+        on_time = self.save_failed or (every > 0 and self.step % every == 0)
         better = self.config.checkpoint.best and self.accuracy is not None and self.accuracy == self.best
         return on_time or better or self.step == self.config.steps
 
@@ -323,6 +321,7 @@ class Trainer:
         """Where a stop finds the next step begun, its checkpoint is of here."""
         names = ("step", "evaluated", "best", "accuracy", "position")
         self.settled = {name: getattr(self, name) for name in names} | {
+            "lines": self.record.lines,
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
             "notices": self.notices.state_dict(),
@@ -335,7 +334,7 @@ class Trainer:
 
     def _last_checkpoint(self, resume: bool) -> int | None:
         """The step to continue from: None for a new run, -1 where there is no checkpoint to continue from."""
-        self.resumed = self.checkpoints.latest() if resume else None
+        self.resumed = self.checkpoints.begin(resume)
         if not resume:
             return None
         if self.resumed is None:
@@ -346,6 +345,7 @@ class Trainer:
     def _load(self, path: Path | None) -> None:
         assert path is not None
         state = self.checkpoints.load(path, self._tensors())
+        state.pop("lines", None)
         self.learner.resume(state.pop("learner"))
         self.health.load_state_dict(state.pop("health"))
         self.notices.load_state_dict(state.pop("notices"))
