@@ -453,7 +453,8 @@ class EngineSettings(Section):
     max_rows: Count = 256
     """Sequences that decode together."""
     max_length: Count | None = None
-    """Most KV tokens of one sequence; by default the longest prompt with the longest answer of this run."""
+    """Most KV tokens of one sequence; by default the longest prompt with the longest answer of this run. Where those
+    are more than the model's max_position_embeddings the run is refused, unless this says that it can read so far."""
     lookahead: Count | None = None
     """Decode steps launched at a time."""
     buckets: list[int] | None = None

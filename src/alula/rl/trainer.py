@@ -29,6 +29,7 @@ from alula.rl.held_out import HeldOut, evaluate_policy
 from alula.rl.notices import Notices, TrainingFailed
 from alula.rl.other_model import ADVICE, made_for_another
 from alula.rl.record import Record
+from alula.rl.room import check_room, longest_sequence
 from alula.rl.setup import (
     build_learner_and_engine,
     build_monitor,
@@ -36,7 +37,6 @@ from alula.rl.setup import (
     check_shares,
     load_data,
     load_policy,
-    longest_sequence,
     shares_weights,
 )
 from alula.rl.step_metrics import step_metrics
@@ -84,6 +84,7 @@ class Trainer:
         self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
         if self.distill:
             self.collector.record = self.distill.record
+        check_room(config, self.engine, self.monitor, self.distill, training, self.held_out)
         self.health = HealthMonitor()
         self.notices = Notices(self.record, world, config.learner.max_skipped)
         self.record.introduce(training, self.held_out)
