@@ -90,7 +90,7 @@ def test_a_step_equals_plain_loops(tmp_path, unit):
         old = [plain_logprobs(model, r, temperature) for r in batch.rollouts]  # and the reference: training begins
     ratios = [torch.exp(o - r.logprobs) for o, r in zip(old, batch.rollouts)]
     vetoed = [bool((ratio < veto).any()) for ratio in ratios]
-    assert vetoed == learned.vetoed
+    assert vetoed == learned.vetoed == learned.rejected
     assert 0 < sum(vetoed) < 16, "the seed vetoes nothing, or everything"
 
     advantages = []
@@ -199,7 +199,7 @@ def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, co
     silent = [i for i, advantage in enumerate(learned.advantages.tolist()) if advantage == 0]
     assert 0 < len(silent) < 16
     assert left_out == [batch.rollouts[i] for i in silent]
-    assert learned.vetoed == scored.vetoed
+    assert (learned.vetoed, learned.rejected) == (scored.vetoed, scored.rejected)
     assert learned.taught == scored.taught
     two, one = (
         {name: value for name, value in toy.rows(tmp_path / run, "metrics.jsonl")[0].items() if "mismatch/" in name}
@@ -296,7 +296,10 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
         assert now.finish in ("stop", "length")
         assert now.text == run.loaded.tokenizer.decode(now.token_ids, skip_special_tokens=True)
         assert torch.allclose(now.logprobs[first:], rest[first:], atol=1e-4), "the new part is the dense policy's own"
-    assert not any(learned.vetoed), "nothing is left to veto"
+    assert not any(learned.rejected), "nothing is left to veto"
+    assert learned.vetoed == batch.rerolled
+    completions = toy.rows(tmp_path / "run", "completions.jsonl")
+    assert [one["vetoed"] for one in completions] == [batch.rerolled[4 * i + i % 4] for i in range(4)] != [False] * 4
     row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
     assert row["mismatch/rerolled"] == sum(batch.rerolled) / len(batch.rollouts)
     assert row["mismatch/veto_rate"] == row["mismatch/rerolled"], "reported as sampled"

@@ -41,12 +41,12 @@ class Notices:
 
     def _nothing_learned(self, step: int, batch: Experience, learned: Learned) -> None:
         taught, rejected, everyone = (
-            whole_sum(self.world, count) for count in (learned.taught, sum(learned.vetoed), len(batch.rollouts))
+            whole_sum(self.world, count) for count in (learned.taught, sum(learned.rejected), len(batch.rollouts))
         )
         if not taught and not self.idle:
             if rejected == everyone:
                 why = "every rollout was rejected"
-                advice = "Raise the KV budget, keep sinks and a window, or use the reroll correction."
+                advice = "Raise the KV budget, keep sinks and a window, widen a mask, or use the reroll correction."
             else:
                 why = "no group had rollouts of different reward that were kept"
                 advice = "Use easier or harder prompts, more rollouts per prompt, or sampling.dynamic=true."

@@ -214,7 +214,7 @@ class Trainer:
         self._warn(self.health.observe(metrics))
         for event in self.collector.observed.events:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
-        for event in self.monitor.count_vetoes(batch.rollouts, learned.spoilt, batch.n):
+        for event in self.monitor.count_vetoes(batch.rollouts, learned.vetoed, batch.n):
             self.record.event(step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
         self.notices.after(step, batch, learned)
         self._settle()
