@@ -60,7 +60,7 @@ def test_a_reward_that_raises_hangs_or_kills_its_worker(tmp_path, monkeypatch):
 
     [batch] = batches
     first = [(rollout.text or "").split()[:1] for rollout in batch.rollouts]
-    reasons = " ".join(batch.failures)
+    reasons = " ".join(reason for why in batch.failures for reason in why)
     for letter, reason in (("a", "an answer that starts with a"), ("b", "no result within 0.5 s"), ("c", "signal 9")):
         assert [letter] in first, "the seed shows no such answer"
         assert reason in reasons

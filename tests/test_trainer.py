@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import toy
-from alula.engine.rollout import Rollout, Sampling
+from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.errors import SettingError
 from alula.rl.checkpoint import CheckpointError
 from alula.rl.clock import Clock
@@ -21,6 +21,7 @@ from alula.rl.distributed import World
 from alula.rl.experience import Experience, minibatches
 from alula.rl.held_out import HeldOut, joined
 from alula.rl.plan_check import plan
+from alula.rl.reroll import kv_of_both
 from alula.rl.setup import check_shares
 from alula.sparsity.policy import DENSE
 
@@ -282,6 +283,7 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
     _, batch, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), remember)
     assert 0 < sum(batch.rerolled) < len(batch.rollouts)
     rescored = toy.trainer(toy.quick(tmp_path / "fresh", *settings)).learner.score(sampled)
+    generated = sum(map(len, sampled))
     for before, now, rerolled, dense, rest in zip(sampled, batch.rollouts, batch.rerolled, rescored, batch.dense):
         ratio = torch.exp(dense.logprobs - before.logprobs)
         low = (ratio < 0.8).nonzero().flatten().tolist()
@@ -290,6 +292,7 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
             assert now is before
             continue
         first = low[0]
+        generated += len(now) - first
         assert now.token_ids[:first] == before.token_ids[:first]
         assert torch.equal(now.logprobs[:first], before.logprobs[:first]), "the prefix stays sparse"
         assert len(now.logprobs) == len(now.token_ids) <= 8
@@ -304,6 +307,7 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
     assert row["mismatch/rerolled"] == sum(batch.rerolled) / len(batch.rollouts)
     assert row["mismatch/veto_rate"] == row["mismatch/rerolled"], "reported as sampled"
     assert row["mismatch/rejected"] == 0
+    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(generated), "what was replaced as well"
     rewards = run.rewards.score([r.text for r in batch.rollouts], [e.record() for e in batch.examples])
     assert batch.rewards == rewards.total, "rewarded after it was repaired"
 
@@ -320,6 +324,54 @@ def test_dynamic_sampling_draws_until_groups_have_a_signal(tmp_path):
     row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
     assert row["groups/no_signal"] == pytest.approx(batch.silent_groups / batch.drawn_groups)
     assert row["groups/drawn"] == batch.drawn_groups
+
+
+def test_the_kv_of_a_reroll_is_that_of_its_two_parts():
+    """Over a short prefix nobody holds more than the dense policy, however long the sparse rollout became."""
+    sparse = KVUse(peak_tokens=40, mean_tokens=20.0, dense_mean_tokens=30.0, mean_read_tokens=4.0, peak_pages=10,
+                   peak_bytes=400, mean_bytes=200.0, evictions=3, pages_freed=5, swaps=1)  # fmt: skip
+    dense = KVUse(peak_tokens=12, mean_tokens=9.0, dense_mean_tokens=9.0, mean_read_tokens=9.0, peak_pages=3,
+                  peak_bytes=120, mean_bytes=90.0, swaps=2)  # fmt: skip
+    rollout = Rollout([1] * 4, [2] * 50, torch.zeros(50), "stop", kv=sparse)
+    suffix = Rollout([1] * 6, [3] * 6, torch.zeros(6), "stop", kv=dense)
+    prefix = 4 + 1.5  # the prompt, and one or two tokens
+    assert kv_of_both(rollout, 2, suffix) == KVUse(
+        peak_tokens=40, mean_tokens=(2 * prefix + 6 * 9) / 8, dense_mean_tokens=(2 * prefix + 6 * 9) / 8,
+        mean_read_tokens=(2 * 4 + 6 * 9) / 8, peak_pages=10, peak_bytes=400, mean_bytes=10 * (2 * prefix + 6 * 9) / 8,
+        evictions=3, pages_freed=5, swaps=3,
+    )  # fmt: skip
+
+
+def test_dynamic_sampling_counts_failures_of_what_it_chose_and_tokens_of_what_it_drew(tmp_path, monkeypatch):
+    """Answers that begin with `a` or `b` cannot be graded, by either of two rewards."""
+    (tmp_path / "picky.py").write_text(
+        "def one(completion, example):\n    return {'c': 0.0, 'd': 1.0}[completion[:1]]\n\n\ntwo = one\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = ("sampling.prompts=4", "sampling.n=2", "rewards={use: ['picky:one', 'picky:two'], workers: 1}")
+    lengths = []
+
+    def count(run):
+        stream = run.collector._stream
+
+        def counted(requests):
+            for rollout in stream(requests):
+                lengths.append(len(rollout))
+                yield rollout
+
+        run.collector._stream = counted
+
+    config = toy.quick(tmp_path / "run", *settings, "sampling.dynamic=true", "sampling.max_rounds=30", "eval.every=0")
+    _, batch, _, _, _ = one_step(config, count)
+    assert len(lengths) > len(batch.rollouts) == 8, "some were drawn and not chosen"
+    failed = [(rollout.text or "")[:1] not in ("c", "d") for rollout in batch.rollouts]
+    assert 0 < sum(failed) < 8
+    assert [len(why) for why in batch.failures] == [2 * bad for bad in failed]
+    [row] = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert row["reward/failed"] == sum(failed) / 8
+    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(sum(lengths))
+    [event] = [one for one in toy.rows(tmp_path / "run", "events.jsonl") if one["kind"] == "not-graded"]
+    assert event["message"].startswith(f"{sum(failed)} answers of step 1 could not be graded")
 
 
 def test_dynamic_sampling_has_a_cap(tmp_path):
