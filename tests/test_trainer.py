@@ -459,6 +459,23 @@ def test_the_plan_adds_up(tmp_path):
     assert plan(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
 
 
+def test_the_plan_counts_what_distillation_holds(tmp_path):
+    without, distilled = (toy.quick(tmp_path / "run", *more) for more in ((), ("distill.rank=4",)))
+    assert (plan(without).sparse_copy, plan(without).adapter) == (0, 0)
+    run = toy.trainer(distilled)
+    dense = {p.data_ptr() for p in run.engine.model.parameters()}
+    own = [p for p in run.engine.sparse_model.parameters() if p.data_ptr() not in dense]
+    assert plan(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in own) > 0
+    adapter = run.distill.distiller.adapter()
+    numbers = sum(a.numel() + b.numel() for a, b in adapter.weights.values())
+    assert plan(distilled).adapter == 4 * 4 * numbers, "float32: itself, two moments, a gradient"
+    half = toy.quick(tmp_path / "half", "distill.rank=4", "model.dtype=bfloat16")
+    assert plan(half).adapter == (2 + 4 * 4) * numbers, "and a master"
+    adapter.save(tmp_path / "adapter")
+    given = toy.quick(tmp_path / "given", f"distill.adapter={tmp_path / 'adapter'}")
+    assert plan(given).adapter == plan(distilled).adapter, "at a rank of its own"
+
+
 # -- a whole run --------------------------------------------------------------------------------------------
 
 
