@@ -448,8 +448,9 @@ class EngineSettings(Section):
     page: int = 16
     """KV tokens per page; a selector's block takes its place."""
     kv_memory: str | int | None = None
-    """Size of the KV pool, `60GiB` for instance; by default what `max_rows` dense sequences of `max_length` need, but
-    at most 80 % of what is free on a GPU and 1 GiB on the CPU."""
+    """Size of the KV pool, `60GiB` for instance; by default twice what `max_rows` dense sequences of `max_length` need
+    (one that evicts compacts beside the prompt it shares), but at most 80 % of what is free on a GPU and 1 GiB on the
+    CPU."""
     max_rows: Count = 256
     """Sequences that decode together."""
     max_length: Count | None = None

@@ -38,9 +38,9 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 class Engine:
     """Generates with the model's own Hugging Face modules over a paged KV cache that really evicts.
 
-    `kv_memory` is the whole pool (default: what `max_rows` dense sequences of `max_length` need, at most most of what
-    is free); `max_rows` how many sequences decode together; `max_length` the most KV tokens of one sequence (default:
-    what the model allows, at most what the pool holds). `lookahead` decode steps are
+    `kv_memory` is the whole pool (default: twice what `max_rows` dense sequences of `max_length` need, at most 80 % of
+    what is free on a GPU and 1 GiB on the CPU); `max_rows` how many sequences decode together; `max_length` the most KV
+    tokens of one sequence (default: what the model allows, at most what the pool holds). `lookahead` decode steps are
     planned and launched at a time; finished sequences are noticed after that many. `buckets` are the batch sizes
     that decode steps are padded to: one value pins them (and prompts then run one by one), which makes results
     bit-equal whatever the company. `sparse_adapter` is a LoRA, or its folder, that takes part in every forward pass of

@@ -220,7 +220,7 @@ def print_plan(config: RunConfig, console: Console | None = None) -> None:
     ):
         if size:
             memory.add_row(what, bytes_text(size))
-    pool = config.engine.kv_memory or "what its rows need, if it is free"
+    pool = config.engine.kv_memory or "twice what its rows need, if it is free"
     memory.add_row(f"KV pool (engine.kv_memory: {pool})", "")
     longest = p.prompt + s.max_new_tokens
     memory.add_row(f"  {p.running} rollouts of {longest:,} tokens, dense", bytes_text(p.kv_dense))
