@@ -459,6 +459,15 @@ def test_the_plan_adds_up(tmp_path):
     assert plan(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
 
 
+@pytest.mark.parametrize(("protect", "held"), [("false", 10), ("true", 15)])
+def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
+    evict = f"{{method: rkv, budget: 8, buffer: 2, window: 2, sinks: 1, protect_prompt: {protect}}}"
+    found = plan(toy.quick(
+        tmp_path, f"sparsity.evict={evict}", "sampling.max_new_tokens=20", "data.max_prompt_tokens=5"
+    ))  # fmt: skip
+    assert found.kv_sparse == found.running * held * found.kv_token
+
+
 def test_the_plan_counts_what_distillation_holds(tmp_path):
     without, distilled = (toy.quick(tmp_path / "run", *more) for more in ((), ("distill.rank=4",)))
     assert (plan(without).sparse_copy, plan(without).adapter) == (0, 0)
@@ -498,6 +507,8 @@ def test_a_run_leaves_a_folder_that_says_everything(tmp_path):
     assert json.loads((out / "status.json").read_text()) == {"state": "finished", "total_steps": 4}
     rows = toy.rows(out, "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    made = [row["speed/tokens_per_s"] * row["time/rollout"] for row in rows]
+    assert made == pytest.approx([16 * row["response/length_mean"] for row in rows])
     glossary = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     names = {name.partition("/tail/")[0].partition("schedule/budget/")[0] for row in rows for name in row}
     assert [name for name in sorted(names - {"", "step"}) if f"`{name}`" not in glossary] == []
@@ -549,17 +560,22 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch):
         toy.trainer(toy.quick(tmp_path / "run", "model.device=cuda"))
 
 
-def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("best", "kept"), [("true", [1, 5]), ("false", [5])])
+def test_the_best_checkpoint_is_kept_where_asked(tmp_path, monkeypatch, best, kept):
     accuracies = iter([0.1, 0.9, 0.3, 0.2, 0.4, 0.5])
     monkeypatch.setattr(
         "alula.rl.trainer.evaluate_policy", lambda *a: HeldOut(next(accuracies), 0.01, 8, 2.0, 0.0)
     )  # fmt: skip
     out = tmp_path / "run"
     run = toy.trainer(toy.quick(out, "steps=5", "eval.every=1", "eval.sparse=false", "checkpoint.every=2",
-                                "checkpoint.keep=1"))  # fmt: skip
+                                "checkpoint.keep=1", f"checkpoint.best={best}"))  # fmt: skip
+    save, saved = run.save, []
+    monkeypatch.setattr(run, "save", lambda: (saved.append(run.step), save()))
     run.run()
-    assert run.checkpoints.best().name == "step-00000001", "saved although no checkpoint was due"
-    assert [path.name for path in run.checkpoints.all()] == ["step-00000001", "step-00000005"]
+    found = run.checkpoints.best()
+    assert (found and found.name) == ("step-00000001" if best == "true" else None), "saved although none was due"
+    assert saved == sorted({2, 4, *kept})
+    assert [path.name for path in run.checkpoints.all()] == [f"step-{step:08}" for step in kept]
 
 
 def test_with_adapters_the_engine_follows_the_learner(tmp_path):
