@@ -11,6 +11,7 @@ from alula.cli.main import app
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.distill.adapter import fresh
+from alula.engine.engine import Engine
 
 
 @pytest.fixture
@@ -48,6 +49,22 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "streaming" in shown
     assert "maj@2" in shown
+
+
+def test_a_pool_is_given_back_before_the_next_model_is_loaded(folder, monkeypatch):
+    """The next pool would be made of what the last one left."""
+    made, held, load = [], [], Engine.load.__func__
+
+    def loaded(cls, *arguments, **options):
+        held.append(sum(engine.cache.resident for engine in made))
+        made.append(load(cls, *arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Engine, "load", classmethod(loaded))
+    code = run("eval", folder, folder, folder, "--data", "task:copy-last", "--limit", 2, "--max-new-tokens", 2,
+               "--kv-memory", "8MiB")  # fmt: skip
+    assert code in (0, None)
+    assert held == [0, 0, 0]
 
 
 def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):

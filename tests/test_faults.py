@@ -3,6 +3,7 @@
 import json
 import signal
 import textwrap
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_reward_that_raises_hangs_or_kills_its_worker(tmp_path, monkeypatch):
 
     [batch] = batches
     first = [(rollout.text or "").split()[:1] for rollout in batch.rollouts]
-    reasons = " ".join(batch.failures)
+    reasons = " ".join(reason for why in batch.failures for reason in why)
     for letter, reason in (("a", "an answer that starts with a"), ("b", "no result within 0.5 s"), ("c", "signal 9")):
         assert [letter] in first, "the seed shows no such answer"
         assert reason in reasons
@@ -254,16 +255,49 @@ def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path, kl):
     assert events(out, "rejection"), "the health warning comes as well"
 
 
+MASK = "objective.correction={preset: geometric, mask_low: 5.0, mask_high: 6.0}"
+
+
+def test_a_mask_that_rejects_every_rollout_is_said_too(tmp_path):
+    """No token is vetoed; what is called rejected is what the correction dropped."""
+    run = toy.trainer(toy.quick(tmp_path / "run", MASK, "steps=6", "eval.every=0", "objective.kl=0"))
+    assert run.run()
+    rows = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert all((row["mismatch/veto_rate"], row["mismatch/rejected"]) == (0, 1) for row in rows)
+    assert "every rollout was rejected" in events(tmp_path / "run", "nothing-learned")[0]["message"]
+    [event] = events(tmp_path / "run", "rejection")
+    assert "100.0% of the rollouts of the last 5 steps were rejected" in event["message"]
+    assert "vetoed 0.0% · rejected 100.0%" in toy.said(run)
+
+
+def test_what_the_correction_keeps_is_called_vetoed_only(tmp_path):
+    """The warning comes all the same: it is the first sign of a collapse."""
+    out = tmp_path / "run"
+    run = toy.trainer(
+        toy.quick(out, "objective.correction={preset: prefix-only, veto: 0.9}", "steps=5", "eval.every=0")
+    )
+    assert run.run()
+    rows = toy.rows(out, "metrics.jsonl")
+    vetoed, rejected = (fmean(row[f"mismatch/{name}"] for row in rows) for name in ("veto_rate", "rejected"))
+    assert vetoed > 0.15 > rejected
+    said = f"{vetoed:.1%} of the rollouts of the last 5 steps were vetoed (more than 15%), {rejected:.1%} rejected"
+    assert said in events(out, "rejection")[0]["message"]
+    assert f"vetoed {rows[0]['mismatch/veto_rate']:.1%} · rejected {rows[0]['mismatch/rejected']:.1%}" in toy.said(run)
+
+
 def test_every_group_with_equal_rewards_changes_nothing_and_is_said(tmp_path, monkeypatch):
     (tmp_path / "constant.py").write_text("def one(completion, example):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     out = tmp_path / "run"
-    settings = ("rewards={use: ['constant:one'], workers: 1}", "objective.kl=0", "learner.weight_decay=0.1")
+    settings = ("rewards={use: ['constant:one'], workers: 1}", "objective.kl=0", "learner.weight_decay=0.1",
+                "objective.correction.veto=0.9")  # fmt: skip
     run = toy.trainer(toy.quick(out, *settings))
     before = weights(run)
     assert run.run()
     assert unchanged(run, before)
-    assert all(row["groups/no_signal"] == 1 for row in toy.rows(out, "metrics.jsonl"))
+    rows = toy.rows(out, "metrics.jsonl")
+    assert all(row["groups/no_signal"] == 1 for row in rows)
+    assert 0 < rows[0]["mismatch/rejected"] < 1, "some were rejected, and that is not why"
     [event] = events(out, "nothing-learned")
     assert "different reward" in event["message"]
     assert events(out, "groups-equal")

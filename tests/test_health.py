@@ -96,10 +96,38 @@ def test_a_run_that_rerolls_is_not_told_to():
         assert ("finished densely" in warning.message) is not expected
 
 
+@pytest.mark.parametrize(
+    ("veto_rate", "rejected", "said"),
+    [
+        (0.2, 0.0, "20.0% of the rollouts of the last 5 steps were vetoed (more than 15%), 0.0% rejected: at this KV"),
+        (
+            0.2,
+            0.2,
+            "20.0% of the rollouts of the last 5 steps were vetoed (more than 15%), 20.0% rejected: at this",
+        ),
+        (0.0, 1.0, "100.0% of the rollouts of the last 5 steps were rejected (more than 15%) by the correction's mask"),
+        (0.1, 0.2, "20.0% of the rollouts of the last 5 steps were rejected (more than 15%) by the correction's mask"),
+        (0.1, 0.1, None),
+    ],
+)
+def test_what_is_called_rejected_was_rejected(veto_rate, rejected, said):
+    """A correction without a veto rejects none of the vetoed, one with a mask rejects what no veto finds."""
+    monitor, row = HealthMonitor(), {"mismatch/veto_rate": veto_rate, "mismatch/rejected": rejected}
+    found = [(step, w.kind, w.message) for step in range(1, 9) for w in monitor.observe(row)]
+    assert [(step, kind) for step, kind, _ in found] == ([(5, "rejection")] if said else [])
+    assert all(message.startswith(said) for *_, message in found)
+
+
+def test_a_checkpoint_from_before_a_metric_was_watched_is_read():
+    old = HealthMonitor().state_dict()
+    del old["traces"]["mismatch/rejected"]
+    HealthMonitor().load_state_dict(old)
+
+
 def test_messages_say_what_and_what_to_try():
     monitor = HealthMonitor()
     warnings = [warning for row in sick("mismatch/veto_rate", lambda step: 0.2) for warning in monitor.observe(row)]
-    assert "rollouts of the last 5 steps were rejected" in warnings[0].message
+    assert "rollouts of the last 5 steps were vetoed" in warnings[0].message
     assert "Raise the budget" in warnings[0].advice
 
 

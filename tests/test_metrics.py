@@ -144,10 +144,11 @@ STEP = {
     "reward/mean": 0.4567,
     "response/length_mean": 311.6,
     "mismatch/veto_rate": 0.071,
+    "mismatch/rejected": 0.25,
     "kv/saved": 0.613,
     "speed/tokens_per_s": 12345.6,
 }
-WORDS = "reward 0.457 · length 312 · rejected 7.1% · KV saved 61% · tok/s 12,346"
+WORDS = "reward 0.457 · length 312 · vetoed 7.1% · rejected 25.0% · KV saved 61% · tok/s 12,346"
 
 
 def test_piped_output_is_one_plain_line_per_step():
@@ -171,7 +172,7 @@ def test_a_terminal_gets_one_live_line():
     stream = Terminal()
     os.environ.pop("NO_COLOR", None)
     with LiveLine(4, stream=stream) as live:
-        live.console.width = 140
+        live.console.width = 160
         for step in (1, 2, 3, 4):
             live.update(step, STEP)
         live.message("a warning")

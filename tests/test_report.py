@@ -19,7 +19,7 @@ from alula.report import write_report
 from alula.report.runs import Curve, Run, load_run, names_of, read_samples
 from alula.report.sections import settings_tables
 from alula.report.series import MOST_POINTS, smooth, thin
-from alula.report.summary import accuracy_cell, headline, phases
+from alula.report.summary import Cell, accuracy_cell, headline, phases, vetoed_cell
 from report_runs import write_run
 
 FLAGS = (
@@ -261,6 +261,9 @@ def test_headline_numbers_are_the_means_they_say(three):
     assert cells[1] == f"{dense[0]:.1%} → {dense[-1]:.1%}"
     assert cells[4] == f"{sum(row['mismatch/veto_rate'] for row in rows) / len(rows):.1%}"
     assert cells[5] == f"{sum(row['kv/saved'] for row in rows) / len(rows):.0%}"
+    assert vetoed_cell(0.2, 0.0) == Cell("20.0%", "above 15%, 0.0% rejected", "bad")
+    assert vetoed_cell(0.0, 1.0) == Cell("0.0%", "above 15%, 100.0% rejected", "bad")
+    assert vetoed_cell(0.05, None) == Cell("5.0%")
     parts = phases(run)
     assert list(parts) == ["rollout", "reward", "score", "update", "other"]
     assert sum(parts.values()) == pytest.approx(sum(row["time/step"] for row in rows) / len(rows))

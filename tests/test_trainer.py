@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import toy
-from alula.engine.rollout import Rollout, Sampling
+from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.errors import SettingError
 from alula.rl.checkpoint import CheckpointError
 from alula.rl.clock import Clock
@@ -21,6 +21,7 @@ from alula.rl.distributed import World
 from alula.rl.experience import Experience, minibatches
 from alula.rl.held_out import HeldOut, joined
 from alula.rl.plan_check import plan
+from alula.rl.reroll import kv_of_both
 from alula.rl.setup import check_shares
 from alula.sparsity.policy import DENSE
 
@@ -91,7 +92,7 @@ def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
         old = [plain_logprobs(model, r, temperature) for r in batch.rollouts]  # and the reference: training begins
     ratios = [torch.exp(o - r.logprobs) for o, r in zip(old, batch.rollouts)]
     vetoed = [bool((ratio < veto).any()) for ratio in ratios]
-    assert vetoed == learned.vetoed
+    assert vetoed == learned.vetoed == learned.rejected
     assert 0 < sum(vetoed) < 16, "the seed vetoes nothing, or everything"
 
     advantages, mixed = [], 0
@@ -227,7 +228,7 @@ def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, co
     silent = [i for i, advantage in enumerate(learned.advantages.tolist()) if advantage == 0]
     assert 0 < len(silent) < 16
     assert left_out == [batch.rollouts[i] for i in silent]
-    assert learned.vetoed == scored.vetoed
+    assert (learned.vetoed, learned.rejected) == (scored.vetoed, scored.rejected)
     assert learned.taught == scored.taught
     two, one = (
         {name: value for name, value in toy.rows(tmp_path / run, "metrics.jsonl")[0].items() if "mismatch/" in name}
@@ -310,6 +311,7 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
     _, batch, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), remember)
     assert 0 < sum(batch.rerolled) < len(batch.rollouts)
     rescored = toy.trainer(toy.quick(tmp_path / "fresh", *settings)).learner.score(sampled)
+    generated = sum(map(len, sampled))
     for before, now, rerolled, dense, rest in zip(sampled, batch.rollouts, batch.rerolled, rescored, batch.dense):
         ratio = torch.exp(dense.logprobs - before.logprobs)
         low = (ratio < 0.8).nonzero().flatten().tolist()
@@ -318,17 +320,22 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
             assert now is before
             continue
         first = low[0]
+        generated += len(now) - first
         assert now.token_ids[:first] == before.token_ids[:first]
         assert torch.equal(now.logprobs[:first], before.logprobs[:first]), "the prefix stays sparse"
         assert len(now.logprobs) == len(now.token_ids) <= 8
         assert now.finish in ("stop", "length")
         assert now.text == run.loaded.tokenizer.decode(now.token_ids, skip_special_tokens=True)
         assert torch.allclose(now.logprobs[first:], rest[first:], atol=1e-4), "the new part is the dense policy's own"
-    assert not any(learned.vetoed), "nothing is left to veto"
+    assert not any(learned.rejected), "nothing is left to veto"
+    assert learned.vetoed == batch.rerolled
+    completions = toy.rows(tmp_path / "run", "completions.jsonl")
+    assert [one["vetoed"] for one in completions] == [batch.rerolled[4 * i + i % 4] for i in range(4)] != [False] * 4
     row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
     assert row["mismatch/rerolled"] == sum(batch.rerolled) / len(batch.rollouts)
     assert row["mismatch/veto_rate"] == row["mismatch/rerolled"], "reported as sampled"
     assert row["mismatch/rejected"] == 0
+    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(generated), "what was replaced as well"
     rewards = run.rewards.score([r.text for r in batch.rollouts], [e.record() for e in batch.examples])
     assert batch.rewards == rewards.total, "rewarded after it was repaired"
 
@@ -345,6 +352,54 @@ def test_dynamic_sampling_draws_until_groups_have_a_signal(tmp_path):
     row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
     assert row["groups/no_signal"] == pytest.approx(batch.silent_groups / batch.drawn_groups)
     assert row["groups/drawn"] == batch.drawn_groups
+
+
+def test_the_kv_of_a_reroll_is_that_of_its_two_parts():
+    """Over a short prefix nobody holds more than the dense policy, however long the sparse rollout became."""
+    sparse = KVUse(peak_tokens=40, mean_tokens=20.0, dense_mean_tokens=30.0, mean_read_tokens=4.0, peak_pages=10,
+                   peak_bytes=400, mean_bytes=200.0, evictions=3, pages_freed=5, swaps=1)  # fmt: skip
+    dense = KVUse(peak_tokens=12, mean_tokens=9.0, dense_mean_tokens=9.0, mean_read_tokens=9.0, peak_pages=3,
+                  peak_bytes=120, mean_bytes=90.0, swaps=2)  # fmt: skip
+    rollout = Rollout([1] * 4, [2] * 50, torch.zeros(50), "stop", kv=sparse)
+    suffix = Rollout([1] * 6, [3] * 6, torch.zeros(6), "stop", kv=dense)
+    prefix = 4 + 1.5  # the prompt, and one or two tokens
+    assert kv_of_both(rollout, 2, suffix) == KVUse(
+        peak_tokens=40, mean_tokens=(2 * prefix + 6 * 9) / 8, dense_mean_tokens=(2 * prefix + 6 * 9) / 8,
+        mean_read_tokens=(2 * 4 + 6 * 9) / 8, peak_pages=10, peak_bytes=400, mean_bytes=10 * (2 * prefix + 6 * 9) / 8,
+        evictions=3, pages_freed=5, swaps=3,
+    )  # fmt: skip
+
+
+def test_dynamic_sampling_counts_failures_of_what_it_chose_and_tokens_of_what_it_drew(tmp_path, monkeypatch):
+    """Answers that begin with `a` or `b` cannot be graded, by either of two rewards."""
+    (tmp_path / "picky.py").write_text(
+        "def one(completion, example):\n    return {'c': 0.0, 'd': 1.0}[completion[:1]]\n\n\ntwo = one\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = ("sampling.prompts=4", "sampling.n=2", "rewards={use: ['picky:one', 'picky:two'], workers: 1}")
+    lengths = []
+
+    def count(run):
+        stream = run.collector._stream
+
+        def counted(requests):
+            for rollout in stream(requests):
+                lengths.append(len(rollout))
+                yield rollout
+
+        run.collector._stream = counted
+
+    config = toy.quick(tmp_path / "run", *settings, "sampling.dynamic=true", "sampling.max_rounds=30", "eval.every=0")
+    _, batch, _, _, _ = one_step(config, count)
+    assert len(lengths) > len(batch.rollouts) == 8, "some were drawn and not chosen"
+    failed = [(rollout.text or "")[:1] not in ("c", "d") for rollout in batch.rollouts]
+    assert 0 < sum(failed) < 8
+    assert [len(why) for why in batch.failures] == [2 * bad for bad in failed]
+    [row] = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert row["reward/failed"] == sum(failed) / 8
+    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(sum(lengths))
+    [event] = [one for one in toy.rows(tmp_path / "run", "events.jsonl") if one["kind"] == "not-graded"]
+    assert event["message"].startswith(f"{sum(failed)} answers of step 1 could not be graded")
 
 
 def test_dynamic_sampling_has_a_cap(tmp_path):
@@ -432,6 +487,32 @@ def test_the_plan_adds_up(tmp_path):
     assert plan(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
 
 
+@pytest.mark.parametrize(("protect", "held"), [("false", 10), ("true", 15)])
+def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
+    evict = f"{{method: rkv, budget: 8, buffer: 2, window: 2, sinks: 1, protect_prompt: {protect}}}"
+    found = plan(toy.quick(
+        tmp_path, f"sparsity.evict={evict}", "sampling.max_new_tokens=20", "data.max_prompt_tokens=5"
+    ))  # fmt: skip
+    assert found.kv_sparse == found.running * held * found.kv_token
+
+
+def test_the_plan_counts_what_distillation_holds(tmp_path):
+    without, distilled = (toy.quick(tmp_path / "run", *more) for more in ((), ("distill.rank=4",)))
+    assert (plan(without).sparse_copy, plan(without).adapter) == (0, 0)
+    run = toy.trainer(distilled)
+    dense = {p.data_ptr() for p in run.engine.model.parameters()}
+    own = [p for p in run.engine.sparse_model.parameters() if p.data_ptr() not in dense]
+    assert plan(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in own) > 0
+    adapter = run.distill.distiller.adapter()
+    numbers = sum(a.numel() + b.numel() for a, b in adapter.weights.values())
+    assert plan(distilled).adapter == 4 * 4 * numbers, "float32: itself, two moments, a gradient"
+    half = toy.quick(tmp_path / "half", "distill.rank=4", "model.dtype=bfloat16")
+    assert plan(half).adapter == (2 + 4 * 4) * numbers, "and a master"
+    adapter.save(tmp_path / "adapter")
+    given = toy.quick(tmp_path / "given", f"distill.adapter={tmp_path / 'adapter'}")
+    assert plan(given).adapter == plan(distilled).adapter, "at a rank of its own"
+
+
 # -- a whole run --------------------------------------------------------------------------------------------
 
 
@@ -454,6 +535,8 @@ def test_a_run_leaves_a_folder_that_says_everything(tmp_path):
     assert json.loads((out / "status.json").read_text()) == {"state": "finished", "total_steps": 4}
     rows = toy.rows(out, "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    made = [row["speed/tokens_per_s"] * row["time/rollout"] for row in rows]
+    assert made == pytest.approx([16 * row["response/length_mean"] for row in rows])
     glossary = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     names = {name.partition("/tail/")[0].partition("schedule/budget/")[0] for row in rows for name in row}
     assert [name for name in sorted(names - {"", "step"}) if f"`{name}`" not in glossary] == []
@@ -505,17 +588,22 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch):
         toy.trainer(toy.quick(tmp_path / "run", "model.device=cuda"))
 
 
-def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("best", "kept"), [("true", [1, 5]), ("false", [5])])
+def test_the_best_checkpoint_is_kept_where_asked(tmp_path, monkeypatch, best, kept):
     accuracies = iter([0.1, 0.9, 0.3, 0.2, 0.4, 0.5])
     monkeypatch.setattr(
         "alula.rl.trainer.evaluate_policy", lambda *a: HeldOut(next(accuracies), 0.01, 8, 2.0, 0.0)
     )  # fmt: skip
     out = tmp_path / "run"
     run = toy.trainer(toy.quick(out, "steps=5", "eval.every=1", "eval.sparse=false", "checkpoint.every=2",
-                                "checkpoint.keep=1"))  # fmt: skip
+                                "checkpoint.keep=1", f"checkpoint.best={best}"))  # fmt: skip
+    save, saved = run.save, []
+    monkeypatch.setattr(run, "save", lambda: (saved.append(run.step), save()))
     run.run()
-    assert run.checkpoints.best().name == "step-00000001", "saved although no checkpoint was due"
-    assert [path.name for path in run.checkpoints.all()] == ["step-00000001", "step-00000005"]
+    found = run.checkpoints.best()
+    assert (found and found.name) == ("step-00000001" if best == "true" else None), "saved although none was due"
+    assert saved == sorted({2, 4, *kept})
+    assert [path.name for path in run.checkpoints.all()] == [f"step-{step:08}" for step in kept]
 
 
 def test_with_adapters_the_engine_follows_the_learner(tmp_path):

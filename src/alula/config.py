@@ -452,12 +452,14 @@ class EngineSettings(Section):
     page: int = 16
     """KV tokens per page; a selector's block takes its place."""
     kv_memory: str | int | None = None
-    """Size of the KV pool, `60GiB` for instance; by default what `max_rows` dense sequences of `max_length` need, but
-    at most 80 % of what is free on a GPU and 1 GiB on the CPU."""
+    """Size of the KV pool, `60GiB` for instance; by default twice what `max_rows` dense sequences of `max_length` need
+    (one that evicts compacts beside the prompt it shares), but at most 80 % of what is free on a GPU and 1 GiB on the
+    CPU."""
     max_rows: Count = 256
     """Sequences that decode together."""
     max_length: Count | None = None
-    """Most KV tokens of one sequence; by default the longest prompt with the longest answer of this run."""
+    """Most KV tokens of one sequence; by default the longest prompt with the longest answer of this run. Where those
+    are more than the model's max_position_embeddings the run is refused, unless this says that it can read so far."""
     lookahead: Count | None = None
     """Decode steps launched at a time."""
     buckets: list[int] | None = None

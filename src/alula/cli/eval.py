@@ -85,6 +85,8 @@ def evaluate(
                 typer.echo(f"{model}, {dataset.name}, {policy.describe()}: {results[-1].accuracy:.1%}", err=True)
                 if out is not None:  # after each, so that nothing is lost
                     out.write_text(json.dumps([r.to_dict() for r in results], indent=1) + "\n")
+        engine.sleep()  # its memory goes to the next one
+        del engine
     from rich.console import Console
 
     from alula.evals import markdown, table

@@ -38,9 +38,9 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 class Engine:
     """Generates with the model's own Hugging Face modules over a paged KV cache that really evicts.
 
-    `kv_memory` is the whole pool (default: what `max_rows` dense sequences of `max_length` need, at most most of what
-    is free); `max_rows` how many sequences decode together; `max_length` the most KV tokens of one sequence (default:
-    what the model allows, at most what the pool holds). `lookahead` decode steps are
+    `kv_memory` is the whole pool (default: twice what `max_rows` dense sequences of `max_length` need, at most 80 % of
+    what is free on a GPU and 1 GiB on the CPU); `max_rows` how many sequences decode together; `max_length` the most KV
+    tokens of one sequence (default: what the model allows, at most what the pool holds). `lookahead` decode steps are
     planned and launched at a time; finished sequences are noticed after that many. `buckets` are the batch sizes
     that decode steps are padded to: one value pins them (and prompts then run one by one), which makes results
     bit-equal whatever the company. `sparse_adapter` is a LoRA, or its folder, that takes part in every forward pass of
@@ -239,10 +239,7 @@ class Engine:
         require(self._scheduler is None, "the engine is already serving a stream; finish or close that one first.")
         require(self.cache.resident, "the engine sleeps; call wake() first.")
         features = replace(Features.of(requests), adapted=self._adapted(requests))
-        scheduler = self._scheduler = Scheduler(
-            self.pool, page=self.page, rows=self.rows.count, width=self.rows.table.shape[1],
-            lookahead=self.lookahead, prefill_tokens=self.prefill_tokens,
-        )  # fmt: skip
+        scheduler = self._scheduler = self._new_scheduler()
         try:
             for request in requests:
                 self._live[request.id] = scheduler.submit(request)
@@ -259,6 +256,21 @@ class Engine:
                     scheduler.finish(sequence)
             self._live.clear()
             self._scheduler = None
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.pool, page=self.page, rows=self.rows.count, width=self.rows.table.shape[1],
+            lookahead=self.lookahead, prefill_tokens=self.prefill_tokens,
+        )  # fmt: skip
+
+    def need(self, request: Request) -> tuple[int, int]:
+        """KV tokens and pages of a request as `Scheduler.need`: it is refused above `max_length` or `pool.usable`."""
+        return self._new_scheduler().need(request)
+
+    @property
+    def max_length(self) -> int:
+        """The most KV tokens of one sequence: as was asked for, in whole pages."""
+        return self.rows.table.shape[1] * self.page
 
     def _adapted(self, requests: list[Request]) -> bool:
         """Whether these requests are served with the sparse policy's own weights."""

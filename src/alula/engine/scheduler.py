@@ -111,12 +111,17 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.swapped or self.running)
 
-    def submit(self, request: Request) -> list[Sequence]:
+    def need(self, request: Request) -> tuple[int, int]:
+        """The most KV tokens that a rollout of this request may hold, and the pages without which it cannot run."""
         probe = Sequence(request, 0)
-        most, prompt, new = probe.ceiling(), probe.prompt, request.sampling.max_new_tokens
-        need = pages_for(most, self.page) + 1
-        if probe.evicts:
-            need = pages_for(prompt, self.page) + self._reserve(probe) + self._scratch(probe)
+        most = probe.ceiling()
+        if not probe.evicts:
+            return most, pages_for(most, self.page) + 1
+        return most, pages_for(probe.prompt, self.page) + self._reserve(probe) + self._scratch(probe)
+
+    def submit(self, request: Request) -> list[Sequence]:
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        most, need = self.need(request)
         require(
             need <= self.pool.usable,
             f"a prompt of {prompt} tokens with max_new_tokens={new} needs {need} pages of {self.page} tokens, but "

@@ -98,6 +98,15 @@ class Monitor:
         return with_budget(self.base, self.kind, self.controller.schedule)
 
     @property
+    def densest(self) -> Sparsity:
+        """The policy with the largest budget that the controller may come to."""
+        if self.controller is None or self.kind == "select":  # a selector keeps all KV at any budget
+            return self.sparsity
+        control, budget = self.controller.control, max(self.controller.schedule.budgets)
+        top = {"adapt": control.ladder[-1], "dense": control.max_length}.get(control.on_violation, 0)
+        return with_budget(self.base, self.kind, top) if top > budget else self.sparsity
+
+    @property
     def stopped(self) -> bool:
         """Whether the run should stop: the tail is below tau or vetoes are too many, and on_violation=stop."""
         return self.controller is not None and self.controller.stopped

@@ -31,7 +31,7 @@ MAIN = (
     Chart("Policy entropy", "policy/entropy", "nats per token"),
     Chart("Mismatch KL", "mismatch/kl_k3", "nats per token", "sparse to dense, before masking", log=True),
     Chart(
-        "Rejected rollouts", "mismatch/veto_rate", "% of rollouts", "trouble above the line", "percent", limit=TOO_MANY
+        "Vetoed rollouts", "mismatch/veto_rate", "% of rollouts", "trouble above the line", "percent", limit=TOO_MANY
     ),
     Chart("KV cache saved", "kv/saved", "% of the dense policy's tokens", format="percent"),
     Chart("Tail acceptance", "mismatch/tail", "5th percentile of overlap", "of the worst length bin"),
@@ -45,7 +45,8 @@ MORE = (
     Chart("Groups without signal", "groups/no_signal", "% of groups", format="percent"),
     Chart("Clip fraction", "policy/clip_fraction", "% of tokens", format="percent"),
     Chart("KL to the reference", "policy/kl_ref", "nats per token"),
-    Chart("Rejected tokens", "mismatch/veto_rate_token", "share of tokens", log=True),
+    Chart("Rejected rollouts", "mismatch/rejected", "% of rollouts", "dropped whole by the correction", "percent"),
+    Chart("Vetoed tokens", "mismatch/veto_rate_token", "share of tokens", log=True),
     Chart("Consistency ξ, 1st percentile", "mismatch/xi_p01", "p dense / p sparse", log=True),
     Chart("Consistency ξ, 99th percentile", "mismatch/xi_p99", "p dense / p sparse", log=True),
     Chart("KV budget", "schedule/budget/0", "tokens", "in force, of short sequences", log=True),

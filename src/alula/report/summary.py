@@ -22,7 +22,7 @@ COLUMNS = (
     ("Held-out, dense", "accuracy, first → last evaluation"),
     ("Held-out, sparse", "accuracy, last evaluation"),
     ("Length", "tokens, first → last 10 steps"),
-    ("Rejected", "rollouts, mean of all steps"),
+    ("Vetoed", "rollouts, mean of all steps"),
     ("KV saved", "against dense, mean of all steps"),
     ("Tokens/s", "rollouts, median step"),
     ("Time", "sum of all steps"),
@@ -33,7 +33,7 @@ def headline(run: Run) -> list[Cell]:
     """One row: a cell for each of `COLUMNS`."""
     reward = run.last("reward/mean")
     lengths = run.curves.get("response/length_mean")
-    rejected, saved = mean(run, "mismatch/veto_rate"), mean(run, "kv/saved")
+    saved = mean(run, "kv/saved")
     speed = run.curves.get("speed/tokens_per_s")
     steps = run.curves.get("time/step")
     sparse = held_out(run, "sparse")
@@ -42,7 +42,7 @@ def headline(run: Run) -> list[Cell]:
         accuracy_cell(held_out(run, "dense")),
         Cell(f"{sparse[-1][0]:.1%}", f"± {sparse[-1][1]:.1%}") if sparse else Cell(),
         Cell() if lengths is None else Cell(f"{lengths.values[:10].mean():.0f} → {lengths.values[-10:].mean():.0f}"),
-        Cell() if rejected is None else Cell(f"{rejected:.1%}", *(("above 15%", "bad") if rejected > TOO_MANY else ())),
+        vetoed_cell(mean(run, "mismatch/veto_rate"), mean(run, "mismatch/rejected")),
         Cell() if saved is None else Cell(f"{saved:.0%}"),
         Cell() if speed is None else Cell(f"{sorted(speed.values)[len(speed.values) // 2]:,.0f}"),
         Cell() if steps is None else Cell(seconds(steps.values.sum()), f"{seconds(steps.values.mean())} per step"),
@@ -62,6 +62,15 @@ def held_out(run: Run, policy: str) -> list[tuple[float, float]]:
         )
         for _, rows in sorted(by_step.items())
     ]
+
+
+def vetoed_cell(vetoed: float | None, rejected: float | None) -> Cell:
+    """Beside the share vetoed what the correction rejected, which may be nothing of it, or more."""
+    if vetoed is None:
+        return Cell()
+    many = max(vetoed, rejected or 0.0) > TOO_MANY
+    details = ["above 15%"] * many + ([] if rejected is None else [f"{rejected:.1%} rejected"])
+    return Cell(f"{vetoed:.1%}", ", ".join(details), "bad" if many else "")
 
 
 def accuracy_cell(evals: list[tuple[float, float]]) -> Cell:

@@ -73,6 +73,7 @@ class Collector:
             with clock.phase("mismatch"):
                 self.observed = self.monitor.step(rollouts)
         found = Experience(rollouts, [e for e in examples for _ in range(s.n)], [], {}, [], s.n)
+        found.drawn_tokens = sum(map(len, rollouts))
         if self.correction.reroll:
             self._reroll(found, self.seed("reroll", *place), clock)
         self.say("rewards")
@@ -127,6 +128,7 @@ class Collector:
             if vetoed:
                 for suffix in self._stream(continuations(self.engine, vetoed, seed)):
                     rollout, first = vetoed[suffix.prompt_index]
+                    found.drawn_tokens += len(suffix)
                     found.rollouts[suffix.prompt_index] = spliced(rollout, first, suffix, self.engine.tokenizer)
         self.say("scoring")
         with clock.phase("score"), self.engine.asleep():
@@ -142,7 +144,9 @@ class Collector:
             lengths=[len(rollout) for rollout in found.rollouts],
         )
         found.rewards, found.parts = graded.total, graded.parts
-        found.failures = [reason for _, reason in graded.failures]
+        found.failures = [[] for _ in found.rollouts]
+        for i, reason in graded.failures:
+            found.failures[i].append(reason)
 
     def sampling(self, *words: object, n: int = 1) -> Sampling:
         """As the run samples, seeded for a purpose."""

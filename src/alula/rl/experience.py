@@ -21,8 +21,8 @@ class Experience:
     rewards: list[float]
     parts: dict[str, list[float]]
     """Each reward unweighted."""
-    failures: list[str]
-    """Why answers could not be graded."""
+    failures: list[list[str]]
+    """Why each answer could not be graded, one reason for every reward that failed."""
     n: int
     """Rollouts per group."""
     dense: list[Tensor] = field(default_factory=list)
@@ -37,6 +37,8 @@ class Experience:
     drawn_groups: int = 0
     silent_groups: int = 0
     """How many of them had equal rewards, before dynamic sampling chose."""
+    drawn_tokens: int = 0
+    """All that were generated: of groups that were not chosen, and what a reroll replaced, too."""
 
     @property
     def group(self) -> Tensor:
@@ -68,9 +70,9 @@ class Experience:
 
         return Experience(
             pick(self.rollouts), pick(self.examples), pick(self.rewards),
-            {name: pick(values) for name, values in self.parts.items()}, self.failures, self.n,
+            {name: pick(values) for name, values in self.parts.items()}, pick(self.failures), self.n,
             pick(self.dense), pick(self.reference), pick(self.rerolled), pick(self.as_sampled),
-            drawn_groups=self.drawn_groups, silent_groups=self.silent_groups,
+            drawn_groups=self.drawn_groups, silent_groups=self.silent_groups, drawn_tokens=self.drawn_tokens,
         )  # fmt: skip
 
     @classmethod
@@ -81,8 +83,8 @@ class Experience:
                 getattr(whole, name).extend(getattr(other, name))
             for name, values in other.parts.items():
                 whole.parts[name].extend(values)
-            whole.drawn_groups += other.drawn_groups
-            whole.silent_groups += other.silent_groups
+            for name in ("drawn_groups", "silent_groups", "drawn_tokens"):
+                setattr(whole, name, getattr(whole, name) + getattr(other, name))
         return whole
 
 

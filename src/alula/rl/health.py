@@ -19,6 +19,7 @@ __all__ = ["HealthMonitor", "HealthWarning"]
 REARM = 20
 WATCHED = (
     "mismatch/veto_rate",
+    "mismatch/rejected",
     "mismatch/rerolled",
     "mismatch/kl_k3",
     "policy/grad_norm",
@@ -96,7 +97,8 @@ class HealthMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, trace in self.traces.items():
-            trace.load_state_dict(state["traces"][name])
+            if name in state["traces"]:  # a checkpoint from before a metric was watched
+                trace.load_state_dict(state["traces"][name])
         self.away = dict(state["away"])
         self.held = {name: [Held(**one) for one in history] for name, history in state["held"].items()}
         self.sparse = dict(state["sparse"])

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 RECENT_STEPS = 20
-WIDE = 125
+WIDE = 140
 """Columns that a terminal needs for the bar beside the numbers."""
 
 
 class LiveLine:
-    """Progress of a run: reward, length, rejection rate, KV saved, tokens/s, time left.
+    """Progress of a run: reward, length, rollouts vetoed and rejected, KV saved, tokens/s, time left.
 
     `step` counts from 1 to `total_steps`; `first_step` is the checkpoint's step where a run continues.
     """
@@ -98,7 +98,8 @@ def describe(metrics: Mapping[str, float]) -> str:
     shown = (
         ("reward", "reward/mean", lambda value: f"{value:.3f}"),
         ("length", "response/length_mean", lambda value: f"{value:.0f}"),
-        ("rejected", "mismatch/veto_rate", lambda value: f"{value:.1%}"),
+        ("vetoed", "mismatch/veto_rate", lambda value: f"{value:.1%}"),
+        ("rejected", "mismatch/rejected", lambda value: f"{value:.1%}"),
         ("KV saved", "kv/saved", lambda value: f"{value:.0%}"),
         ("tok/s", "speed/tokens_per_s", lambda value: f"{value:,.0f}"),
     )

@@ -41,12 +41,12 @@ class Notices:
 
     def _nothing_learned(self, step: int, batch: Experience, learned: Learned) -> None:
         taught, rejected, everyone = (
-            whole_sum(self.world, count) for count in (learned.taught, sum(learned.vetoed), len(batch.rollouts))
+            whole_sum(self.world, count) for count in (learned.taught, sum(learned.rejected), len(batch.rollouts))
         )
         if not taught and not self.idle:
             if rejected == everyone:
                 why = "every rollout was rejected"
-                advice = "Raise the KV budget, keep sinks and a window, or use the reroll correction."
+                advice = "Raise the KV budget, keep sinks and a window, widen a mask, or use the reroll correction."
             else:
                 why = "no group had rollouts of different reward that were kept"
                 advice = "Use easier or harder prompts, more rollouts per prompt, or sampling.dynamic=true."
@@ -54,15 +54,16 @@ class Notices:
         self.idle = not taught
 
     def _not_graded(self, step: int, batch: Experience) -> None:
-        reasons = Counter(reason for share in self.world.gather(batch.failures) for reason in share)
-        if reasons and not self.failing:
+        failed = [why for share in self.world.gather(batch.failures) for why in share if why]
+        reasons = Counter(reason for why in failed for reason in why)
+        if failed and not self.failing:
             reason, count = reasons.most_common(1)[0]
             message = (
-                f"{reasons.total()} answers of step {step} could not be graded and count 0; {count} of them: {reason}."
+                f"{len(failed)} answers of step {step} could not be graded and count 0; {count} of them: {reason}."
             )
             advice = "Look at the reward; rewards.timeout is what one answer may take."
             self.record.event(step, "not-graded", message, advice)
-        self.failing = bool(reasons)
+        self.failing = bool(failed)
 
     def _not_finite(self, step: int, updates: list[Update]) -> None:
         for update in updates:

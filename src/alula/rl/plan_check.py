@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from alula.config import RunConfig
+from alula.config import DistillSettings, RunConfig
 from alula.data.load import is_path, on_hub
+from alula.distill.adapter import Adapter, linears, targeted
 from alula.distill.adapter import check as fits
 from alula.errors import SettingError
 from alula.model import SHAPE, find_pretrained, short_name
@@ -39,6 +41,10 @@ class Plan:
     weights: int
     engine_copy: int
     """The engine's own weights; 0 where it reads the learner's."""
+    sparse_copy: int
+    """The sparse policy's own linear layers, which DistillSparse's adapter is merged into."""
+    adapter: int
+    """That adapter, φ, with its masters, moments and gradients."""
     masters: int
     moments: int
     gradients: int
@@ -77,7 +83,7 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
         named_tokenizer(name, config)  # the hub is not asked
     parameters = sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
-    trained = lora_parameters(model, lora.rank) if lora else parameters
+    trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
     text = model_config.get_text_config()
     heads, layers = text.num_attention_heads, text.num_hidden_layers
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -95,6 +101,8 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
         parameters=parameters,
         weights=parameters * width if ranks == 1 else parameters * 4 // ranks,
         engine_copy=0 if shared else parameters * width,
+        sparse_copy=linear_parameters(model) * width if config.distill else 0,
+        adapter=adapter_parameters(model, config.distill) * (16 if own_master else width + 16) if config.distill else 0,
         masters=0 if own_master or ranks > 1 else trained * 4,
         moments=8 * trained // ranks,
         gradients=4 * trained // ranks,
@@ -171,10 +179,21 @@ def near_shape(source: str) -> str:
     return next(iter(get_close_matches(name, SHAPES, n=1, cutoff=0.0)))
 
 
-def lora_parameters(model: Any, rank: int) -> int:
-    head = model.get_output_embeddings()
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    return sum(rank * (m.in_features + m.out_features) for m in linears)
+def linear_parameters(model: Any) -> int:
+    return sum(p.numel() for _, linear in linears(model) for p in linear.parameters())
+
+
+def lora_parameters(model: Any, rank: int, targets: Iterable[str]) -> int:
+    layers = [model.get_submodule(name) for name in targeted(model, targets)]
+    return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+def adapter_parameters(model: Any, distill: DistillSettings) -> int:
+    """A φ to begin with has a rank and targets of its own."""
+    if distill.adapter is None:
+        return lora_parameters(model, distill.rank, distill.targets)
+    given = Adapter.load(distill.adapter)
+    return sum(a.numel() + b.numel() for a, b in given.weights.values())
 
 
 def dtype_of(config: RunConfig) -> str:
@@ -218,6 +237,8 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: boo
     for what, size in (
         ("weights", p.weights),
         ("weights of the engine's own", p.engine_copy),
+        ("linear layers of the sparse policy's own", p.sparse_copy),
+        ("adapter of the sparse policy, its moments and gradients", p.adapter),
         ("float32 masters", p.masters),
         ("Adam moments", p.moments),
         ("gradients", p.gradients),
@@ -227,7 +248,7 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: boo
     ):
         if size:
             memory.add_row(what, bytes_text(size))
-    pool = config.engine.kv_memory or "what its rows need, if it is free"
+    pool = config.engine.kv_memory or "twice what its rows need, if it is free"
     memory.add_row(f"KV pool (engine.kv_memory: {pool})", "")
     longest = p.prompt + s.max_new_tokens
     memory.add_row(f"  {p.running} rollouts of {longest:,} tokens, dense", bytes_text(p.kv_dense))

@@ -114,7 +114,7 @@ def completions(batch: Experience, learned: Learned, count: int) -> list[dict[st
                 "completion": rollout.text,
                 "reward": batch.rewards[i],
                 "finish": rollout.finish,
-                "vetoed": learned.vetoed[i] or (bool(batch.rerolled) and batch.rerolled[i]),
+                "vetoed": learned.vetoed[i],
             }
         )
     return rows

@@ -47,13 +47,15 @@ def kv_of_both(rollout: Rollout, first: int, suffix: Rollout) -> KVUse:
     def mean(before: float, after: float) -> float:
         return (min(before, whole) * first + after * len(suffix)) / max(first + len(suffix), 1)
 
+    held = mean(sparse.mean_tokens, dense.mean_tokens)
     return KVUse(
         peak_tokens=max(sparse.peak_tokens, dense.peak_tokens),
-        mean_tokens=mean(sparse.mean_tokens, dense.mean_tokens),
+        mean_tokens=held,
         dense_mean_tokens=mean(whole, dense.dense_mean_tokens),
         mean_read_tokens=mean(sparse.mean_read_tokens, dense.mean_read_tokens),
         peak_pages=max(sparse.peak_pages, dense.peak_pages),
         peak_bytes=max(sparse.peak_bytes, dense.peak_bytes),
+        mean_bytes=held * dense.peak_bytes / max(dense.peak_tokens, 1),
         evictions=sparse.evictions,
         pages_freed=sparse.pages_freed,
         swaps=sparse.swaps + dense.swaps,

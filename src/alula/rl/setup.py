@@ -132,13 +132,6 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | Non
     return ready(training), None if held_out is None else ready(held_out)
 
 
-def longest_sequence(config: RunConfig, loaded: LoadedModel, *datasets: Dataset | None) -> int:
-    """Tokens of the longest prompt with the longest answer that the run may ask for, at most what the model allows."""
-    prompt = max(len(example.prompt_ids or ()) for dataset in datasets if dataset for example in dataset)
-    answer = max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
-    return min(prompt + answer, getattr(loaded.model.config, "max_position_embeddings", 1 << 20))
-
-
 def build_learner_and_engine(
     config: RunConfig, loaded: LoadedModel, world: World, longest: int
 ) -> tuple[Learner, Engine, Distiller | None]:

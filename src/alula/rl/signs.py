@@ -57,20 +57,32 @@ Traces = Mapping[str, Trace]
 
 
 def rejection(traces: Traces) -> HealthWarning | None:
-    """More than 15 % of the rollouts of the last five steps rejected; the paper's stable run averaged 7 %."""
-    values = traces["mismatch/veto_rate"].last(5)
-    if not values or fmean(values) <= TOO_MANY:
+    """More than 15 % of the rollouts of the last five steps vetoed, which the paper's stable run averaged 7 % of; or,
+    without so many vetoes, rejected by a mask. A veto counts under corrections that reject nothing, too."""
+    vetoed, rejected = (traces[f"mismatch/{name}"].last(5) for name in ("veto_rate", "rejected"))
+    if vetoed and fmean(vetoed) > TOO_MANY:
+        return _vetoed(fmean(vetoed), fmean(rejected) if rejected else None, bool(traces["mismatch/rerolled"].recent))
+    if not rejected or fmean(rejected) <= TOO_MANY:
         return None
-    rerolls = bool(traces["mismatch/rerolled"].recent)
     return HealthWarning(
         "rejection",
-        f"{fmean(values):.1%} of the rollouts of the last 5 steps were rejected"
-        f"{' and finished densely' if rerolls else ''} (more than 15%): at this KV budget the sparse policy too often "
-        "samples what the dense one would not.",
+        f"{fmean(rejected):.1%} of the rollouts of the last 5 steps were rejected (more than 15%) by the correction's "
+        "mask: what is left to learn from is a selection.",
+        "Raise the budget, or widen the mask (objective.correction.mask_low, mask_high). Of dense rollouts it "
+        "should reject none: temperature or weights differ between engine and learner.",
+    )
+
+
+def _vetoed(vetoed: float, rejected: float | None, rerolls: bool) -> HealthWarning:
+    fate = "" if rejected is None or rerolls else f", {rejected:.1%} rejected"
+    return HealthWarning(
+        "rejection",
+        f"{vetoed:.1%} of the rollouts of the last 5 steps were vetoed{' and finished densely' if rerolls else ''} "
+        f"(more than 15%){fate}: at this KV budget the sparse policy too often samples what the dense one would not.",
         "Raise the budget (control={enabled: true, on_violation: adapt, vetoed: 0.05} does so by itself), keep sinks "
         "(4) and a window"
         + ("; every reroll costs a dense suffix" if rerolls else ", or use the `reroll` correction, which repairs "
-           "rejected rollouts instead of losing them")
+           "vetoed rollouts")
         + ". If mismatch/veto_rate_token is flat, the answers have only grown longer.",
     )  # fmt: skip
 

@@ -48,8 +48,7 @@ def step_metrics(
     metrics["data/epoch"] = epoch
     metrics |= {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
     metrics["time/step"] = clock.total
-    tokens = whole_sum(world, sum(len(rollout) for rollout in batch.rollouts))
-    metrics["speed/tokens_per_s"] = tokens / max(clock.seconds["rollout"], 1e-9)
+    metrics["speed/tokens_per_s"] = whole_sum(world, batch.drawn_tokens) / max(clock.seconds["rollout"], 1e-9)
     if matrix_rate:
         metrics["speed/mfu"] = learned.flops / max(clock.seconds["update"], 1e-9) / matrix_rate
     return metrics
@@ -62,7 +61,7 @@ def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_byt
     sums = {
         "reward/mean": sum(batch.rewards),
         "reward/accuracy": sum(right),
-        "reward/failed": len(batch.failures),
+        "reward/failed": sum(map(bool, batch.failures)),
         "response/length_mean": sum(len(r) for r in rollouts),
         "response/truncated": sum(r.finish == "length" for r in rollouts),
         "kv/tokens_mean": sum(r.kv.mean_tokens for r in rollouts),

@@ -17,7 +17,6 @@ from torch import Tensor
 from alula.config import RunConfig
 from alula.data import PromptStream
 from alula.distill.stage import Stage
-from alula.errors import require
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.clock import Clock
 from alula.rl.collect import Collector
@@ -28,6 +27,7 @@ from alula.rl.held_out import HeldOut, evaluate_policy
 from alula.rl.notices import Notices, TrainingFailed
 from alula.rl.other_model import ADVICE, made_for_another
 from alula.rl.record import Record
+from alula.rl.room import check_room, longest_sequence
 from alula.rl.setup import (
     build_learner_and_engine,
     build_monitor,
@@ -35,7 +35,6 @@ from alula.rl.setup import (
     check_shares,
     load_data,
     load_policy,
-    longest_sequence,
     shares_weights,
     steps_taken,
 )
@@ -85,6 +84,7 @@ class Trainer:
         self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
         if self.distill:
             self.collector.recorded = self.distill.record
+        check_room(config, self.engine, self.monitor, self.distill, training, self.held_out)
         self.health = HealthMonitor()
         self.notices = Notices(self.record, world, config.learner.max_skipped)
         self.record.introduce(training, self.held_out)
@@ -214,7 +214,7 @@ class Trainer:
         self._warn(self.health.observe(metrics))
         for event in self.collector.observed.events:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
-        for event in self.monitor.count_vetoes(batch.rollouts, learned.spoilt, batch.n):
+        for event in self.monitor.count_vetoes(batch.rollouts, learned.vetoed, batch.n):
             self.record.event(step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
         self.notices.after(step, batch, learned)
         self._settle()

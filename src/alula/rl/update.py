@@ -26,9 +26,9 @@ class Learned:
     flops: float
     taught: int
     """Rollouts of this rank that the policy's gradient came from."""
+    rejected: list[bool]
+    """Rollouts of this rank that were dropped whole, by a veto or by a mask."""
     vetoed: list[bool]
-    """Rollouts of this rank that were dropped by a veto."""
-    spoilt: list[bool]
     """Rollouts of this rank with a token that a veto would find, as they were sampled, whatever the correction."""
     advantages: Tensor
     """[N]: of every rollout of this rank, dropped ones too."""
@@ -103,11 +103,10 @@ class Updater:
         if corrected is None:
             corrected = corrected_from(dense)
         teaching = self._teaching(advantages, corrected, sequence)
-        vetoed = (corrected.first_vetoed >= 0).tolist()
         log_ratio = torch.cat(dense) - torch.cat(sparse)
-        spoilt = batch.rerolled or vetoed_rollouts(log_ratio, sequence, count, self.correction.veto).tolist()
+        vetoed = batch.rerolled or vetoed_rollouts(log_ratio, sequence, count, self.correction.veto).tolist()
         mismatch = self._mismatch(batch, corrected)
-        return Learned(updates, mismatch, flops, int(teaching.sum()), vetoed, spoilt, advantages)
+        return Learned(updates, mismatch, flops, int(teaching.sum()), (~corrected.keep).tolist(), vetoed, advantages)
 
     def _advantages(self, batch: Experience, corrected: Corrected | None) -> Tensor:
         settings = self.config.objective
