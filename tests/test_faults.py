@@ -80,6 +80,62 @@ def test_a_reward_that_cannot_be_loaded_stops_the_run_before_the_first_rollout(t
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 
+BROKEN = """
+    def raises(completion, example):
+        return float(completion == example["solution"])
+
+    def returns_nothing(completion, example):
+        pass
+
+    def not_a_number(completion, example):
+        return float("nan")
+
+    def one_argument(completion):
+        return 1.0
+
+    def odd(completion, example):
+        return 1.0 / len(completion.replace("a", ""))
+"""
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(textwrap.dedent(BROKEN))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("others", ["", "'task:successor', "])
+def test_a_reward_that_fails_on_every_answer_stops_the_run_at_its_first_step(tmp_path, broken, capsys, others):
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, f"rewards.use=[{others}'broken:raises']"])
+    assert ended.value.code == 1
+    message = capsys.readouterr().err
+    assert "the reward broken:raises failed on every one of the run's first 16 answers" in message
+    assert "KeyError: 'solution'" in message
+    assert "prompts" not in message
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
+    assert toy.rows(out, "metrics.jsonl") == toy.rows(out, "events.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raises", "KeyError: 'solution'"),
+        ("returns_nothing", "not 'NoneType'"),
+        ("not_a_number", "the reward is nan"),
+        ("one_argument", "function(completion, example, **options), which does not fit (completion)"),
+        ("odd", ""),
+    ],
+)
+def test_check_grades_examples_of_the_data(tmp_path, broken, capsys, function, said):
+    """`odd` fails on some answers only, which is what a run lives with."""
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(toy.RECIPE), f"out={tmp_path / 'run'}", f"rewards.use=['broken:{function}']"])
+    assert ended.value.code == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
 # -- checkpoints --------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alula.config import RunConfig
-from alula.data.load import is_path, on_hub
+from alula.data.load import is_path
 from alula.distill.adapter import check as fits
 from alula.errors import SettingError
 from alula.model import SHAPE, find_pretrained, short_name
@@ -21,7 +21,8 @@ from alula.rewards.scoring import check as check_rewards
 from alula.rl.checkpoint import Checkpoints
 from alula.rl.metrics import check_folder
 from alula.rl.other_model import ADVICE, made_for_another
-from alula.rl.setup import TASK, first_adapter, named_tokenizer, split_data, steps_taken
+from alula.rl.plan_data import describe_data, read_data, try_rewards
+from alula.rl.setup import TASK, first_adapter, named_tokenizer, steps_taken
 from alula.shapes import SHAPES, shape
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
 from alula.sparsity.schedule import Schedule
@@ -128,20 +129,6 @@ def check_adapter(config: RunConfig, model: PreTrainedModel) -> None:
         ) from error
 
 
-def describe_data(config: RunConfig) -> str:
-    """What is here is read, so that a wrong name or field is found now; the hub is not asked."""
-    held = [config.eval.data] if config.eval.every and config.eval.data else []
-    remote = [one.source for one in (config.data, *held) if on_hub(one.source, one.data_dir)]
-    if not remote:
-        training, held_out = split_data(config)
-        evaluated = f", {len(held_out):,} to evaluate on" if held_out else ""
-        return f"{len(training):,} examples to train on{evaluated}"
-    for one in (config.data, *held):
-        if one.source not in remote:
-            one.load()
-    return f"{', '.join(dict.fromkeys(remote))}: on the hub, not looked at"
-
-
 def shape_config(source: str) -> PreTrainedConfig:
     """The model's configuration without its weights: from a shape's name, a folder or the hub."""
     if source.startswith(SHAPE):
@@ -202,9 +189,11 @@ def check_out(config: RunConfig, resume: bool) -> None:
 def print_plan(config: RunConfig, console: Console | None = None, *, resume: bool = False) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     p, sparsity, console = plan(config, ranks), config.sparsity.build(), console or Console()
+    data = read_data(config)
+    try_rewards(config, data)
     s, correction = config.sampling, config.objective.correction
     work = table("work", "what", "per step")
-    work.add_row("data", describe_data(config))
+    work.add_row("data", describe_data(config, data))
     work.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {p.rollouts:,}")
     work.add_row("generated tokens", f"at most {p.most_tokens:,} ({s.max_new_tokens:,} each)")
     scoring = "none (one-update mode)" if config.objective.one_update else "dense, of every rollout"
