@@ -1,6 +1,7 @@
 """What goes wrong in a run costs as little as it can, and is said."""
 
 import json
+import os
 import signal
 import textwrap
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from alula.cli.main import app
 from alula.rl import update
 from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.metrics import MetricsWriter
-from alula.rl.trainer import TrainingFailed
+from alula.rl.trainer import Trainer, TrainingFailed
 
 FAULTY = """
     import os, time
@@ -377,3 +378,28 @@ def test_the_second_signal_is_obeyed_at_once(tmp_path, interruptible):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_asks_however_often_it_says_so_unless_it_is_ignored(tmp_path, ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        run = toy.trainer(toy.quick(tmp_path / "run"))
+        with run.stop.listening():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            assert run.stop.asked is not ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_pipe_that_nobody_reads_costs_what_is_printed(tmp_path):
+    out = tmp_path / "run"
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        run = Trainer(toy.quick(out), stream=stream)
+        os.close(reader)
+        assert run.run()
+        assert os.path.samestat(os.fstat(writer), os.stat(os.devnull)), "nor does closing it fail"
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+    assert (out / "model").is_dir()
