@@ -18,7 +18,7 @@ from alula.model import load_model
 from alula.rl.objective import PRESETS, Correction
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.parse import parse_sparsity
-from alula.sparsity.policy import Evict, Select
+from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.select import METHODS as SELECTORS
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +64,30 @@ def test_overrides_are_yaml_and_reach_any_depth(recipe):
 
 def test_a_budget_is_spelt_as_on_the_command_line(recipe):
     assert load(recipe, "sparsity.evict={method: rkv, budget: 2k}").sparsity.build().evict == Evict("rkv", 2048)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rkv:512+128", "rkv:2k+64,window=16,sinks=0,mix=0.3", "snapkv:64+16,protect_prompt", "block-topk:qwen3-4b-0.86",
+     "rkv:4096 & block-topk:512,block=32", "dense"],
+)  # fmt: skip
+def test_a_sparsity_is_spelt_as_on_the_command_line_and_written_in_full(recipe, text):
+    on_top = load(recipe, "sparsity.evict={method: random, budget: 9}", f"sparsity={text}")
+    recipe.write_text(recipe.read_text() + f"sparsity: {text}\n")
+    config = load(recipe)
+    assert config == on_top
+    assert config.sparsity.build() == Sparsity.parse(text)
+    written = yaml.safe_load(to_yaml(config))
+    assert set(written["sparsity"]) == {"evict", "select"}
+    assert read_tree(written) == config
+
+
+def test_a_spelt_sparsity_takes_settings_on_top_and_null_is_dense(recipe):
+    recipe.write_text(recipe.read_text() + "sparsity: rkv:512+128,mix=0.3\n")
+    evict = load(recipe, "sparsity.evict.window=16", "sparsity.evict.options.kernel=5")
+    assert (evict.sparsity.evict.window, evict.sparsity.evict.options) == (16, {"mix": 0.3, "kernel": 5})
+    assert load(recipe, "sparsity=null").sparsity.build().dense
+    assert "did you mean 'rkv'?" in refusal(recipe, "sparsity=rkvv:512")
 
 
 def test_defaults_keep_the_dense_evaluation_on(recipe):

@@ -1,7 +1,7 @@
 """From a YAML file and `key=value` overrides to a checked `RunConfig`; what is wrong is said in one sentence."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -10,11 +10,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from alula.config import RunConfig
+from alula.config import RunConfig, spelt_sparsity
 from alula.errors import SettingError
 
-SHORTHANDS = {("objective", "correction"): "preset"}
-"""Sections that may be written as one word, and the setting that the word stands for."""
+SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
+    ("objective", "correction"): lambda preset: {"preset": preset},
+    ("sparsity",): spelt_sparsity,
+}
+"""Sections that may be written as one word, and the settings that the word stands for."""
 
 
 class Loader(yaml.SafeLoader):
@@ -62,7 +65,7 @@ def override(tree: dict[str, Any], text: str) -> None:
         inner = place.get(section)
         path = tuple(sections[: depth + 1])
         if isinstance(inner, str) and path in SHORTHANDS:
-            inner = {SHORTHANDS[path]: inner}
+            inner = SHORTHANDS[path](inner)
         if inner is None:
             inner = {}
         if not isinstance(inner, dict):
