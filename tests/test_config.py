@@ -1,8 +1,9 @@
 """A run's settings: what is read, what is refused and in which words, and that the documentation knows them all."""
 
+import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from alula.distill.adapter import fresh
 from alula.errors import SettingError
 from alula.model import load_model
 from alula.rl.objective import PRESETS, Correction
+from alula.rl.plan_check import plan
+from alula.rl.plan_fit import USABLE, size_text, totals
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.policy import Evict, Select, Sparsity
@@ -380,6 +383,77 @@ def test_check_finds_what_the_run_would_refuse(recipe, capsys, monkeypatch, over
         app(["train", "--check", str(recipe), *overrides])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def plan_of(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", *map(str, arguments)])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_check_counts_the_longest_prompt_and_adds_up(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    rows = [{"prompt": " ".join("a" * n), "answer": "b"} for n in (3, 9, 200)]  # and a first token before them
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = [f"data.source={tmp_path / 'own.jsonl'}", "eval.every=0", "sampling.max_new_tokens=100"]
+    known = plan_of(capsys, recipe, *data, "model.tokenizer=task:copy-last")
+    assert "256 rollouts of 301 tokens, dense" in known
+    assert "the longest prompt: 201 tokens" in known
+    assert "in float32, as on this CPU; model.dtype=bfloat16 shows" in known
+    shorter = plan_of(capsys, recipe, *data, "model.tokenizer=task:copy-last", "data.max_prompt_tokens=10")
+    assert "256 rollouts of 110 tokens, dense" in shorter
+    unknown = plan_of(capsys, recipe, *data, "model.dtype=bfloat16")
+    assert "256 rollouts of 356 tokens, dense" in unknown
+    assert "prompts guessed at 256 tokens" in unknown
+    assert "as on this CPU" not in unknown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sampling.max_new_tokens=4091"], "sampling.max_new_tokens=4091 after the longest prompt of 6 tokens: model."),
+        (["eval.max_new_tokens=4096"], "eval.max_new_tokens=4096 after"),
+        (["sampling.max_new_tokens=4096", "data.source=gsm8k"], "sampling.max_new_tokens=4096: model."),
+    ],
+)
+def test_check_refuses_answers_that_the_model_has_no_positions_for(recipe, capsys, overrides, said):
+    plan_of(capsys, recipe, "sampling.max_new_tokens=4090")
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), *overrides])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "has max_position_embeddings=4096; lower it" in error
+
+
+def test_check_says_whether_it_fits(recipe):
+    config = load(recipe, "sparsity=rkv:64+16", "model.dtype=bfloat16")
+    found = plan(config)
+    fixed = found.weights + found.masters + found.moments
+    counted = fixed + found.gradients + found.logits + found.activations
+
+    def said(free: float, config=config) -> str:
+        return totals(config, found, counted, int(free / USABLE) + 1)[-1][0].strip()
+
+    assert dict(totals(config, found, counted, None))["in all, generating"] == size_text(fixed + found.kv_sparse)
+    assert said(max(counted, fixed + found.kv_sparse)) == "fits"
+    assert said(counted - 1) == "does not fit: lower learner.token_budget"
+    assert "use more ranks, learner.lora" in said(fixed)
+    pool = load(recipe, "sparsity=rkv:64+16", "model.dtype=bfloat16", "engine.kv_memory=60GiB")
+    assert said(counted, pool) == "does not fit: lower engine.kv_memory"
+    crowded = replace(found, kv_sparse=2 * counted, running=100)
+    some = totals(config, crowded, counted, int((fixed + counted) / USABLE) + 1)[-1][0]
+    assert some.strip() == "fits 50 of the 100 rollouts at a time; the others wait"
+
+
+def test_check_prints_once_under_torchrun(recipe, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert plan_of(capsys, recipe) == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "what is sparse" in plan_of(capsys, recipe)
 
 
 def test_check_looks_at_the_adapter_that_a_run_begins_with(recipe, tmp_path, capsys):
