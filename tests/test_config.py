@@ -1,5 +1,6 @@
 """A run's settings: what is read, what is refused and in which words, and that the documentation knows them all."""
 
+import json
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -20,9 +21,11 @@ from alula.errors import SettingError
 from alula.model import load_model
 from alula.rl.learner_config import LearnerConfig, LoRA
 from alula.rl.objective import PRESETS, Correction
+from alula.rl.plan_check import plan
+from alula.rl.plan_fit import USABLE, size_text, totals
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.parse import parse_sparsity
-from alula.sparsity.policy import Evict, Select
+from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.select import METHODS as SELECTORS
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +71,30 @@ def test_overrides_are_yaml_and_reach_any_depth(recipe):
 
 def test_a_budget_is_spelt_as_on_the_command_line(recipe):
     assert load(recipe, "sparsity.evict={method: rkv, budget: 2k}").sparsity.build().evict == Evict("rkv", 2048)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rkv:512+128", "rkv:2k+64,window=16,sinks=0,mix=0.3", "snapkv:64+16,protect_prompt", "block-topk:qwen3-4b-0.86",
+     "rkv:4096 & block-topk:512,block=32", "dense"],
+)  # fmt: skip
+def test_a_sparsity_is_spelt_as_on_the_command_line_and_written_in_full(recipe, text):
+    on_top = load(recipe, "sparsity.evict={method: random, budget: 9}", f"sparsity={text}")
+    recipe.write_text(recipe.read_text() + f"sparsity: {text}\n")
+    config = load(recipe)
+    assert config == on_top
+    assert config.sparsity.build() == Sparsity.parse(text)
+    written = yaml.safe_load(to_yaml(config))
+    assert set(written["sparsity"]) == {"evict", "select"}
+    assert read_tree(written) == config
+
+
+def test_a_spelt_sparsity_takes_settings_on_top_and_null_is_dense(recipe):
+    recipe.write_text(recipe.read_text() + "sparsity: rkv:512+128,mix=0.3\n")
+    evict = load(recipe, "sparsity.evict.window=16", "sparsity.evict.options.kernel=5")
+    assert (evict.sparsity.evict.window, evict.sparsity.evict.options) == (16, {"mix": 0.3, "kernel": 5})
+    assert load(recipe, "sparsity=null").sparsity.build().dense
+    assert "did you mean 'rkv'?" in refusal(recipe, "sparsity=rkvv:512")
 
 
 def test_defaults_keep_the_dense_evaluation_on(recipe):
@@ -385,6 +412,77 @@ def test_check_finds_what_the_run_would_refuse(recipe, capsys, monkeypatch, over
         app(["train", "--check", str(recipe), *overrides])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def plan_of(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", *map(str, arguments)])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_check_counts_the_longest_prompt_and_adds_up(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    rows = [{"prompt": " ".join("a" * n), "answer": "b"} for n in (3, 9, 200)]  # and a first token before them
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = [f"data.source={tmp_path / 'own.jsonl'}", "eval.every=0", "sampling.max_new_tokens=100"]
+    known = plan_of(capsys, recipe, *data, "model.tokenizer=task:copy-last")
+    assert "256 rollouts of 301 tokens, dense" in known
+    assert "the longest prompt: 201 tokens" in known
+    assert "in float32, as on this CPU; model.dtype=bfloat16 shows" in known
+    shorter = plan_of(capsys, recipe, *data, "model.tokenizer=task:copy-last", "data.max_prompt_tokens=10")
+    assert "256 rollouts of 110 tokens, dense" in shorter
+    unknown = plan_of(capsys, recipe, *data, "model.dtype=bfloat16")
+    assert "256 rollouts of 356 tokens, dense" in unknown
+    assert "prompts guessed at 256 tokens" in unknown
+    assert "as on this CPU" not in unknown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sampling.max_new_tokens=4091"], "sampling.max_new_tokens=4091 after the longest prompt of 6 tokens: model."),
+        (["eval.max_new_tokens=4096"], "eval.max_new_tokens=4096 after"),
+        (["sampling.max_new_tokens=4096", "data.source=gsm8k"], "sampling.max_new_tokens=4096: model."),
+    ],
+)
+def test_check_refuses_answers_that_the_model_has_no_positions_for(recipe, capsys, overrides, said):
+    plan_of(capsys, recipe, "sampling.max_new_tokens=4090")
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), *overrides])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "has max_position_embeddings=4096; lower it" in error
+
+
+def test_check_says_whether_it_fits(recipe):
+    config = load(recipe, "sparsity=rkv:64+16", "model.dtype=bfloat16")
+    found = plan(config)
+    fixed = found.weights + found.masters + found.moments
+    counted = fixed + found.gradients + found.logits + found.activations
+
+    def said(free: float, config=config) -> str:
+        return totals(config, found, counted, int(free / USABLE) + 1)[-1][0].strip()
+
+    assert dict(totals(config, found, counted, None))["in all, generating"] == size_text(fixed + found.kv_sparse)
+    assert said(max(counted, fixed + found.kv_sparse)) == "fits"
+    assert said(counted - 1) == "does not fit: lower learner.token_budget"
+    assert "use more ranks, learner.lora" in said(fixed)
+    pool = load(recipe, "sparsity=rkv:64+16", "model.dtype=bfloat16", "engine.kv_memory=60GiB")
+    assert said(counted, pool) == "does not fit: lower engine.kv_memory"
+    crowded = replace(found, kv_sparse=2 * counted, running=100)
+    some = totals(config, crowded, counted, int((fixed + counted) / USABLE) + 1)[-1][0]
+    assert some.strip() == "fits 50 of the 100 rollouts at a time; the others wait"
+
+
+def test_check_prints_once_under_torchrun(recipe, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert plan_of(capsys, recipe) == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "what is sparse" in plan_of(capsys, recipe)
 
 
 def test_check_looks_at_the_adapter_that_a_run_begins_with(recipe, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """What goes wrong in a run costs as little as it can, and is said."""
 
 import json
+import os
 import signal
 import textwrap
 from statistics import fmean
@@ -17,7 +18,7 @@ from alula.rl.checkpoint import CheckpointError, Checkpoints
 from alula.rl.health import HealthMonitor, HealthWarning
 from alula.rl.held_out import HeldOut
 from alula.rl.metrics import LINES, MetricsWriter
-from alula.rl.trainer import TrainingFailed
+from alula.rl.trainer import Trainer, TrainingFailed
 
 FAULTY = """
     import os, time
@@ -81,6 +82,62 @@ def test_a_reward_that_cannot_be_loaded_stops_the_run_before_the_first_rollout(t
     assert ended.value.code == 2
     assert "no module 'no_such_module'" in capsys.readouterr().err
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+BROKEN = """
+    def raises(completion, example):
+        return float(completion == example["solution"])
+
+    def returns_nothing(completion, example):
+        pass
+
+    def not_a_number(completion, example):
+        return float("nan")
+
+    def one_argument(completion):
+        return 1.0
+
+    def odd(completion, example):
+        return 1.0 / len(completion.replace("a", ""))
+"""
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(textwrap.dedent(BROKEN))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("others", ["", "'task:successor', "])
+def test_a_reward_that_fails_on_every_answer_stops_the_run_at_its_first_step(tmp_path, broken, capsys, others):
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, f"rewards.use=[{others}'broken:raises']"])
+    assert ended.value.code == 1
+    message = capsys.readouterr().err
+    assert "the reward broken:raises failed on every one of the run's first 16 answers" in message
+    assert "KeyError: 'solution'" in message
+    assert "prompts" not in message
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
+    assert toy.rows(out, "metrics.jsonl") == toy.rows(out, "events.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raises", "KeyError: 'solution'"),
+        ("returns_nothing", "not 'NoneType'"),
+        ("not_a_number", "the reward is nan"),
+        ("one_argument", "function(completion, example, **options), which does not fit (completion)"),
+        ("odd", ""),
+    ],
+)
+def test_check_grades_examples_of_the_data(tmp_path, broken, capsys, function, said):
+    """`odd` fails on some answers only, which is what a run lives with."""
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(toy.RECIPE), f"out={tmp_path / 'run'}", f"rewards.use=['broken:{function}']"])
+    assert ended.value.code == (2 if said else 0)
+    assert said in capsys.readouterr().err
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------
@@ -411,3 +468,28 @@ def test_the_second_signal_is_obeyed_at_once(tmp_path, interruptible):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_asks_however_often_it_says_so_unless_it_is_ignored(tmp_path, ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        run = toy.trainer(toy.quick(tmp_path / "run"))
+        with run.stop.listening():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            assert run.stop.asked is not ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_pipe_that_nobody_reads_costs_what_is_printed(tmp_path):
+    out = tmp_path / "run"
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        run = Trainer(toy.quick(out), stream=stream)
+        os.close(reader)
+        assert run.run()
+        assert os.path.samestat(os.fstat(writer), os.stat(os.devnull)), "nor does closing it fail"
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+    assert (out / "model").is_dir()

@@ -201,6 +201,21 @@ def test_everything_falling_is_a_breakdown():
     assert evaluate([0.4, 0.45, 0.44, 0.2, 0.1, 0.05], falling) == [(3, "dense-falling")]
 
 
+def test_a_fall_from_the_evaluation_before_the_first_step_is_compared_with_the_first_rewards():
+    """Nothing has been earned by then; a reward that rose from 0.3 to 0.38 has not fallen."""
+    assert evaluate([0.5, 0.45, 0.2, 0.1], rising) == [(2, "dense-sparse-divergence")]
+    assert evaluate([0.5, 0.45, 0.2, 0.1], falling) == [(2, "dense-falling")]
+
+
+def test_a_fall_before_there_is_a_reward_to_compare_says_nothing_about_it():
+    monitor = HealthMonitor()
+    monitor.observe_eval("held", "dense", accuracy=0.5, stderr=0.02)
+    monitor.observe({"step": 1, "reward/mean": 0.4})
+    [warning] = monitor.observe_eval("held", "dense", accuracy=0.1, stderr=0.02)
+    assert warning.kind == "dense-falling"
+    assert "reward" not in warning.message
+
+
 def test_a_slow_fall_is_seen_in_two_evaluations():
     assert evaluate([0.50, 0.52, 0.51, 0.42, 0.40], rising) == [(4, "dense-sparse-divergence")]
 

@@ -138,10 +138,11 @@ PHASES = ("rollouts", "rewards", "scoring", "learning", "evaluation (sparse)", "
 def test_asked_to_stop(tmp_path, whole, phase):
     """Saves where it is, says so, and leaves: whatever it is doing, at the third time that it does it."""
     out = tmp_path / "run"
-    asked = (signal.SIGTERM, signal.SIGINT)[PHASES.index(phase) % 2]
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[PHASES.index(phase) % 3]
 
     def ask_in_phase() -> None:
         times = []
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
 
         def ask(record, name):
             times.append(name)

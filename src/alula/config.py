@@ -20,7 +20,7 @@ from alula.errors import SettingError, require, unknown
 from alula.rl import learner_config
 from alula.rl.learner_config import LearnerConfig
 from alula.rl.objective import Correction, Loss, LossKind, check
-from alula.sparsity.parse import budget, parse_sparsity
+from alula.sparsity.parse import budget, parse_sparsity, settings_of
 from alula.sparsity.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -182,11 +182,25 @@ class SelectSettings(Section):
     """First layers, which read everything."""
 
 
+def spelt_sparsity(text: str) -> dict[str, Any]:
+    """The sections that the command line's spelling stands for."""
+    evict, select = settings_of(text)
+    if evict:
+        own = {name: evict.pop(name) for name in [*evict] if name not in EvictSettings.model_fields}
+        evict["options"] = own
+    return {name: part for name, part in (("evict", evict), ("select", select)) if part}
+
+
 class SparsitySettings(Section):
     evict: EvictSettings | None = None
     """Drop KV for good during rollouts."""
     select: SelectSettings | None = None
     """Keep all KV and read a part of it during rollouts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt(cls, given: Any) -> Any:
+        return spelt_sparsity(given) if isinstance(given, str) else given or {}
 
     def build(self) -> "Sparsity":
         from alula.sparsity.evict import check_settings
@@ -581,7 +595,8 @@ class RunConfig(Section):
     rewards: RewardSettings
     """What an answer is worth."""
     sparsity: SparsitySettings = SparsitySettings()
-    """What of the KV cache rollouts keep or read; nothing here is a dense run."""
+    """What of the KV cache rollouts keep or read: these settings, or the command line's spelling of them, such as
+    `rkv:512+128` or `dense`; nothing here is a dense run."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are drawn."""
     objective: ObjectiveSettings = ObjectiveSettings()

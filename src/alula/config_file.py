@@ -1,7 +1,7 @@
 """From a YAML file and `key=value` overrides to a checked `RunConfig`; what is wrong is said in one sentence."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -10,12 +10,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from alula.config import RunConfig
+from alula.config import RunConfig, spelt_sparsity
 from alula.errors import SettingError
 
-SHORTHANDS: dict[tuple[str, ...], str] = {("objective", "correction"): "preset"}
-"""Sections that may be written as one word, and the setting that the word stands for; by either name it chooses all
-of the section."""
+SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
+    ("objective", "correction"): lambda preset: {"preset": preset},
+    ("sparsity",): spelt_sparsity,
+}
+"""Sections that may be written as one word, and the settings that the word stands for."""
+PRESET = ("objective", "correction", "preset")
+"""By this name, too, a correction is chosen as a whole."""
 
 
 class Loader(yaml.SafeLoader):
@@ -63,7 +67,7 @@ def override(tree: dict[str, Any], text: str) -> None:
         inner = place.get(section)
         path = tuple(sections[: depth + 1])
         if isinstance(inner, str) and path in SHORTHANDS:
-            inner = {SHORTHANDS[path]: inner}
+            inner = SHORTHANDS[path](inner)
         if inner is None:
             inner = {}
         if not isinstance(inner, dict):
@@ -71,7 +75,7 @@ def override(tree: dict[str, Any], text: str) -> None:
         place[section] = dict(inner)
         place = place[section]
     chosen = parse_yaml(value, f"override {text!r}")
-    if SHORTHANDS.get(tuple(sections)) == leaf:
+    if (*sections, leaf) == PRESET:
         place.clear()  # a run's config.yaml holds every setting of another preset here
     place[leaf] = chosen
 

@@ -1,6 +1,7 @@
 """`alula train`: a recipe, settings on top of it, and a run folder at the end."""
 
 import errno
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,8 @@ def train(
     if check:
         from alula.rl.plan_check import print_plan
 
-        print_plan(config, resume=resume)
+        if os.environ.get("RANK", "0") == "0":  # torchrun starts as many as there are ranks
+            print_plan(config, resume=resume)
         return
     import torch.distributed
 

@@ -1,5 +1,6 @@
 """Rewards that run in a worker process, because their code can hang, raise or crash."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -43,7 +44,23 @@ def user_function(name: str, options: Mapping[str, Any]) -> Grader:
     function = getattr(module, function_name, None)
     if function is None:
         raise unknown(f"function of {module_name}", function_name, (k for k in vars(module) if k[0] != "_"))
+    check_signature(name, function, options)
     return lambda completion, example: function(completion, example, **options)
+
+
+def check_signature(name: str, function: Any, options: Mapping[str, Any]) -> None:
+    require(callable(function), f"reward {name}: it is a {type(function).__name__} and not a function.")
+    try:
+        taken = inspect.signature(function)
+    except ValueError:  # some that are written in C do not say
+        return
+    try:
+        taken.bind("", {}, **options)
+    except TypeError as error:
+        raise SettingError(
+            f"reward {name}: it is called as function(completion, example, **options), which does not fit {taken}: "
+            f"{error}."
+        ) from error
 
 
 def reasoning_gym_grader(task: str) -> Grader:

@@ -10,6 +10,7 @@ from typing import Any
 from alula.errors import SettingError, require, unknown
 from alula.rewards import graders
 from alula.rewards.length import length_reward
+from alula.rewards.math_answer import plain
 from alula.rewards.pool import WorkerPool
 
 
@@ -129,6 +130,33 @@ def check(specs: Sequence[RewardSpec]) -> None:
             check_there(folder)
         elif in_process(spec) is None:
             graders.build(spec.name, spec.options)
+
+
+TRIED = 3
+"""Examples that a reward is tried on: one of them may be odd."""
+
+
+def try_out(specs: Sequence[RewardSpec], examples: Sequence[Mapping[str, Any]], timeout: float) -> None:
+    """Refuse a reward that can grade the reference answer of none of the first examples (the empty text where there is
+    no reference), with its own error. A reward model's weights are not loaded."""
+    some = examples[:TRIED]
+    answers = ["" if example.get("answer") is None else plain(example["answer"]) for example in some]
+    for spec in specs:
+        if spec.name.startswith("model:"):
+            continue
+        with Rewards([spec], timeout=timeout, workers=1) as rewards:
+            try:
+                lengths = [len(answer.split()) for answer in answers]
+                failures = rewards.score(answers, some, ["stop"] * len(some), lengths).failures
+            except SettingError:
+                raise
+            except Exception as error:  # of one that runs here
+                failures = [(i, f"{spec.name}: {type(error).__name__}: {error}") for i in range(len(some))]
+        require(
+            len(failures) < len(some),
+            f"reward {failures[0][1] if failures else ''} (tried on the reference answers of the first examples, such "
+            f"as {answers[0]!r}); correct it.",
+        )
 
 
 def in_process(spec: RewardSpec) -> Scorer | None:

@@ -1,6 +1,7 @@
 """From prompts to rewarded rollouts: the engine samples, reroll repairs, dynamic sampling draws again."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from alula.data import Example, PromptStream
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.sequence import Request
+from alula.errors import RunFailed
 from alula.evals.evaluate import text_of
 from alula.mismatch.monitor import Monitor, Observed
 from alula.rewards import Rewards
@@ -37,6 +39,8 @@ class Collector:
         self.say: Callable[[str], Any] = lambda phase: None
         self.recorded: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
         """Which prompts of a (step, round) have their evictions recorded."""
+        self.graded = False
+        """Whether every reward has graded some answer since the process began."""
 
     @property
     def sparsity(self) -> Sparsity:
@@ -143,6 +147,8 @@ class Collector:
             finishes=[rollout.finish for rollout in found.rollouts],
             lengths=[len(rollout) for rollout in found.rollouts],
         )
+        if not self.graded:
+            self._refuse_ungraded([reason for _, reason in graded.failures], len(found.rollouts))
         found.rewards, found.parts = graded.total, graded.parts
         found.failures = [[] for _ in found.rollouts]
         for i, reason in graded.failures:
@@ -152,6 +158,21 @@ class Collector:
         """As the run samples, seeded for a purpose."""
         s = self.config.sampling
         return Sampling(n=n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed(*words))
+
+    def _refuse_ungraded(self, failures: list[str], count: int) -> None:
+        """A reward that fails on every answer counts 0 to the end of the run, whatever prompts and model are."""
+        shares = self.world.gather((failures, count))
+        answers = sum(count for _, count in shares)
+        for name in self.rewards.names:
+            start = f"{name}: "
+            reasons = Counter(why for share, _ in shares for why in share if why.startswith(start))
+            if reasons.total() >= answers:
+                raise RunFailed(
+                    f"the reward {name} failed on every one of the run's first {answers} answers, most often with "
+                    f"{reasons.most_common(1)[0][0].removeprefix(start)!r}. Correct it, or raise rewards.timeout where "
+                    "it is only slow; `alula train --check` tries it on the data."
+                )
+        self.graded = True
 
     def seed(self, *words: object) -> int:
         """A seed of its own for every rank, step and purpose."""

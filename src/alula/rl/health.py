@@ -7,7 +7,7 @@ an uninterrupted one does. A problem is reported when it starts, and again only 
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -53,6 +53,8 @@ class HealthMonitor:
         self.sparse: dict[str, list[float]] = {}
         """Accuracy and standard error of the sparse policy's last evaluation."""
         self.falling: set[str] = set()
+        self.first_reward: float | None = None
+        """Of the first five steps: what an evaluation before the first step is compared by."""
 
     def observe(self, metrics: Mapping[str, float | None]) -> list[HealthWarning]:
         """One training step. A metric that is missing or not finite is skipped."""
@@ -62,6 +64,9 @@ class HealthMonitor:
             if value is not None and math.isfinite(value):
                 trace.add(value)
                 present.add(name)
+        rewards = list(self.traces["reward/mean"].recent)[:5]
+        if self.first_reward is None and len(rewards) == 5:
+            self.first_reward = fmean(rewards)
         found = [warning for name, check in CHECKS if name in present and (warning := check(self.traces))]
         new = [warning for warning in found if self.away.get(warning.kind, REARM) >= REARM]
         self.away = {kind: steps + 1 for kind, steps in self.away.items()}
@@ -81,7 +86,7 @@ class HealthMonitor:
             Held(accuracy, stderr, fmean(rewards) if rewards else None, *self.sparse.get(name, (None, None)))
         )
         was_falling = name in self.falling
-        warning = dense_falling(name, history) or sparse_ahead(name, history[-1])
+        warning = dense_falling(name, history, self.first_reward) or sparse_ahead(name, history[-1])
         (self.falling.add if warning else self.falling.discard)(name)
         return [warning] if warning and not was_falling else []
 
@@ -93,6 +98,7 @@ class HealthMonitor:
             "held": {name: [asdict(one) for one in history] for name, history in self.held.items()},
             "sparse": dict(self.sparse),
             "falling": sorted(self.falling),
+            "first_reward": self.first_reward,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,13 +109,15 @@ class HealthMonitor:
         self.held = {name: [Held(**one) for one in history] for name, history in state["held"].items()}
         self.sparse = dict(state["sparse"])
         self.falling = set(state["falling"])
+        self.first_reward = state.get("first_reward")  # a checkpoint of an older version has none
 
 
-def dense_falling(name: str, history: list[Held]) -> HealthWarning | None:
+def dense_falling(name: str, history: list[Held], first_reward: float | None = None) -> HealthWarning | None:
     """Dense held-out accuracy significantly below its best: the last evaluation by 4 standard errors of the
     difference from the best one, or the mean of the last two by 3.5 from the best two in a row.
 
-    The bars are above the usual 2 because the best of many evaluations is lucky.
+    The bars are above the usual 2 because the best of many evaluations is lucky. `first_reward` is what the run earned
+    at its beginning, where the first evaluation, which has no reward beside it, is the best one.
     """
     single = [(one, one.accuracy, one.stderr) for one in history]
     pairs = [
@@ -122,7 +130,8 @@ def dense_falling(name: str, history: list[Held]) -> HealthWarning | None:
         best, best_accuracy, best_stderr = max(candidates, key=lambda candidate: candidate[1])
         now, accuracy, stderr = candidates[-1]
         if best_accuracy - accuracy > errors * math.hypot(best_stderr, stderr):
-            return _falling_warning(name, best, now, best_accuracy, accuracy)
+            earned = first_reward if best.reward is None else best.reward
+            return _falling_warning(name, replace(best, reward=earned), now, best_accuracy, accuracy)
     return None
 
 
@@ -143,7 +152,8 @@ def sparse_ahead(name: str, now: Held) -> HealthWarning | None:
 
 def _falling_warning(name: str, best: Held, now: Held, high: float, low: float) -> HealthWarning:
     fell = f"Held-out accuracy of the dense policy on {name} has fallen from {high:.1%} to {low:.1%}"
-    reward_rose = best.reward is not None and now.reward is not None and now.reward > best.reward
+    gained = None if best.reward is None or now.reward is None else now.reward - best.reward
+    reward_rose = gained is not None and gained > 0
     sparse_rose = (
         best.sparse_accuracy is not None
         and now.sparse_accuracy is not None
@@ -157,9 +167,10 @@ def _falling_warning(name: str, best: Held, now: Held, high: float, low: float) 
             "Do not trust the reward curve. Go back to the best checkpoint, raise the budget, or use a "
             "correction that keeps the dense policy in view (sparse-rl, reroll).",
         )
+    with_it = ", and the training reward fell with it" if gained is not None and gained < 0 else ""
     return HealthWarning(
         "dense-falling",
-        f"{fell}, and the training reward fell with it: the policy is breaking down.",
+        f"{fell}{with_it}: the policy is breaking down.",
         "Go back to the best checkpoint; lower the learning rate, raise the KV budget, and look at the steps "
         "where policy/grad_norm and mismatch/veto_rate first rose.",
     )

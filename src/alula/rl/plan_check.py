@@ -14,7 +14,6 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alula.config import DistillSettings, RunConfig
-from alula.data.load import is_path, on_hub
 from alula.distill.adapter import Adapter, linears, targeted
 from alula.distill.adapter import check as fits
 from alula.errors import SettingError
@@ -23,14 +22,23 @@ from alula.rewards.scoring import check as check_rewards
 from alula.rl.checkpoint import Checkpoints
 from alula.rl.metrics import check_folder
 from alula.rl.other_model import ADVICE, made_for_another
-from alula.rl.setup import TASK, first_adapter, named_tokenizer, split_data, steps_taken
+from alula.rl.plan_data import (
+    check_positions,
+    describe_data,
+    longest_prompt,
+    read_data,
+    tokenizer_at_hand,
+    try_rewards,
+)
+from alula.rl.plan_fit import free_memory, size_text, totals
+from alula.rl.setup import first_adapter, steps_taken
 from alula.shapes import SHAPES, shape
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
 from alula.sparsity.schedule import Schedule
 from alula.support import refuse_unsupported
 
 PROMPT_GUESS = 256
-"""Tokens that a prompt is counted with where `data.max_prompt_tokens` is not given."""
+"""Tokens that a prompt is counted with where neither the data nor `data.max_prompt_tokens` says it."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,8 @@ class Plan:
     """Through the model per optimizer step, at most."""
 
 
-def plan(config: RunConfig, ranks: int = 1) -> Plan:
-    """Raises what would be refused at the start of the run, too."""
+def plan(config: RunConfig, ranks: int = 1, longest_prompt: int | None = None) -> Plan:
+    """Raises what would be refused at the start of the run, too. `longest_prompt` is known where the data was read."""
     check_rewards(config.rewards.specs())
     sparsity = config.sparsity.build()
     for policy in config.policies():
@@ -79,12 +87,11 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     check_adapter(config, model)
-    if (name := config.model.tokenizer) and (name.startswith(TASK) or is_path(name) or os.path.exists(name)):
-        named_tokenizer(name, config)  # the hub is not asked
     parameters = sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
     text = model_config.get_text_config()
+    check_positions(config, getattr(text, "max_position_embeddings", 1 << 20), longest_prompt)
     heads, layers = text.num_attention_heads, text.num_hidden_layers
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     width = 4 if dtype_of(config) == "float32" else 2
@@ -93,7 +100,7 @@ def plan(config: RunConfig, ranks: int = 1) -> Plan:
     s = config.sampling
     rollouts = s.prompts * s.n
     running = min(config.engine.max_rows, -(-rollouts // ranks))
-    prompt = config.data.max_prompt_tokens or PROMPT_GUESS
+    prompt = longest_prompt or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + s.max_new_tokens
     shared = ranks == 1 and lora is None
     own_master = width == 4
@@ -134,20 +141,6 @@ def check_adapter(config: RunConfig, model: PreTrainedModel) -> None:
             f"distill.adapter={config.distill.adapter!r} does not fit model.source={config.model.source!r} "
             f"({str(error).rstrip('.')}); name one that was distilled from it."
         ) from error
-
-
-def describe_data(config: RunConfig) -> str:
-    """What is here is read, so that a wrong name or field is found now; the hub is not asked."""
-    held = [config.eval.data] if config.eval.every and config.eval.data else []
-    remote = [one.source for one in (config.data, *held) if on_hub(one.source, one.data_dir)]
-    if not remote:
-        training, held_out = split_data(config)
-        evaluated = f", {len(held_out):,} to evaluate on" if held_out else ""
-        return f"{len(training):,} examples to train on{evaluated}"
-    for one in (config.data, *held):
-        if one.source not in remote:
-            one.load()
-    return f"{', '.join(dict.fromkeys(remote))}: on the hub, not looked at"
 
 
 def shape_config(source: str) -> PreTrainedConfig:
@@ -220,10 +213,13 @@ def check_out(config: RunConfig, resume: bool) -> None:
 
 def print_plan(config: RunConfig, console: Console | None = None, *, resume: bool = False) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    p, sparsity, console = plan(config, ranks), config.sparsity.build(), console or Console()
+    data = read_data(config)
+    longest = longest_prompt(config, data, tokenizer_at_hand(config))
+    p, sparsity, console = plan(config, ranks, longest), config.sparsity.build(), console or Console()
+    try_rewards(config, data)
     s, correction = config.sampling, config.objective.correction
     work = table("work", "what", "per step")
-    work.add_row("data", describe_data(config))
+    work.add_row("data", describe_data(config, data))
     work.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {p.rollouts:,}")
     work.add_row("generated tokens", f"at most {p.most_tokens:,} ({s.max_new_tokens:,} each)")
     scoring = "none (one-update mode)" if config.objective.one_update else "dense, of every rollout"
@@ -233,6 +229,7 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: boo
     work.add_row("whole run", f"{config.steps:,} steps, {config.steps * p.rollouts:,} rollouts")
     console.print(work)
 
+    counted = 0
     memory = table(f"memory per rank, {p.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}", "what", "size")
     for what, size in (
         ("weights", p.weights),
@@ -246,16 +243,20 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: boo
         (f"logits of {config.learner.logprob_chunk:,} positions", p.logits),
         (f"layer inputs of {config.learner.token_budget:,} tokens", p.activations),
     ):
+        counted += size
         if size:
-            memory.add_row(what, bytes_text(size))
+            memory.add_row(what, size_text(size))
     pool = config.engine.kv_memory or "twice what its rows need, if it is free"
     memory.add_row(f"KV pool (engine.kv_memory: {pool})", "")
-    longest = p.prompt + s.max_new_tokens
-    memory.add_row(f"  {p.running} rollouts of {longest:,} tokens, dense", bytes_text(p.kv_dense))
+    memory.add_row(f"  {p.running} rollouts of {p.prompt + s.max_new_tokens:,} tokens, dense", size_text(p.kv_dense))
     if not sparsity.dense:
-        memory.add_row(f"  the same under {sparsity.describe()}", bytes_text(p.kv_sparse))
-    if config.data.max_prompt_tokens is None:
+        memory.add_row(f"  the same under {sparsity.describe()}", size_text(p.kv_sparse))
+    if longest is not None:
+        memory.add_row(f"  of which the longest prompt: {longest:,} tokens", "")
+    elif config.data.max_prompt_tokens is None:
         memory.add_row(f"  prompts guessed at {p.prompt} tokens; data.max_prompt_tokens says it", "")
+    for what, said in totals(config, p, counted, free_memory(config)):
+        memory.add_row(what, said)
     console.print(memory)
 
     sparse = table("what is sparse", "what", "how")
@@ -282,7 +283,3 @@ def table(title: str, *columns: str) -> Table:
     for i, column in enumerate(columns):
         found.add_column(column, justify="left" if i == 0 or column != "size" else "right")
     return found
-
-
-def bytes_text(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

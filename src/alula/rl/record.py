@@ -1,5 +1,6 @@
 """What a run writes and shows: files and live line on the first rank, nothing on the others."""
 
+import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,12 +14,14 @@ from alula.rl.experience import Experience
 from alula.rl.held_out import HeldOut
 from alula.rl.live import LiveLine
 from alula.rl.metrics import MetricsWriter, State
+from alula.rl.terminal import Lasting
 from alula.rl.update import Learned
 
 
 class Record:
     def __init__(self, config: RunConfig, world: World, stream: TextIO | None) -> None:
         self.config, self.first, self.stream = config, world.rank == 0, stream
+        self.shown: Any = Lasting(stream or sys.stdout)
         self.out = Path(config.out)
         self.resumed_from: int | None = None
         self.state: State = "finished"
@@ -34,7 +37,7 @@ class Record:
             self.out, self.config.logging.sinks, resume_from=resume_from, lines=lines,
             settings=self.config.model_dump(mode="json"), total_steps=self.config.steps,
         )  # fmt: skip
-        self.live = LiveLine(self.config.steps, first_step=max(resume_from or 0, 0), stream=self.stream)
+        self.live = LiveLine(self.config.steps, first_step=max(resume_from or 0, 0), stream=self.shown)
 
     @property
     def lines(self) -> dict[str, int]:
@@ -86,7 +89,7 @@ class Record:
         if self.live:
             self.live.message(text)
         elif self.first:
-            print(text, file=self.stream, flush=True)
+            print(text, file=self.shown, flush=True)
 
     def phase(self, name: str) -> None:
         if self.live:

@@ -118,16 +118,20 @@ def split_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
     return training, held_out
 
 
+def tokenized(config: RunConfig, dataset: Dataset, tokenizer: Any) -> Dataset:
+    d = config.data
+    return prepare(
+        dataset, tokenizer, chat=d.chat, system=d.system, max_prompt_tokens=d.max_prompt_tokens,
+        template_options=d.template_options,
+    )  # fmt: skip
+
+
 def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
     """(training, held-out) examples as tokens."""
     training, held_out = split_data(config)
 
     def ready(dataset: Dataset) -> Dataset:
-        d = config.data
-        return prepare(
-            dataset, tokenizer, chat=d.chat, system=d.system, max_prompt_tokens=d.max_prompt_tokens,
-            template_options=d.template_options,
-        )  # fmt: skip
+        return tokenized(config, dataset, tokenizer)
 
     return ready(training), None if held_out is None else ready(held_out)
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to stop at the next place where nothing is half done."""
+"""SIGTERM, Ctrl-C and a closed terminal (SIGHUP) as a request to stop at the next place where nothing is half done."""
 
 import signal
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """The first signal asks, the second one is obeyed at once."""
+    """The first signal asks, the second one is obeyed at once; but every SIGHUP asks, since a closed terminal may send
+    several."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -21,15 +22,17 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        kinds = (signal.SIGTERM, signal.SIGINT)
-        before = {kind: signal.getsignal(kind) for kind in kinds}
+        before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        if before[signal.SIGHUP] == signal.SIG_IGN:
+            del before[signal.SIGHUP]  # nohup
 
         def ask(number: int, frame: FrameType | None) -> None:
             self.asked = True
             for kind, handler in before.items():
-                signal.signal(kind, handler)
+                if kind != signal.SIGHUP:
+                    signal.signal(kind, handler)
 
-        for kind in kinds:
+        for kind in before:
             signal.signal(kind, ask)
         try:
             yield

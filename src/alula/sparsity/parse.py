@@ -21,12 +21,22 @@ def parse_sparsity(text: str) -> "Sparsity":
     number of tokens (`2k` is 2048), the name of a schedule preset or a schedule file. A setting without a value is
     switched on: `snapkv:64+16,protect_prompt`.
     """
+    from alula.sparsity.policy import Evict, Select, Sparsity
+
+    evict, select = settings_of(text)
+    return Sparsity(
+        Evict(**evict | {"budget": budget(evict["budget"])}) if evict else None,
+        Select(**select | {"budget": budget(select["budget"])}) if select else None,
+    )
+
+
+def settings_of(text: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The settings of the evictor and of the selector that `text` names; their budgets as they are written."""
+    if text.strip() == "dense":
+        return None, None
     from alula.sparsity.evict import METHODS as EVICTORS
-    from alula.sparsity.policy import Sparsity
     from alula.sparsity.select import METHODS as SELECTORS
 
-    if text.strip() == "dense":
-        return Sparsity()
     evictors, selectors = [], []
     for part in text.split("&"):
         method, _, rest = (word.strip() for word in part.partition(":"))
@@ -41,7 +51,7 @@ def parse_sparsity(text: str) -> "Sparsity":
         len(evictors) <= 1 and len(selectors) <= 1,
         f"sparsity {text!r}: & joins one evictor ({', '.join(EVICTORS)}) and one selector ({', '.join(SELECTORS)}).",
     )
-    return Sparsity(evictors[0] if evictors else None, selectors[0] if selectors else None)
+    return evictors[0] if evictors else None, selectors[0] if selectors else None
 
 
 def spell(part: "Evict | Select | None") -> str:
@@ -55,9 +65,8 @@ def spell(part: "Evict | Select | None") -> str:
     return ",".join([f"{part.method}:{size}", *(f"{name}={value}" for name, value in sorted(settings.items()))])
 
 
-def parse_evict(method: str, rest: str, text: str) -> "Evict":
+def parse_evict(method: str, rest: str, text: str) -> dict[str, Any]:
     from alula.sparsity.evict import check_settings
-    from alula.sparsity.policy import Evict
 
     size, settings = split(rest, text)
     require("budget" not in settings, f"sparsity {text!r} gives the budget twice, after : and by its name.")
@@ -72,12 +81,10 @@ def parse_evict(method: str, rest: str, text: str) -> "Evict":
     )
     protect = settings.get("protect_prompt", False)
     require(isinstance(protect, bool), f"sparsity {text!r}: protect_prompt={protect} must be true or false.")
-    return Evict(method, budget(size), **settings)
+    return {"method": method, "budget": size, **settings}
 
 
-def parse_select(method: str, rest: str, text: str) -> "Select":
-    from alula.sparsity.policy import Select
-
+def parse_select(method: str, rest: str, text: str) -> dict[str, Any]:
     size, settings = split(rest, text)
     for name in settings:
         if name not in ("block", "dense_layers"):
@@ -86,7 +93,7 @@ def parse_select(method: str, rest: str, text: str) -> "Select":
         re.fullmatch(r"\d+k?\+.*", size) is None,
         f"sparsity {text!r}: a selector keeps all KV, so it has no buffer; drop {size[size.find('+') :]!r}.",
     )
-    return Select(method, budget(size), **settings)
+    return {"method": method, "budget": size, **settings}
 
 
 def split(rest: str, text: str) -> tuple[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alula.errors import SettingError, named_settings, require, require_whole
-from alula.sparsity.parse import spell
+from alula.sparsity.parse import parse_sparsity, spell
 from alula.sparsity.schedule import Schedule
 
 Budget = int | Schedule
@@ -108,6 +108,11 @@ class Sparsity:
                 value is None or isinstance(value, kind),
                 f"{name}={value!r}: must be made by {kind.__name__}, as {kind.__name__}({example!r}, budget=512).",
             )
+
+    @classmethod
+    def parse(cls, text: str) -> "Sparsity":
+        """The command line's spelling: `dense`, `rkv:512+128,window=16`, `block-topk:1024`, or two joined by `&`."""
+        return parse_sparsity(text)
 
     @property
     def dense(self) -> bool:
