@@ -96,7 +96,7 @@ def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
     large budget also one step below."""
     first, arms = bed.budgets.index(budgets["rkv"]), [DENSE]
     usual = ("naive", "sparse-rl", "reroll")
-    tried = {0: (*usual, "strict"), 1: (*usual, "strict"), 2: usual, 4: usual[:2], -1: ("strict",)}
+    tried = {0: (*usual, "strict"), 1: (*usual, "strict"), 2: (*usual, "strict"), 4: usual[:2], -1: ("strict",)}
     for step, names in tried.items():  # four steps above there is nothing to reroll
         size = bed.budgets[max(0, min(first + step, len(bed.budgets) - 1))]
         arms += [Arm(f"rkv chosen {step:+d}, {name}", bed.evictor("rkv", size), name) for name in names]
