@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import default_budgets, numbers, verdict, write
+from alula.cli.calibrate import default_budgets, numbers, write
 from alula.cli.main import app
+from alula.cli.verify import verdict
 from alula.distill.adapter import attach, fresh
 from alula.errors import SettingError
 from alula.mismatch import calibrate as calibrating
@@ -24,6 +25,7 @@ from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape
 from alula.mismatch.families import parse_methods
 from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
 from alula.mismatch.plan import Workload, plan
+from alula.mismatch.savings import Savings
 from alula.mismatch.search import next_budgets, spread
 from alula.mismatch.tail import MIN_PROMPTS, Tail
 from alula.mismatch.timings import load_cost, timing_record
@@ -65,17 +67,50 @@ def literal_tails(rollouts, alphas, width: int, bins: int) -> list[float]:
     return [sorted(v)[max(0, int(np.ceil(0.05 * len(v))) - 1)] if v else float("nan") for v in found]
 
 
+def literal_savings(engine, text, policy) -> Savings:
+    """Step by step: what the dense policy would hold, what is held, what each layer reads."""
+    held, read, dense, evictions, sparse, layers = 0.0, 0.0, 0.0, 0, 0, engine.shape.layers
+    for rollout in text:
+        cached, here, steps = len(rollout.prompt_ids), [], len(rollout) - 1
+        evicted = 0
+        for i in range(steps):
+            if policy.evict and cached >= policy.evict.budget + policy.evict.buffer:
+                cached, evicted = policy.evict.budget, evicted + 1
+            cached += 1
+            chosen = cached
+            if policy.select and -(-cached // PAGE) > -(-policy.select.budget // PAGE):
+                chosen = policy.select.budget - PAGE + (cached - 1) % PAGE + 1  # the last page may not be full
+            by_layer = [cached if policy.select and j < policy.select.dense_layers else chosen for j in range(layers)]
+            here.append((cached, sum(by_layer) / layers, len(rollout.prompt_ids) + i + 1))
+        held, read, dense = (x + len(rollout) * y for x, y in zip((held, read, dense), np.mean(here, 0)))
+        evictions += evicted
+        sparse += evicted > 0 or any(chosen < cached for cached, chosen, _ in here)
+    longest = max(len(r.prompt_ids) + len(r) for r in text)
+    open_layers = layers - (policy.select.dense_layers if policy.select else 0)
+    return Savings(
+        pytest.approx(1 - held / dense), pytest.approx(1 - read / dense), evictions, sparse, len(text), longest,
+        open_layers,
+    )  # fmt: skip
+
+
 def test_tails_of_policies_side_by_side(engine, text):
     policies = [SELECT.sparsity(12), SELECT.sparsity(20), EVICT.sparsity(8), DENSE]
     told = {}
-    tails = measure(engine, text, policies, BINS, done=told.__setitem__)
+    tails = measure(engine, text, policies, BINS, done=lambda i, *found: told.__setitem__(i, found))
     for policy, tail in zip(policies, tails):
         alphas = engine.acceptance(text, policy)
         np.testing.assert_allclose(tail.value, literal_tails(text, alphas, 12, 3), atol=2e-5)
         assert tail.tokens.sum() == sum(map(len, text))
         assert tail.prompts.max() == len(PROMPTS)
     assert list(told) == sorted(told), "policies are done in their order, so that little is lost by a kill"
-    assert [told[i] for i in range(4)] == tails
+    assert [told[i][0] for i in range(4)] == tails
+    for policy, (_, kv) in zip(policies, told.values()):
+        assert kv == literal_savings(engine, text, policy)
+    assert told[0][1].sparse > told[1][1].sparse > told[3][1].sparse == 0
+    half = Sparsity(select=Select("block-topk", 12, PAGE, dense_layers=1))
+    measure(engine, text, [half], BINS, done=lambda i, *found: told.__setitem__("half", found))
+    assert told["half"][1] == literal_savings(engine, text, half)
+    assert told["half"][1].not_read == pytest.approx(told[0][1].not_read / 2), "one of two layers reads everything"
     assert tails[3].value.min() > 1 - 1e-5
     assert tails[0].overall < tails[1].overall < 0.99
 
@@ -409,6 +444,9 @@ def test_methods_on_the_command_line():
         default_budgets(300)
 
 
+KV = Savings(0.4, 0.5, evictions=60, sparse=30, rollouts=30, longest=36, sparse_layers=2)
+
+
 def test_verification_of_a_schedule():
     notes = {"options": {"dense_layers": 1}, "tau": 0.8}
     schedule = Schedule((16, 32, 32), 12, "mine", None, "quest", 4, notes)
@@ -421,7 +459,7 @@ def test_verification_of_a_schedule():
     tail = Tail(
         np.array([0.9, 0.7, 0.1]), np.array([0.81, 0.6, 0.0]), np.array([0.95, 0.79, 0.2]), counts, counts, 0.8, 12
     )
-    found = Verification(schedule, 0.8, tail, Share(3, 30))
+    found = Verification(schedule, 0.8, tail, Share(3, 30), KV)
     assert found.violated == [1], "too few prompts are no evidence"
     assert [found.verdict(t) for t in tail] == ["above tau", "below tau", "fewer than 20 prompts"]
     assert "| 12-24 | 32 | 0.7000 | 0.6000-0.7900 | 30 | 30 | below tau |" in found.table()
@@ -434,7 +472,7 @@ def test_the_verdict_counts_only_bins_that_are_judged():
 
     def said(prompts, tau=0.8, upper=0.95):
         counts, numbers_ = np.array(prompts), [np.full(3, x) for x in (0.9, 0.85, upper)]
-        return verdict(Verification(schedule, tau, Tail(*numbers_, counts, counts, 0.9, 12), Share(0, 30)))
+        return verdict(Verification(schedule, tau, Tail(*numbers_, counts, counts, 0.9, 12), Share(0, 30), KV))
 
     assert said([30, 30, 30]) == "tau 0.8000 holds."
     assert said([30, 5, 0]) == "tau 0.8000 holds in 1 of 3 bins; the others have too few prompts to judge."
@@ -453,6 +491,19 @@ def test_the_table_says_that_only_trusted_bins_count(tmp_path, capsys):
     assert row.split(" | ")[3] == "0.8000"
 
 
+def test_the_table_names_budgets_that_measured_nothing(tmp_path, capsys):
+    tail, dense = made_tail([0.9]), replace(KV, saved=0.0, not_read=0.0, evictions=0, sparse=0, longest=67)
+    measured = [Measured(replace(SELECT, budget=b), tail, kv) for b, kv in ((16, KV), (512, dense), (768, dense))]
+    path = tmp_path / "c.json"
+    write(Calibration("m", tail, (*measured, Measured(replace(EVICT, budget=16), tail))), path)
+    _, _, *rows, old, said, _ = capsys.readouterr().out.splitlines()
+    assert old.endswith("| | | |"), "a file from before this was measured"
+    assert [row.split(" | ")[5:] for row in rows] == [["40.0%", "50.0%", "60 |"]] + 2 * [["0.0%", "0.0%", "0 |"]]
+    assert "with budget 512, 768 was never sparse: no sequence outgrew it (the longest has 67 tokens)" in said
+    assert "use a smaller budget, or longer sequences (--length)" in said
+    assert [m.kv for m in Calibration.load(path).measured] == [KV, dense, dense, None]
+
+
 TINY = ("calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--prompts", 20, "--length", 24, "--bin", 12,
         "--budgets", "12,24", "--pages", 4, "--kv-memory", "8MiB", "--max-rows", 40)  # fmt: skip
 
@@ -467,6 +518,34 @@ def test_the_command_makes_the_folder_of_its_output(tmp_path):
     out = tmp_path / "no" / "such" / "c.json"
     assert alula(*TINY, "--out", out) == 0
     assert len(Calibration.load(out).measured) > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("rkv:512+128", "no sequence outgrew it (the longest has 24 tokens)"),
+        ("block-topk:12,block=4,dense_layers=9", "its dense_layers are all layers of the model"),
+    ],
+)
+def test_a_policy_that_was_never_sparse_is_not_called_safe(tmp_path, capsys, policy, reason):
+    out = tmp_path / "v.json"
+    assert alula(*TINY, "--verify", policy, "--tau", 0.5, "--out", out) == 1
+    said = capsys.readouterr().out
+    assert "KV saved 0.0%, KV not read 0.0%, evictions 0; sparse in 0 of 20 rollouts." in said
+    assert f"{policy} was never sparse: {reason}, so nothing was tested; use " in said
+    assert "holds" not in said
+    assert "above tau" not in said
+    assert json.loads(out.read_text())["kv"]["sparse"] == 0
+
+
+def test_a_policy_that_was_sparse_says_how_much(tmp_path, capsys):
+    out = tmp_path / "v.json"
+    assert alula(*TINY, "--verify", "streaming:8+2,window=2,sinks=1", "--tau", 0.01, "--out", out) in (0, 1)
+    kv = json.loads(out.read_text())["kv"]
+    assert kv["sparse"] > 0
+    assert kv["evictions"] > 0
+    assert 0 < kv["saved"] == kv["not_read"] < 1
+    assert "never sparse" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

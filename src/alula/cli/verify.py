@@ -1,0 +1,63 @@
+"""What `alula calibrate --verify` measures, prints and writes."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from alula.mismatch.verify import Verification, verify
+from alula.mismatch.veto import TOO_MANY
+
+if TYPE_CHECKING:
+    from alula.cli.calibrate import Engines
+    from alula.mismatch.calibrate import Text
+    from alula.sparsity.policy import Sparsity
+    from alula.sparsity.schedule import Schedule
+
+
+def run_verify(
+    engines: "Engines", text: "Text", name: str, schedule: "Schedule", policy: "Sparsity", tau: float | None,
+    quantile: float, confidence: float, out: Path, progress: bool,
+) -> bool:  # fmt: skip
+    """Measure a policy on rollouts of its own, write and print what was found; False where it is not shown to hold."""
+    engine = engines.with_page(policy.select.block if policy.select else 16)
+    found = verify(engine, schedule, policy, text, tau, quantile=quantile, confidence=confidence, progress=progress)
+    out.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+    typer.echo(f"{found.table()}\n{found.kv.describe()}\n{vetoes(found)}")
+    if found.kv.sparse == 0:
+        typer.echo(found.kv.never_sparse(name))
+    typer.echo(f"{out}: {verdict(found)}")
+    return found.holds
+
+
+def vetoes(found: Verification) -> str:
+    """The share of vetoed rollouts, and what to do about it."""
+    share, (lower, upper) = found.vetoed, found.vetoed.interval
+    said = (f"vetoed rollouts (some token with p_dense / p_sparse < 1e-4): {share.count} of {share.of}, "
+            f"{share.value:.1%} ({lower:.1%} to {upper:.1%}).")  # fmt: skip
+    if found.too_many_vetoed:
+        said += (f"\nThat is more than {TOO_MANY:.0%}: so many answers are spoilt, whatever the tail says; use a "
+                 "larger budget, or objective.correction=reroll.")  # fmt: skip
+    elif upper > TOO_MANY:
+        said += (f"\nSo few rollouts do not tell that from {TOO_MANY:.0%}, which is too many; measure more with "
+                 "--prompts.")  # fmt: skip
+    return said
+
+
+def verdict(found: Verification) -> str:
+    """What the bins say together of tau; those with too few prompts say nothing."""
+    if found.kv.sparse == 0:
+        return "nothing is judged, since the policy was never sparse."
+    if found.tau is None:
+        return "no tau was given, so the tail is not judged."
+    width, judged = found.schedule.width, sum(bool(bin_.enough) for bin_ in found.tail)
+    if found.violated:
+        where = ", ".join(f"{j * width}-{(j + 1) * width}" for j in found.violated)
+        return f"tau {found.tau:.4f} is violated at lengths {where}."
+    bins = len(found.schedule.budgets)
+    if judged == bins:
+        return f"tau {found.tau:.4f} holds."
+    if judged == 0:
+        return f"tau {found.tau:.4f} is not judged: all {bins} bins have too few prompts; measure more with --prompts."
+    return f"tau {found.tau:.4f} holds in {judged} of {bins} bins; the others have too few prompts to judge."
