@@ -548,11 +548,27 @@ def test_a_policy_that_was_sparse_says_how_much(tmp_path, capsys):
     assert "never sparse" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_of_several_policies_is_judged_and_the_worst_decides(tmp_path, capsys, order):
+    names = ["block-topk:12,block=4,dense_layers=0", "rkv:512+128"]
+    asked = [names[i] for i in order]
+    out = tmp_path / "v.json"
+    assert alula(*TINY, "--verify", asked[0], "--verify", asked[1], "--tau", 0.01, "--out", out) == 1
+    found = json.loads(out.read_text())
+    assert [one["policy"] for one in found] == asked
+    assert [one["kv"]["sparse"] > 0 for one in found] == [name == names[0] for name in asked]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line in names] == asked
+    assert alula(*TINY, "--verify", names[0], "--verify", names[0], "--tau", 0.01, "--out", out) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--tau", "1.5"], "--tau 1.5: must lie between 0 and 1"),
         (["--tau", "0.9", "--tau", "0"], "--tau 0.0: must lie between 0 and 1"),
+        (["--tau", "0.9", "--tau", "0.8", "--verify", "rkv:64+8"], "--tau 0.9 --tau 0.8: --verify takes one."),
+        (["--verify", "rkv:64+8", "--verify", "rvk:64+8"], "did you mean 'rkv'"),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),

@@ -60,16 +60,18 @@ def calibrate(
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 512,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("calibration.json"),
     verify: Annotated[
-        str | None,
-        typer.Option(help="Measure this schedule or policy (rkv:512+128) on rollouts of its own, on other prompts."),
+        list[str] | None,
+        typer.Option(
+            help="Measure this schedule or policy (rkv:512+128) on rollouts of its own, on other prompts (repeatable)."
+        ),
     ] = None,
 ) -> None:
     """Measure the tail of acceptance of sparse policies at every length; `alula plan` makes a schedule of it.
 
-    A calibration that was interrupted goes on where it was. With --verify nothing is searched: the schedule or policy
-    generates its own rollouts, and the exit code is 1 if some bin's tail is confidently below tau, if confidently
-    more than 15 % of the rollouts hold a token that the dense policy would not have sampled, or if no rollout
-    outgrew the budget, so that nothing was tested.
+    A calibration that was interrupted goes on where it was. With --verify nothing is searched: each schedule or policy
+    generates its own rollouts, and the exit code is 1 if for one of them some bin's tail is confidently below tau,
+    confidently more than 15 % of the rollouts hold a token that the dense policy would not have sampled, or no
+    rollout outgrew the budget, so that nothing was tested.
     """
     import sys
 
@@ -80,8 +82,9 @@ def calibrate(
 
     check_numbers(length, bin_width, tau or [])
     width = bin_width or min(2000, -(-length // 8))
-    verified = None if verify is None else named(verify, width, length)  # a misspelt one is refused at once
-    if verify is not None and out == Path("calibration.json"):
+    verified = [(name, *named(name, width, length)) for name in verify or []]  # a misspelt one is refused at once
+    require(not verified or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
+    if verified and out == Path("calibration.json"):
         out = Path("verified.json")  # not over the calibration that the schedule was planned from
     check_out(out)
     loaded, dataset = load(
@@ -89,15 +92,12 @@ def calibrate(
     )
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
-    if verified is not None:
+    if verified:
         from alula.cli.verify import run_verify
 
-        schedule, policy = verified
         chosen = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
-        threshold = tau[0] if tau else schedule.notes.get("tau")
-        assert verify is not None
-        holds = run_verify(engines, chosen, verify, schedule, policy, threshold, quantile, confidence, out, progress)
-        raise typer.Exit(0 if holds else 1)
+        hold = run_verify(engines, chosen, verified, tau[0] if tau else None, quantile, confidence, out, progress)
+        raise typer.Exit(0 if hold else 1)
     from alula.mismatch.calibrate import calibrate as measure_all
     from alula.mismatch.families import parse_methods
 

@@ -1,6 +1,7 @@
 """What `alula calibrate --verify` measures, prints and writes."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +18,26 @@ if TYPE_CHECKING:
 
 
 def run_verify(
-    engines: "Engines", text: "Text", name: str, schedule: "Schedule", policy: "Sparsity", tau: float | None,
+    engines: "Engines", text: "Text", named: Sequence[tuple[str, "Schedule", "Sparsity"]], tau: float | None,
     quantile: float, confidence: float, out: Path, progress: bool,
 ) -> bool:  # fmt: skip
-    """Measure a policy on rollouts of its own, write and print what was found; False where it is not shown to hold."""
-    engine = engines.with_page(policy.select.block if policy.select else 16)
-    found = verify(engine, schedule, policy, text, tau, quantile=quantile, confidence=confidence, progress=progress)
-    out.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-    typer.echo(f"{found.table()}\n{found.kv.describe()}\n{vetoes(found)}")
-    if found.kv.sparse == 0:
-        typer.echo(found.kv.never_sparse(name))
-    typer.echo(f"{out}: {verdict(found)}")
-    return found.holds
+    """Measure policies on rollouts of their own, write and print what was found; whether every one holds."""
+    hold, written = True, []
+    for name, schedule, policy in named:
+        engine = engines.with_page(policy.select.block if policy.select else 16)
+        asked = schedule.notes.get("tau") if tau is None else tau
+        found = verify(
+            engine, schedule, policy, text, asked, quantile=quantile, confidence=confidence, progress=progress
+        )
+        written.append({"policy": name, **found.to_dict()})
+        out.write_text(json.dumps(written if len(named) > 1 else written[0], indent=1) + "\n")
+        heading = f"{name}\n\n" if len(named) > 1 else ""
+        typer.echo(f"{heading}{found.table()}\n{found.kv.describe()}\n{vetoes(found)}")
+        if found.kv.sparse == 0:
+            typer.echo(found.kv.never_sparse(name))
+        typer.echo(f"{out}: {verdict(found)}")
+        hold = hold and found.holds
+    return hold
 
 
 def vetoes(found: Verification) -> str:
