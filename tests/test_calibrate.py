@@ -15,7 +15,7 @@ import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.cli.calibrate import default_budgets, numbers, write
 from alula.cli.main import app
-from alula.cli.verify import verdict
+from alula.cli.verify import not_told, verdict
 from alula.distill.adapter import attach, fresh
 from alula.errors import SettingError
 from alula.mismatch import calibrate as calibrating
@@ -597,6 +597,29 @@ def test_the_interval_of_a_share_holds_what_a_score_test_accepts(of, data):
         np.testing.assert_allclose(apart, 1.959964 * deviation, atol=1e-6)
     assert share.interval[0] - 1e-9 <= share.value <= share.interval[1] + 1e-9
     assert Share(4 * share.count, 4 * of, samples=4).interval == share.interval, "four alike are worth one"
+
+
+@given(st.integers(1, 400), st.integers(1, 4), st.floats(0.02, 0.5), st.data())
+def test_so_many_prompts_tell_a_share_from_a_limit(prompts, samples, limit, data):
+    """At that many the same share's interval leaves the limit out, at nine tenths of them it does not."""
+    share = Share(data.draw(st.integers(0, prompts * samples)), prompts * samples, samples)
+    needed = share.prompts_to_tell_from(limit)
+    if needed is None or needed < 20:
+        return
+    for count, told in ((needed + 1, True), (0.9 * needed, False)):
+        lower, upper = Share(share.value * count * samples, count * samples, samples).interval
+        assert (limit < lower or limit > upper) == told
+
+
+def test_a_share_that_may_be_too_large_says_what_to_do():
+    assert not_told(Share(35, 256)) == (
+        "256 prompts do not tell that from 15%, which is too many: use a larger budget, or measure with --prompts "
+        "2800, enough if the share stays."
+    )
+    assert "measure with --prompts 200, enough" in not_told(Share(6, 60))
+    assert not_told(Share(24, 240, samples=4)) == not_told(Share(6, 60)), "rollouts of one prompt are worth one"
+    for count in (9, 12):  # the limit itself, and more: further prompts would not help
+        assert not_told(Share(count, 60)).endswith("which is too many: use a larger budget.")
 
 
 def test_vetoed_rollouts_are_counted_on_its_own_rollouts(loaded):

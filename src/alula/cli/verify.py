@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from alula.mismatch.verify import Verification, verify
-from alula.mismatch.veto import TOO_MANY
+from alula.mismatch.veto import TOO_MANY, Share
 
 if TYPE_CHECKING:
     from alula.cli.calibrate import Engines
@@ -49,9 +49,18 @@ def vetoes(found: Verification) -> str:
         said += (f"\nThat is more than {TOO_MANY:.0%}: so many answers are spoilt, whatever the tail says; use a "
                  "larger budget, or objective.correction=reroll.")  # fmt: skip
     elif upper > TOO_MANY:
-        said += (f"\nSo few rollouts do not tell that from {TOO_MANY:.0%}, which is too many; measure more with "
-                 "--prompts.")  # fmt: skip
+        said += f"\n{not_told(share)}"
     return said
+
+
+def not_told(share: Share) -> str:
+    """What to do about a share that may be too large."""
+    prompts, needed = share.of // share.samples, share.prompts_to_tell_from(TOO_MANY)
+    said = f"{prompts} prompts do not tell that from {TOO_MANY:.0%}, which is too many: use a larger budget"
+    if needed is None or share.value > TOO_MANY:
+        return f"{said}."
+    unit = 10 ** max(len(str(needed)) - 2, 0)
+    return f"{said}, or measure with --prompts {-(-needed // unit) * unit}, enough if the share stays."
 
 
 def verdict(found: Verification) -> str:
