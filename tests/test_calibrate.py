@@ -16,6 +16,9 @@ from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.cli.calibrate import default_budgets, numbers, write
 from alula.cli.main import app
 from alula.cli.verify import not_told, verdict
+from alula.cli.vetoed import remarks
+from alula.data.tasks import build
+from alula.data.tasks.tokenizer import task_tokenizer
 from alula.distill.adapter import attach, fresh
 from alula.errors import SettingError
 from alula.mismatch import calibrate as calibrating
@@ -27,11 +30,14 @@ from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_sid
 from alula.mismatch.plan import Workload, plan
 from alula.mismatch.savings import Savings
 from alula.mismatch.search import next_budgets, spread
+from alula.mismatch.smallest import Smallest, below, rungs, smallest
 from alula.mismatch.tail import MIN_PROMPTS, Tail
 from alula.mismatch.timings import load_cost, timing_record
 from alula.mismatch.verify import Verification, named, policy_of, verify
 from alula.mismatch.veto import Share
 from alula.mismatch.work import Work
+from alula.model import load_model
+from alula.rl.setup import with_tokenizer
 from alula.sparsity.parse import parse_sparsity, spell
 from alula.sparsity.policy import DENSE
 
@@ -569,6 +575,10 @@ def test_each_of_several_policies_is_judged_and_the_worst_decides(tmp_path, caps
         (["--tau", "0.9", "--tau", "0"], "--tau 0.0: must lie between 0 and 1"),
         (["--tau", "0.9", "--tau", "0.8", "--verify", "rkv:64+8"], "--tau 0.9 --tau 0.8: --verify takes one."),
         (["--verify", "rkv:64+8", "--verify", "rvk:64+8"], "did you mean 'rkv'"),
+        (["--vetoed", "1.5"], "--vetoed 1.5: must lie between 0 and 1"),
+        (["--vetoed", "0.1"], "of 20 prompts not one vetoed would still leave up to 16.1%; use --prompts 35 or more."),
+        (["--vetoed", "0.1", "--verify", "rkv:64+8"], "drop --verify and --tau"),
+        (["--vetoed", "0.2", "--methods", "rvk"], "did you mean 'rkv'"),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),
@@ -639,6 +649,111 @@ def test_vetoed_rollouts_are_counted_on_its_own_rollouts(loaded):
     whole = verify(engine, *named("streaming:40+2,window=2,sinks=1", 12, 36), TEXT, None)
     assert whole.vetoed.count == 0
     assert not whole.too_many_vetoed
+
+
+# -- the smallest budget by vetoes --------------------------------------------------------------------------
+
+
+def made_verification(vetoed: int, of: int = 100, sparse: int = 30) -> Verification:
+    return Verification(Schedule((16,), 12), None, made_tail([0.9]), Share(vetoed, of), replace(KV, sparse=sparse))
+
+
+def found_in(counts: dict[int, int], limit=0.1, sweep=False, dense=()) -> Smallest:
+    asked = []
+
+    def measured(budget):
+        asked.append(budget)
+        return made_verification(counts[budget], sparse=0 if budget in dense else 30)
+
+    found = smallest(EVICT, sorted(counts), limit, measured, sweep=sweep)
+    assert sorted(asked) == sorted(found.tried), "nothing is measured twice"
+    return found
+
+
+@given(st.integers(1, 40), st.integers(0, 40))
+def test_the_smallest_budget_is_bisected(rungs_, holding):
+    """Where vetoes fall with the budget the answer is exact, and the one below it was measured too."""
+    counts = {10 + i: 0 if i >= holding else 50 for i in range(rungs_)}
+    found = found_in(counts)
+    expected = 10 + holding if holding < rungs_ else None
+    assert found.budget == expected
+    assert len(found.tried) <= math.ceil(math.log2(rungs_ + 1))
+    if expected is not None and holding > 0:
+        assert not below(found.tried[expected - 1], 0.1)
+    assert found_in(counts, sweep=True).budget == expected
+
+
+def test_what_holds_is_measured_confident_and_sparse():
+    counts = {8: 50, 12: 0, 16: 40, 20: 0, 24: 0}  # vetoes that do not fall with the budget
+    assert found_in(counts).budget == 20
+    assert found_in(counts, sweep=True).budget == 12
+    assert found_in({8: 5}).budget is None, "5 of 100 may be 11 %"
+    assert found_in({8: 2}).budget == 8
+    none = found_in({8: 50, 12: 0, 16: 0}, dense=(12, 16))
+    assert none.budget is None
+    family = "streaming:buffer=2:window=2:sinks=1: "
+    assert remarks(none) == [
+        f"{family}budget 8 is not shown to hold and 12 was never sparse; name --budgets between them, or a longer "
+        "--length."
+    ]
+    assert "budget 8 was never sparse: no sequence outgrew it" in remarks(found_in({8: 0}, dense=(8,)))[0]
+    assert "8 is not shown to hold, the largest to be tried; name larger --budgets" in remarks(found_in({8: 50}))[0]
+    assert remarks(found_in({8: 5, 12: 0})) == [
+        f"{family}the next smaller budget may do, which --prompts 139 would show if its share stays."
+    ]
+    for count in (9, 50):
+        assert remarks(found_in({8: count, 12: 0})) == [], "a hair from the limit, and above it"
+    assert "8 is the smallest budget that was to be tried" in remarks(found_in({8: 0}))[0]
+
+
+def test_budgets_to_try_where_none_are_named():
+    [select] = parse_methods("block-topk", (16,))
+    [evict] = parse_methods("rkv", (16,))
+    assert rungs(evict, 512) == (16, 32, 48, 64, 80, 112, 144, 192, 240, 304, 384, 480)
+    assert rungs(select, 512)[0] == 48, "a selector has three blocks at least"
+    assert rungs(evict, 4096)[:4] == (128, 160, 208, 272)
+    with pytest.raises(SettingError, match="a length of 40 leaves none for block-topk"):
+        rungs(select, 40)
+
+
+@pytest.fixture(scope="module")
+def sure_model(tmp_path_factory):
+    """A policy that is sure of every token is often surely wrong: its vetoes depend on the budget."""
+    folder = tmp_path_factory.mktemp("sure")
+    tokenizer = task_tokenizer(build("copy-last"))
+    sure = with_tokenizer(load_model("shape:tiny-llama"), tokenizer, cut=True)
+    with torch.no_grad():
+        sure.model.base_model.norm.weight.mul_(12)
+    sure.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_budget_that_is_found_says_the_same_when_it_is_verified(sure_model, tmp_path, capsys):
+    asked = [sure_model, "--data", "task:copy-last", "--prompts", 64, "--length", 48, "--bin", 12, "--seed", 5,
+             "--kv-memory", "8MiB"]  # fmt: skip
+    methods = ["--methods", "streaming:buffer=2:window=2:sinks=1,block-topk:dense_layers=0", "--pages", 4]
+    out, again = tmp_path / "found.json", tmp_path / "again.json"
+    ladder = ["--budgets", "12,16,20,24,28,32,36,40,44"]
+    assert alula("calibrate", *asked, *methods, *ladder, "--vetoed", 0.3, "--out", out) == 0
+    said = capsys.readouterr().out
+    both = json.loads(out.read_text())
+    assert [one["family"] for one in both] == [
+        "streaming:buffer=2:window=2:sinks=1",
+        "block-topk:block=4:dense_layers=0",
+    ]
+    for one in both:
+        chosen = next(t for t in one["tried"] if t["budget"] == one["budget"])
+        assert chosen["holds"]
+        assert chosen["vetoed"]["upper"] < 0.3
+        assert any(not t["holds"] and t["budget"] < one["budget"] for t in one["tried"]), "some have too many"
+        assert f"| {one['family']} | {one['budget']} | " in said
+        assert all(f"{t['policy']}: vetoed {t['vetoed']['rollouts']} of 64" in said for t in one["tried"])
+        assert alula("calibrate", *asked, "--verify", chosen["policy"], "--out", again) in (0, 1)
+        verified = json.loads(again.read_text())
+        assert (verified["vetoed"], verified["kv"]) == (chosen["vetoed"], chosen["kv"])
+    few = ["--vetoed", 0.3, "--budgets", "12,16", "--out", out]
+    assert alula("calibrate", *asked, "--methods", "streaming:buffer=2:window=2:sinks=1", *few) == 1
 
 
 def test_what_to_verify(tmp_path):

@@ -65,18 +65,26 @@ def calibrate(
             help="Measure this schedule or policy (rkv:512+128) on rollouts of its own, on other prompts (repeatable)."
         ),
     ] = None,
+    vetoed: Annotated[
+        float | None,
+        typer.Option(
+            help="Find each method's smallest budget with confidently less than this share of vetoed rollouts."
+        ),
+    ] = None,
 ) -> None:
     """Measure the tail of acceptance of sparse policies at every length; `alula plan` makes a schedule of it.
 
     A calibration that was interrupted goes on where it was. With --verify nothing is searched: each schedule or policy
     generates its own rollouts, and the exit code is 1 if for one of them some bin's tail is confidently below tau,
     confidently more than 15 % of the rollouts hold a token that the dense policy would not have sampled, or no
-    rollout outgrew the budget, so that nothing was tested.
+    rollout outgrew the budget, so that nothing was tested. With --vetoed budgets are measured in the same way, and
+    the exit code is 1 if no method has one.
     """
     import sys
 
     from alula.cli.generate import check_out
     from alula.mismatch.calibrate import Grid, Text
+    from alula.mismatch.families import parse_methods
     from alula.mismatch.measure import Bins
     from alula.mismatch.verify import named
 
@@ -84,22 +92,36 @@ def calibrate(
     width = bin_width or min(2000, -(-length // 8))
     verified = [(name, *named(name, width, length)) for name in verify or []]  # a misspelt one is refused at once
     require(not verified or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
-    if verified and out == Path("calibration.json"):
-        out = Path("verified.json")  # not over the calibration that the schedule was planned from
+    ladders = []
+    if vetoed is not None:
+        from alula.cli.vetoed import ladders_of
+
+        require(not verified and not tau, "--vetoed looks for a budget by vetoed rollouts; drop --verify and --tau.")
+        families = parse_methods(methods, numbers("pages", pages))
+        ladders = ladders_of(families, numbers("budgets", budgets) if budgets else None, length, vetoed, prompts)
+    if out == Path("calibration.json") and (verified or ladders):
+        out = Path("verified.json" if verified else "vetoed.json")  # not over what a schedule was planned from
     check_out(out)
     loaded, dataset = load(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
     )
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
-    if verified:
+    bins = Bins(width, -(-length // width), quantile, confidence)
+    if verified or vetoed is not None:
+        text = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
+        if vetoed is not None:
+            from alula.cli.vetoed import run_vetoed
+
+            raise typer.Exit(run_vetoed(engines, text, ladders, vetoed, bins, sweep, out, progress))
         from alula.cli.verify import run_verify
 
-        chosen = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
-        hold = run_verify(engines, chosen, verified, tau[0] if tau else None, quantile, confidence, out, progress)
-        raise typer.Exit(0 if hold else 1)
+        if len(dataset) < 2 * prompts:
+            typer.echo(f"note: {2 * prompts - len(dataset)} of the {prompts} prompts may also have been calibrated on; "
+                       "use more data to check on fresh ones only.")  # fmt: skip
+        asked = tau[0] if tau else None
+        raise typer.Exit(run_verify(engines, text, verified, asked, quantile, confidence, out, progress))
     from alula.mismatch.calibrate import calibrate as measure_all
-    from alula.mismatch.families import parse_methods
 
     text = Text(choose(dataset, prompts, seed), length, samples, temperature, seed)
     grid = Grid(
@@ -107,7 +129,6 @@ def calibrate(
         numbers("budgets", budgets) if budgets else default_budgets(length),
         tuple(tau or ()), sweep, forward,
     )  # fmt: skip
-    bins = Bins(width, -(-length // width), quantile, confidence)
     found = measure_all(
         engines.with_page, text, grid, bins, out.with_suffix(".work.json"), say=typer.echo, progress=progress
     )
@@ -153,9 +174,6 @@ def load(
 def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
     """`count` prompts in an order made by `seed`: the first of it, or the last for a check on other prompts."""
     require(len(dataset) >= count, f"prompts={count}: the data has only {len(dataset)} that fit; ask for fewer.")
-    if from_end and len(dataset) < 2 * count:
-        typer.echo(f"note: {2 * count - len(dataset)} of the {count} prompts may also have been calibrated on; "
-                   "use more data to check on fresh ones only.")  # fmt: skip
     order = dataset.take(None, seed)
     chosen = order[-count:] if from_end else order[:count]
     return tuple(example.prompt_ids for example in chosen)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def run_verify(
     engines: "Engines", text: "Text", named: Sequence[tuple[str, "Schedule", "Sparsity"]], tau: float | None,
     quantile: float, confidence: float, out: Path, progress: bool,
-) -> bool:  # fmt: skip
-    """Measure policies on rollouts of their own, write and print what was found; whether every one holds."""
-    hold, written = True, []
+) -> int:  # fmt: skip
+    """Measure policies on rollouts of their own, write and print what was found; exit code 1 unless all hold."""
+    code, written = 0, []
     for name, schedule, policy in named:
         engine = engines.with_page(policy.select.block if policy.select else 16)
         asked = schedule.notes.get("tau") if tau is None else tau
@@ -36,8 +36,8 @@ def run_verify(
         if found.kv.sparse == 0:
             typer.echo(found.kv.never_sparse(name))
         typer.echo(f"{out}: {verdict(found)}")
-        hold = hold and found.holds
-    return hold
+        code = code if found.holds else 1
+    return code
 
 
 def vetoes(found: Verification) -> str:
