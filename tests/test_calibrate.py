@@ -540,6 +540,7 @@ def test_a_policy_that_was_never_sparse_is_not_called_safe(tmp_path, capsys, pol
     assert "KV saved 0.0%, KV not read 0.0%, evictions 0; sparse in 0 of 20 rollouts." in said
     assert f"{policy} was never sparse: {reason}, so nothing was tested; use " in said
     assert "holds" not in said
+    assert "larger budget" not in said
     assert "above tau" not in said
     assert json.loads(out.read_text())["kv"]["sparse"] == 0
 
@@ -623,8 +624,8 @@ def test_so_many_prompts_tell_a_share_from_a_limit(prompts, samples, limit, data
 
 def test_a_share_that_may_be_too_large_says_what_to_do():
     assert not_told(Share(35, 256)) == (
-        "256 prompts do not tell that from 15%, which is too many: use a larger budget, or measure with --prompts "
-        "2800, enough if the share stays."
+        "256 prompts do not tell that from 15%, which is too many: measure with --prompts 2800, enough if the share "
+        "stays, or use a larger budget."
     )
     assert "measure with --prompts 200, enough" in not_told(Share(6, 60))
     assert not_told(Share(24, 240, samples=4)) == not_told(Share(6, 60)), "rollouts of one prompt are worth one"

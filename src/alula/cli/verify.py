@@ -48,7 +48,7 @@ def vetoes(found: Verification) -> str:
     if found.too_many_vetoed:
         said += (f"\nThat is more than {TOO_MANY:.0%}: so many answers are spoilt, whatever the tail says; use a "
                  "larger budget, or objective.correction=reroll.")  # fmt: skip
-    elif upper > TOO_MANY:
+    elif upper > TOO_MANY and found.kv.sparse:
         said += f"\n{not_told(share)}"
     return said
 
@@ -56,11 +56,12 @@ def vetoes(found: Verification) -> str:
 def not_told(share: Share) -> str:
     """What to do about a share that may be too large."""
     prompts, needed = share.of // share.samples, share.prompts_to_tell_from(TOO_MANY)
-    said = f"{prompts} prompts do not tell that from {TOO_MANY:.0%}, which is too many: use a larger budget"
+    said = f"{prompts} prompts do not tell that from {TOO_MANY:.0%}, which is too many: "
     if needed is None or share.value > TOO_MANY:
-        return f"{said}."
+        return f"{said}use a larger budget."
     unit = 10 ** max(len(str(needed)) - 2, 0)
-    return f"{said}, or measure with --prompts {-(-needed // unit) * unit}, enough if the share stays."
+    enough = -(-needed // unit) * unit
+    return f"{said}measure with --prompts {enough}, enough if the share stays, or use a larger budget."
 
 
 def verdict(found: Verification) -> str:
