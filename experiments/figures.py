@@ -123,7 +123,7 @@ def dose(question: str, bed: str) -> dict[str, str]:
         starts = [judge.start(run) for runs in kinds.values() for run in runs]
         known = [row[name] for row in raw("probe", bed)]
         edges = [min(known), max(known)]
-        return [*drawn, Line("start", edges, [fmean(starts)] * 2, colour="#999999", dashed=True)]
+        return [*drawn, Line("start", edges, [fmean(starts)] * 2, colour="#999999", dash="5 4")]
 
     where = BED_NAMES[bed]
     return {
@@ -172,7 +172,7 @@ def breakeven() -> str:
     alone, scored = ([row[name] for row in rows] for name in ("rollout_ratio", "with_scoring"))
     lines = [Line("rollouts alone", lengths, alone, dots=True),
              Line("with the scoring pass", lengths, scored, colour=COLOURS[1], dots=True),
-             Line("as fast as dense", [0, lengths[-1]], [1, 1], colour="#999999", dashed=True)]  # fmt: skip
+             Line("as fast as dense", [0, lengths[-1]], [1, 1], colour="#999999", dash="5 4")]  # fmt: skip
     title = "rkv 512+128 against dense, qwen3-1.7b, batch of 64 (estimate)"
     return chart(title, "response tokens", "speed-up", lines)
 

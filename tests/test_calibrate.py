@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import default_budgets, numbers, verdict, write
+from alula.cli.calibrate import default_budgets, numbers, write
 from alula.cli.main import app
+from alula.cli.verify import not_told, verdict
+from alula.cli.vetoed import remarks
+from alula.data.tasks import build
+from alula.data.tasks.tokenizer import task_tokenizer
 from alula.distill.adapter import attach, fresh
 from alula.errors import SettingError
 from alula.mismatch import calibrate as calibrating
@@ -24,12 +28,16 @@ from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape
 from alula.mismatch.families import parse_methods
 from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
 from alula.mismatch.plan import Workload, plan
+from alula.mismatch.savings import Savings
 from alula.mismatch.search import next_budgets, spread
+from alula.mismatch.smallest import Smallest, below, rungs, smallest
 from alula.mismatch.tail import MIN_PROMPTS, Tail
 from alula.mismatch.timings import load_cost, timing_record
 from alula.mismatch.verify import Verification, named, policy_of, verify
 from alula.mismatch.veto import Share
 from alula.mismatch.work import Work
+from alula.model import load_model
+from alula.rl.setup import with_tokenizer
 from alula.sparsity.parse import parse_sparsity, spell
 from alula.sparsity.policy import DENSE
 
@@ -65,17 +73,50 @@ def literal_tails(rollouts, alphas, width: int, bins: int) -> list[float]:
     return [sorted(v)[max(0, int(np.ceil(0.05 * len(v))) - 1)] if v else float("nan") for v in found]
 
 
+def literal_savings(engine, text, policy) -> Savings:
+    """Step by step: what the dense policy would hold, what is held, what each layer reads."""
+    held, read, dense, evictions, sparse, layers = 0.0, 0.0, 0.0, 0, 0, engine.shape.layers
+    for rollout in text:
+        cached, here, steps = len(rollout.prompt_ids), [], len(rollout) - 1
+        evicted = 0
+        for i in range(steps):
+            if policy.evict and cached >= policy.evict.budget + policy.evict.buffer:
+                cached, evicted = policy.evict.budget, evicted + 1
+            cached += 1
+            chosen = cached
+            if policy.select and -(-cached // PAGE) > -(-policy.select.budget // PAGE):
+                chosen = policy.select.budget - PAGE + (cached - 1) % PAGE + 1  # the last page may not be full
+            by_layer = [cached if policy.select and j < policy.select.dense_layers else chosen for j in range(layers)]
+            here.append((cached, sum(by_layer) / layers, len(rollout.prompt_ids) + i + 1))
+        held, read, dense = (x + len(rollout) * y for x, y in zip((held, read, dense), np.mean(here, 0)))
+        evictions += evicted
+        sparse += evicted > 0 or any(chosen < cached for cached, chosen, _ in here)
+    longest = max(len(r.prompt_ids) + len(r) for r in text)
+    open_layers = layers - (policy.select.dense_layers if policy.select else 0)
+    return Savings(
+        pytest.approx(1 - held / dense), pytest.approx(1 - read / dense), evictions, sparse, len(text), longest,
+        open_layers,
+    )  # fmt: skip
+
+
 def test_tails_of_policies_side_by_side(engine, text):
     policies = [SELECT.sparsity(12), SELECT.sparsity(20), EVICT.sparsity(8), DENSE]
     told = {}
-    tails = measure(engine, text, policies, BINS, done=told.__setitem__)
+    tails = measure(engine, text, policies, BINS, done=lambda i, *found: told.__setitem__(i, found))
     for policy, tail in zip(policies, tails):
         alphas = engine.acceptance(text, policy)
         np.testing.assert_allclose(tail.value, literal_tails(text, alphas, 12, 3), atol=2e-5)
         assert tail.tokens.sum() == sum(map(len, text))
         assert tail.prompts.max() == len(PROMPTS)
     assert list(told) == sorted(told), "policies are done in their order, so that little is lost by a kill"
-    assert [told[i] for i in range(4)] == tails
+    assert [told[i][0] for i in range(4)] == tails
+    for policy, (_, kv) in zip(policies, told.values()):
+        assert kv == literal_savings(engine, text, policy)
+    assert told[0][1].sparse > told[1][1].sparse > told[3][1].sparse == 0
+    half = Sparsity(select=Select("block-topk", 12, PAGE, dense_layers=1))
+    measure(engine, text, [half], BINS, done=lambda i, *found: told.__setitem__("half", found))
+    assert told["half"][1] == literal_savings(engine, text, half)
+    assert told["half"][1].not_read == pytest.approx(told[0][1].not_read / 2), "one of two layers reads everything"
     assert tails[3].value.min() > 1 - 1e-5
     assert tails[0].overall < tails[1].overall < 0.99
 
@@ -409,6 +450,9 @@ def test_methods_on_the_command_line():
         default_budgets(300)
 
 
+KV = Savings(0.4, 0.5, evictions=60, sparse=30, rollouts=30, longest=36, sparse_layers=2)
+
+
 def test_verification_of_a_schedule():
     notes = {"options": {"dense_layers": 1}, "tau": 0.8}
     schedule = Schedule((16, 32, 32), 12, "mine", None, "quest", 4, notes)
@@ -421,7 +465,7 @@ def test_verification_of_a_schedule():
     tail = Tail(
         np.array([0.9, 0.7, 0.1]), np.array([0.81, 0.6, 0.0]), np.array([0.95, 0.79, 0.2]), counts, counts, 0.8, 12
     )
-    found = Verification(schedule, 0.8, tail, Share(3, 30))
+    found = Verification(schedule, 0.8, tail, Share(3, 30), KV)
     assert found.violated == [1], "too few prompts are no evidence"
     assert [found.verdict(t) for t in tail] == ["above tau", "below tau", "fewer than 20 prompts"]
     assert "| 12-24 | 32 | 0.7000 | 0.6000-0.7900 | 30 | 30 | below tau |" in found.table()
@@ -434,7 +478,7 @@ def test_the_verdict_counts_only_bins_that_are_judged():
 
     def said(prompts, tau=0.8, upper=0.95):
         counts, numbers_ = np.array(prompts), [np.full(3, x) for x in (0.9, 0.85, upper)]
-        return verdict(Verification(schedule, tau, Tail(*numbers_, counts, counts, 0.9, 12), Share(0, 30)))
+        return verdict(Verification(schedule, tau, Tail(*numbers_, counts, counts, 0.9, 12), Share(0, 30), KV))
 
     assert said([30, 30, 30]) == "tau 0.8000 holds."
     assert said([30, 5, 0]) == "tau 0.8000 holds in 1 of 3 bins; the others have too few prompts to judge."
@@ -451,6 +495,19 @@ def test_the_table_says_that_only_trusted_bins_count(tmp_path, capsys):
     head, _, row = capsys.readouterr().out.splitlines()[:3]
     assert "| worst trusted bin |" in head
     assert row.split(" | ")[3] == "0.8000"
+
+
+def test_the_table_names_budgets_that_measured_nothing(tmp_path, capsys):
+    tail, dense = made_tail([0.9]), replace(KV, saved=0.0, not_read=0.0, evictions=0, sparse=0, longest=67)
+    measured = [Measured(replace(SELECT, budget=b), tail, kv) for b, kv in ((16, KV), (512, dense), (768, dense))]
+    path = tmp_path / "c.json"
+    write(Calibration("m", tail, (*measured, Measured(replace(EVICT, budget=16), tail))), path)
+    _, _, *rows, old, said, _ = capsys.readouterr().out.splitlines()
+    assert old.endswith("| | | |"), "a file from before this was measured"
+    assert [row.split(" | ")[5:] for row in rows] == [["40.0%", "50.0%", "60 |"]] + 2 * [["0.0%", "0.0%", "0 |"]]
+    assert "with budget 512, 768 was never sparse: no sequence outgrew it (the longest has 67 tokens)" in said
+    assert "use a smaller budget, or longer sequences (--length)" in said
+    assert [m.kv for m in Calibration.load(path).measured] == [KV, dense, dense, None]
 
 
 TINY = ("calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--prompts", 20, "--length", 24, "--bin", 12,
@@ -470,10 +527,59 @@ def test_the_command_makes_the_folder_of_its_output(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("rkv:512+128", "no sequence outgrew it (the longest has 24 tokens)"),
+        ("block-topk:12,block=4,dense_layers=9", "its dense_layers are all layers of the model"),
+    ],
+)
+def test_a_policy_that_was_never_sparse_is_not_called_safe(tmp_path, capsys, policy, reason):
+    out = tmp_path / "v.json"
+    assert alula(*TINY, "--verify", policy, "--tau", 0.5, "--out", out) == 1
+    said = capsys.readouterr().out
+    assert "KV saved 0.0%, KV not read 0.0%, evictions 0; sparse in 0 of 20 rollouts." in said
+    assert f"{policy} was never sparse: {reason}, so nothing was tested; use " in said
+    assert "holds" not in said
+    assert "larger budget" not in said
+    assert "above tau" not in said
+    assert json.loads(out.read_text())["kv"]["sparse"] == 0
+
+
+def test_a_policy_that_was_sparse_says_how_much(tmp_path, capsys):
+    out = tmp_path / "v.json"
+    assert alula(*TINY, "--verify", "streaming:8+2,window=2,sinks=1", "--tau", 0.01, "--out", out) in (0, 1)
+    kv = json.loads(out.read_text())["kv"]
+    assert kv["sparse"] > 0
+    assert kv["evictions"] > 0
+    assert 0 < kv["saved"] == kv["not_read"] < 1
+    assert "never sparse" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_of_several_policies_is_judged_and_the_worst_decides(tmp_path, capsys, order):
+    names = ["block-topk:12,block=4,dense_layers=0", "rkv:512+128"]
+    asked = [names[i] for i in order]
+    out = tmp_path / "v.json"
+    assert alula(*TINY, "--verify", asked[0], "--verify", asked[1], "--tau", 0.01, "--out", out) == 1
+    found = json.loads(out.read_text())
+    assert [one["policy"] for one in found] == asked
+    assert [one["kv"]["sparse"] > 0 for one in found] == [name == names[0] for name in asked]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line in names] == asked
+    assert alula(*TINY, "--verify", names[0], "--verify", names[0], "--tau", 0.01, "--out", out) == 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--tau", "1.5"], "--tau 1.5: must lie between 0 and 1"),
         (["--tau", "0.9", "--tau", "0"], "--tau 0.0: must lie between 0 and 1"),
+        (["--tau", "0.9", "--tau", "0.8", "--verify", "rkv:64+8"], "--tau 0.9 --tau 0.8: --verify takes one."),
+        (["--verify", "rkv:64+8", "--verify", "rvk:64+8"], "did you mean 'rkv'"),
+        (["--vetoed", "1.5"], "--vetoed 1.5: must lie between 0 and 1"),
+        (["--vetoed", "0.1"], "of 20 prompts not one vetoed would still leave up to 16.1%; use --prompts 35 or more."),
+        (["--vetoed", "0.1", "--verify", "rkv:64+8"], "drop --verify and --tau"),
+        (["--vetoed", "0.2", "--methods", "rvk"], "did you mean 'rkv'"),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),
@@ -504,6 +610,29 @@ def test_the_interval_of_a_share_holds_what_a_score_test_accepts(of, data):
     assert Share(4 * share.count, 4 * of, samples=4).interval == share.interval, "four alike are worth one"
 
 
+@given(st.integers(1, 400), st.integers(1, 4), st.floats(0.02, 0.5), st.data())
+def test_so_many_prompts_tell_a_share_from_a_limit(prompts, samples, limit, data):
+    """At that many the same share's interval leaves the limit out, at nine tenths of them it does not."""
+    share = Share(data.draw(st.integers(0, prompts * samples)), prompts * samples, samples)
+    needed = share.prompts_to_tell_from(limit)
+    if needed is None or needed < 20:
+        return
+    for count, told in ((needed + 1, True), (0.9 * needed, False)):
+        lower, upper = Share(share.value * count * samples, count * samples, samples).interval
+        assert (limit < lower or limit > upper) == told
+
+
+def test_a_share_that_may_be_too_large_says_what_to_do():
+    assert not_told(Share(35, 256)) == (
+        "256 prompts do not tell that from 15%, which is too many: measure with --prompts 2800, enough if the share "
+        "stays, or use a larger budget."
+    )
+    assert "measure with --prompts 200, enough" in not_told(Share(6, 60))
+    assert not_told(Share(24, 240, samples=4)) == not_told(Share(6, 60)), "rollouts of one prompt are worth one"
+    for count in (9, 12):  # the limit itself, and more: further prompts would not help
+        assert not_told(Share(count, 60)).endswith("which is too many: use a larger budget.")
+
+
 def test_vetoed_rollouts_are_counted_on_its_own_rollouts(loaded):
     sharp = copy.deepcopy(loaded)
     with torch.no_grad():
@@ -521,6 +650,111 @@ def test_vetoed_rollouts_are_counted_on_its_own_rollouts(loaded):
     whole = verify(engine, *named("streaming:40+2,window=2,sinks=1", 12, 36), TEXT, None)
     assert whole.vetoed.count == 0
     assert not whole.too_many_vetoed
+
+
+# -- the smallest budget by vetoes --------------------------------------------------------------------------
+
+
+def made_verification(vetoed: int, of: int = 100, sparse: int = 30) -> Verification:
+    return Verification(Schedule((16,), 12), None, made_tail([0.9]), Share(vetoed, of), replace(KV, sparse=sparse))
+
+
+def found_in(counts: dict[int, int], limit=0.1, sweep=False, dense=()) -> Smallest:
+    asked = []
+
+    def measured(budget):
+        asked.append(budget)
+        return made_verification(counts[budget], sparse=0 if budget in dense else 30)
+
+    found = smallest(EVICT, sorted(counts), limit, measured, sweep=sweep)
+    assert sorted(asked) == sorted(found.tried), "nothing is measured twice"
+    return found
+
+
+@given(st.integers(1, 40), st.integers(0, 40))
+def test_the_smallest_budget_is_bisected(rungs_, holding):
+    """Where vetoes fall with the budget the answer is exact, and the one below it was measured too."""
+    counts = {10 + i: 0 if i >= holding else 50 for i in range(rungs_)}
+    found = found_in(counts)
+    expected = 10 + holding if holding < rungs_ else None
+    assert found.budget == expected
+    assert len(found.tried) <= math.ceil(math.log2(rungs_ + 1))
+    if expected is not None and holding > 0:
+        assert not below(found.tried[expected - 1], 0.1)
+    assert found_in(counts, sweep=True).budget == expected
+
+
+def test_what_holds_is_measured_confident_and_sparse():
+    counts = {8: 50, 12: 0, 16: 40, 20: 0, 24: 0}  # vetoes that do not fall with the budget
+    assert found_in(counts).budget == 20
+    assert found_in(counts, sweep=True).budget == 12
+    assert found_in({8: 5}).budget is None, "5 of 100 may be 11 %"
+    assert found_in({8: 2}).budget == 8
+    none = found_in({8: 50, 12: 0, 16: 0}, dense=(12, 16))
+    assert none.budget is None
+    family = "streaming:buffer=2:window=2:sinks=1: "
+    assert remarks(none) == [
+        f"{family}budget 8 is not shown to hold and 12 was never sparse; name --budgets between them, or a longer "
+        "--length."
+    ]
+    assert "budget 8 was never sparse: no sequence outgrew it" in remarks(found_in({8: 0}, dense=(8,)))[0]
+    assert "8 is not shown to hold, the largest to be tried; name larger --budgets" in remarks(found_in({8: 50}))[0]
+    assert remarks(found_in({8: 5, 12: 0})) == [
+        f"{family}the next smaller budget may do, which --prompts 139 would show if its share stays."
+    ]
+    for count in (9, 50):
+        assert remarks(found_in({8: count, 12: 0})) == [], "a hair from the limit, and above it"
+    assert "8 is the smallest budget that was to be tried" in remarks(found_in({8: 0}))[0]
+
+
+def test_budgets_to_try_where_none_are_named():
+    [select] = parse_methods("block-topk", (16,))
+    [evict] = parse_methods("rkv", (16,))
+    assert rungs(evict, 512) == (16, 32, 48, 64, 80, 112, 144, 192, 240, 304, 384, 480)
+    assert rungs(select, 512)[0] == 48, "a selector has three blocks at least"
+    assert rungs(evict, 4096)[:4] == (128, 160, 208, 272)
+    with pytest.raises(SettingError, match="a length of 40 leaves none for block-topk"):
+        rungs(select, 40)
+
+
+@pytest.fixture(scope="module")
+def sure_model(tmp_path_factory):
+    """A policy that is sure of every token is often surely wrong: its vetoes depend on the budget."""
+    folder = tmp_path_factory.mktemp("sure")
+    tokenizer = task_tokenizer(build("copy-last"))
+    sure = with_tokenizer(load_model("shape:tiny-llama"), tokenizer, cut=True)
+    with torch.no_grad():
+        sure.model.base_model.norm.weight.mul_(12)
+    sure.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_budget_that_is_found_says_the_same_when_it_is_verified(sure_model, tmp_path, capsys):
+    asked = [sure_model, "--data", "task:copy-last", "--prompts", 64, "--length", 48, "--bin", 12, "--seed", 5,
+             "--kv-memory", "8MiB"]  # fmt: skip
+    methods = ["--methods", "streaming:buffer=2:window=2:sinks=1,block-topk:dense_layers=0", "--pages", 4]
+    out, again = tmp_path / "found.json", tmp_path / "again.json"
+    ladder = ["--budgets", "12,16,20,24,28,32,36,40,44"]
+    assert alula("calibrate", *asked, *methods, *ladder, "--vetoed", 0.3, "--out", out) == 0
+    said = capsys.readouterr().out
+    both = json.loads(out.read_text())
+    assert [one["family"] for one in both] == [
+        "streaming:buffer=2:window=2:sinks=1",
+        "block-topk:block=4:dense_layers=0",
+    ]
+    for one in both:
+        chosen = next(t for t in one["tried"] if t["budget"] == one["budget"])
+        assert chosen["holds"]
+        assert chosen["vetoed"]["upper"] < 0.3
+        assert any(not t["holds"] and t["budget"] < one["budget"] for t in one["tried"]), "some have too many"
+        assert f"| {one['family']} | {one['budget']} | " in said
+        assert all(f"{t['policy']}: vetoed {t['vetoed']['rollouts']} of 64" in said for t in one["tried"])
+        assert alula("calibrate", *asked, "--verify", chosen["policy"], "--out", again) in (0, 1)
+        verified = json.loads(again.read_text())
+        assert (verified["vetoed"], verified["kv"]) == (chosen["vetoed"], chosen["kv"])
+    few = ["--vetoed", 0.3, "--budgets", "12,16", "--out", out]
+    assert alula("calibrate", *asked, "--methods", "streaming:buffer=2:window=2:sinks=1", *few) == 1
 
 
 def test_what_to_verify(tmp_path):

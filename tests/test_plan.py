@@ -13,11 +13,14 @@ from alula.cli.main import app
 from alula.errors import SettingError
 from alula.mismatch.calibration import Calibration, Configuration, Measured
 from alula.mismatch.cost import AnalyticCost, FittedCost, Hardware, Shape, features, generation
+from alula.mismatch.families import parse_methods
 from alula.mismatch.forward import plan_forward
+from alula.mismatch.label import family_label, label
 from alula.mismatch.plan import GAP, Infeasible, Workload, cheapest_monotone, inherit_from, plan, reachable_tau
 from alula.mismatch.plot import Line, chart, plot_pareto, plot_tails, ticks
 from alula.mismatch.tail import Estimate, Tail
 from alula.mismatch.tradeoff import table, tradeoffs
+from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.policy import DENSE
 from alula.sparsity.schedule import Schedule
 
@@ -396,6 +399,46 @@ def test_plots_are_whole_svg():
     assert len(tails.findall("s:polygon", space)) == 1
     pareto = ElementTree.fromstring(plot_pareto(tradeoffs(cal, COST, WORK, taus=[0.8, 0.86])))
     assert len(pareto.findall("s:circle", space)) == 2
+
+
+def drawn_strokes(svg: str) -> tuple[ElementTree.Element, list[tuple[str, str | None]]]:
+    root = ElementTree.fromstring(svg)
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    return root, [(line.get("stroke"), line.get("stroke-dasharray")) for line in lines]
+
+
+def test_the_legend_of_many_long_policies_stays_inside_and_tells_all_lines_apart():
+    methods = "rkv:buffer=64:window=16:sinks=2:mix=0.25,snapkv:budget=2k:window=16:protect_prompt=true&block-topk"
+    tail = calibration(realistic(), np.full(6, 50)).floor
+    measured = [
+        Measured(replace(family, budget=budget), tail)
+        for family in parse_methods(methods, (16, 32)) for budget in range(512, 512 + 16 * 18, 16)
+    ]  # fmt: skip
+    root, strokes = drawn_strokes(plot_tails(Calibration("m", tail, tuple(measured))))
+    assert len(set(strokes)) == len(measured) + 1
+    *_, width, height = map(float, root.get("viewBox").split())
+    texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+    for text in texts:
+        if text.get("text-anchor") == "start":
+            assert float(text.get("x")) + 6.8 * len(text.text) < width, "a wide font has 6.8 units a letter"
+            assert float(text.get("y")) < height
+    places = [(t.get("x"), t.get("y")) for t in texts]
+    assert len(set(places)) == len(places)
+    words = [t.text for t in texts]
+    assert words.count("512") == 3, "one in each family, under its name"
+    assert words[words.index("512") - 2 : words.index("512")] == ["rkv:buffer=64:window=16:sinks=2:", "mix=0.25"]
+
+
+@pytest.mark.parametrize("text", ["rkv:512+64,window=4,mix=0.25", "snapkv:48+8,sinks=0 & block-topk:1024,block=32",
+                                  "h2o:40+128", "quest:64,dense_layers=0", "dense"])  # fmt: skip
+def test_a_label_is_what_a_command_line_takes(text):
+    assert label(parse_sparsity(text)) == text
+
+
+@pytest.mark.parametrize("text", ["rkv:buffer=64:mix=0.25", "snapkv:budget=48:sinks=0&block-topk:block=32", "quest"])
+def test_the_label_of_a_family_is_what_methods_takes(text):
+    [family] = parse_methods(text, (16,))
+    assert family_label(family) == text
 
 
 def test_an_axis_of_names():

@@ -10,12 +10,8 @@ from alula.errors import SettingError, require
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.engine.engine import Engine
-    from alula.mismatch.calibrate import Text
     from alula.mismatch.calibration import Calibration
-    from alula.mismatch.verify import Verification
     from alula.model import LoadedModel
-    from alula.sparsity.policy import Sparsity
-    from alula.sparsity.schedule import Schedule
 
 
 def calibrate(
@@ -64,42 +60,68 @@ def calibrate(
     max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 512,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("calibration.json"),
     verify: Annotated[
-        str | None,
-        typer.Option(help="Measure this schedule or policy (rkv:512+128) on rollouts of its own, on other prompts."),
+        list[str] | None,
+        typer.Option(
+            help="Measure this schedule or policy (rkv:512+128) on rollouts of its own, on other prompts (repeatable)."
+        ),
+    ] = None,
+    vetoed: Annotated[
+        float | None,
+        typer.Option(
+            help="Find each method's smallest budget with confidently less than this share of vetoed rollouts."
+        ),
     ] = None,
 ) -> None:
     """Measure the tail of acceptance of sparse policies at every length; `alula plan` makes a schedule of it.
 
-    A calibration that was interrupted goes on where it was. With --verify nothing is searched: the schedule or policy
-    generates its own rollouts, and the exit code is 1 if some bin's tail is confidently below tau, or if confidently
-    more than 15 % of the rollouts hold a token that the dense policy would not have sampled.
+    A calibration that was interrupted goes on where it was. With --verify nothing is searched: each schedule or policy
+    generates its own rollouts, and the exit code is 1 if for one of them some bin's tail is confidently below tau,
+    confidently more than 15 % of the rollouts hold a token that the dense policy would not have sampled, or no
+    rollout outgrew the budget, so that nothing was tested. With --vetoed budgets are measured in the same way, and
+    the exit code is 1 if no method has one.
     """
     import sys
 
     from alula.cli.generate import check_out
     from alula.mismatch.calibrate import Grid, Text
+    from alula.mismatch.families import parse_methods
     from alula.mismatch.measure import Bins
     from alula.mismatch.verify import named
 
     check_numbers(length, bin_width, tau or [])
     width = bin_width or min(2000, -(-length // 8))
-    verified = None if verify is None else named(verify, width, length)  # a misspelt one is refused at once
-    if verify is not None and out == Path("calibration.json"):
-        out = Path("verified.json")  # not over the calibration that the schedule was planned from
+    verified = [(name, *named(name, width, length)) for name in verify or []]  # a misspelt one is refused at once
+    require(not verified or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
+    ladders = []
+    if vetoed is not None:
+        from alula.cli.vetoed import ladders_of
+
+        require(not verified and not tau, "--vetoed looks for a budget by vetoed rollouts; drop --verify and --tau.")
+        families = parse_methods(methods, numbers("pages", pages))
+        ladders = ladders_of(families, numbers("budgets", budgets) if budgets else None, length, vetoed, prompts)
+    if out == Path("calibration.json") and (verified or ladders):
+        out = Path("verified.json" if verified else "vetoed.json")  # not over what a schedule was planned from
     check_out(out)
     loaded, dataset = load(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
     )
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
-    if verified is not None:
-        schedule, policy = verified
-        chosen = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
-        threshold = tau[0] if tau else schedule.notes.get("tau")
-        holds = run_verify(engines, chosen, schedule, policy, threshold, quantile, confidence, out, progress)
-        raise typer.Exit(0 if holds else 1)
+    bins = Bins(width, -(-length // width), quantile, confidence)
+    if verified or vetoed is not None:
+        text = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
+        if vetoed is not None:
+            from alula.cli.vetoed import run_vetoed
+
+            raise typer.Exit(run_vetoed(engines, text, ladders, vetoed, bins, sweep, out, progress))
+        from alula.cli.verify import run_verify
+
+        if len(dataset) < 2 * prompts:
+            typer.echo(f"note: {2 * prompts - len(dataset)} of the {prompts} prompts may also have been calibrated on; "
+                       "use more data to check on fresh ones only.")  # fmt: skip
+        asked = tau[0] if tau else None
+        raise typer.Exit(run_verify(engines, text, verified, asked, quantile, confidence, out, progress))
     from alula.mismatch.calibrate import calibrate as measure_all
-    from alula.mismatch.families import parse_methods
 
     text = Text(choose(dataset, prompts, seed), length, samples, temperature, seed)
     grid = Grid(
@@ -107,7 +129,6 @@ def calibrate(
         numbers("budgets", budgets) if budgets else default_budgets(length),
         tuple(tau or ()), sweep, forward,
     )  # fmt: skip
-    bins = Bins(width, -(-length // width), quantile, confidence)
     found = measure_all(
         engines.with_page, text, grid, bins, out.with_suffix(".work.json"), say=typer.echo, progress=progress
     )
@@ -153,9 +174,6 @@ def load(
 def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
     """`count` prompts in an order made by `seed`: the first of it, or the last for a check on other prompts."""
     require(len(dataset) >= count, f"prompts={count}: the data has only {len(dataset)} that fit; ask for fewer.")
-    if from_end and len(dataset) < 2 * count:
-        typer.echo(f"note: {2 * count - len(dataset)} of the {count} prompts may also have been calibrated on; "
-                   "use more data to check on fresh ones only.")  # fmt: skip
     order = dataset.take(None, seed)
     chosen = order[-count:] if from_end else order[:count]
     return tuple(example.prompt_ids for example in chosen)
@@ -207,59 +225,29 @@ def write(found: "Calibration", out: Path) -> None:
     found.save(out)
     plot = out.with_suffix(".svg")
     plot.write_text(plot_tails(found))
-    lines = ["| configuration | budget | tail | worst trusted bin | its lower bound |", "|---|---:|---:|---:|---:|"]
+    lines = ["| configuration | budget | tail | worst trusted bin | its lower bound | KV saved | KV not read "
+             "| evictions |", "|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for one in (m for family in found.families().values() for m in family):
         trusted = [bin_ for bin_ in one.tail if bin_.enough]
         worst = min(trusted, key=lambda bin_: bin_.value)
         setting = one.configuration
+        kv = "| |" if one.kv is None else f"{one.kv.saved:.1%} | {one.kv.not_read:.1%} | {one.kv.evictions}"
         lines.append(f"| {setting.describe()} | {setting.budget} | {one.tail.overall:.4f} | {worst.value:.4f} "
-                     f"| {worst.lower:.4f} |")  # fmt: skip
+                     f"| {worst.lower:.4f} | {kv} |")  # fmt: skip
     for grown in found.forward:
         lines.append(f"| {grown.configuration.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
-                     f"tau {grown.tau:.4f} | | |")  # fmt: skip
-    typer.echo("\n".join(lines))
+                     f"tau {grown.tau:.4f} | | | | | |")  # fmt: skip
+    typer.echo("\n".join([*lines, *never_sparse(found)]))
     typer.echo(f"{out} and {plot}: dense floor {found.floor.overall:.4f}; make a schedule with `alula plan {out}`.")
 
 
-def run_verify(
-    engines: Engines, text: "Text", schedule: "Schedule", policy: "Sparsity", tau: float | None, quantile: float,
-    confidence: float, out: Path, progress: bool,
-) -> bool:  # fmt: skip
-    """Measure a policy on rollouts of its own, write and print what was found; False where it is violated."""
-    import json
-
-    from alula.mismatch.verify import verify
-    from alula.mismatch.veto import TOO_MANY
-
-    engine = engines.with_page(policy.select.block if policy.select else 16)
-    found = verify(engine, schedule, policy, text, tau, quantile=quantile, confidence=confidence, progress=progress)
-    typer.echo(found.table())
-    out.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-    share, (lower, upper) = found.vetoed, found.vetoed.interval
-    typer.echo(f"vetoed rollouts (some token with p_dense / p_sparse < 1e-4): {share.count} of {share.of}, "
-               f"{share.value:.1%} ({lower:.1%} to {upper:.1%}).")  # fmt: skip
-    if found.too_many_vetoed:
-        typer.echo(f"That is more than {TOO_MANY:.0%}: so many answers are spoilt, whatever the tail says; use a "
-                   "larger budget, or objective.correction=reroll.")  # fmt: skip
-    elif upper > TOO_MANY:
-        typer.echo(
-            f"So few rollouts do not tell that from {TOO_MANY:.0%}, which is too many; measure more with --prompts."
-        )
-    typer.echo(f"{out}: {verdict(found)}")
-    return not found.violated and not found.too_many_vetoed
-
-
-def verdict(found: "Verification") -> str:
-    """What the bins say together of tau; those with too few prompts say nothing."""
-    if found.tau is None:
-        return "no tau was given, so the tail is not judged."
-    width, judged = found.schedule.width, sum(bool(bin_.enough) for bin_ in found.tail)
-    if found.violated:
-        where = ", ".join(f"{j * width}-{(j + 1) * width}" for j in found.violated)
-        return f"tau {found.tau:.4f} is violated at lengths {where}."
-    bins = len(found.schedule.budgets)
-    if judged == bins:
-        return f"tau {found.tau:.4f} holds."
-    if judged == 0:
-        return f"tau {found.tau:.4f} is not judged: all {bins} bins have too few prompts; measure more with --prompts."
-    return f"tau {found.tau:.4f} holds in {judged} of {bins} bins; the others have too few prompts to judge."
+def never_sparse(found: "Calibration") -> list[str]:
+    """A sentence for every family with budgets that measured nothing: their tails are the dense policy's."""
+    said = []
+    for family in found.families().values():
+        dense = [(m.configuration, m.kv) for m in family if m.kv is not None and m.kv.sparse == 0]
+        if dense:
+            budgets = ", ".join(str(setting.budget) for setting, _ in dense)
+            (setting, kv), *_ = dense
+            said.append(kv.never_sparse(f"{setting.describe()} with budget {budgets}"))
+    return said

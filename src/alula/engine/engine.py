@@ -378,7 +378,7 @@ class Engine:
             return kept_acceptance(self, rollouts, temperature)
         sparsity = [r.sparsity for r in rollouts] if sparsity is None else sparsity
         found: list[Tensor | None] = [None] * len(rollouts)
-        for index, alpha in stream_acceptance(self, rollouts, sparsity, temperature):
+        for index, alpha, _ in stream_acceptance(self, rollouts, sparsity, temperature):
             found[index] = alpha
         return [alpha for alpha in found if alpha is not None]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from alula.engine.rollout import Rollout, Scores
+from alula.engine.rollout import KVUse, Rollout, Scores
 from alula.engine.rows import rollout_key
 from alula.engine.runner import LOGITS_BYTES
 from alula.engine.sequence import Request, Teacher
@@ -108,8 +108,8 @@ def stream_acceptance(
     rollouts: Many[Rollout],
     sparsity: Sparsity | Many[Sparsity],
     temperature: float | None = None,
-) -> Iterator[tuple[int, Tensor]]:
-    """(index, α [tokens]) of every rollout as it is done, roughly in the order given (`Engine.acceptance`)."""
+) -> Iterator[tuple[int, Tensor, KVUse]]:
+    """(index, α [tokens], KV used) of every rollout as it is done, roughly in the order given (`Engine.acceptance`)."""
     engine.check_rollouts(rollouts, temperature)
     policies = [sparsity] * len(rollouts) if isinstance(sparsity, Sparsity) else list(sparsity)
     require(
@@ -125,7 +125,7 @@ def stream_acceptance(
         for i, (r, policy) in enumerate(zip(rollouts, policies))
     ]
     for done in engine.stream(requests):
-        yield done.prompt_index, filled(done.acceptance, len(rollouts[done.prompt_index]))
+        yield done.prompt_index, filled(done.acceptance, len(rollouts[done.prompt_index])), done.kv
 
 
 def filled(values: Tensor | None, length: int, value: float = math.nan) -> Tensor:

@@ -133,7 +133,7 @@ def search(
         ready = [replace(family, budget=budget) for budget in budgets]
         measure(
             engine, work.rollouts, [one.sparsity() for one in ready], bins, progress=progress,
-            done=lambda i, tail, ready=ready: work.keep(Measured(ready[i], tail)),  # type: ignore[misc]
+            done=lambda i, tail, kv, ready=ready: work.keep(Measured(ready[i], tail, kv)),  # type: ignore[misc]
         )  # fmt: skip
 
 

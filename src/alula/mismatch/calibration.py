@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from alula.errors import SettingError, require
+from alula.mismatch.savings import Savings
 from alula.mismatch.tail import Estimate, Tail
 from alula.sparsity.parse import parse_sparsity
 from alula.sparsity.policy import Budget, Evict, Select, Sparsity
@@ -65,6 +66,8 @@ class Configuration:
 class Measured:
     configuration: Configuration
     tail: Tail
+    kv: Savings | None = None
+    """None in a file from before this was measured."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Calibration:
                     "budget": m.configuration.budget,
                     "options": dict(m.configuration.options),
                     "tail": tail_to_dict(m.tail),
+                    "kv": m.kv and asdict(m.kv),
                 }
                 for m in self.measured
             ],
@@ -180,6 +184,7 @@ class Calibration:
                 Measured(
                     Configuration(m["kind"], m["method"], m["budget"], tuple(m["options"].items())),
                     tail_from_dict(m["tail"]),
+                    savings_from_dict(m.get("kv")),
                 )
                 for m in data["measured"]
             ]
@@ -188,6 +193,10 @@ class Calibration:
             return cls(data["model"], floor, tuple(measured), data["temperature"], data["notes"], forward)
         except (KeyError, TypeError, AttributeError) as error:
             raise SettingError(f"calibration file {source}: not a calibration ({error!r}).") from error
+
+
+def savings_from_dict(data: dict[str, Any] | None) -> Savings | None:
+    return None if data is None else Savings(**data)
 
 
 def forward_from_dict(data: dict[str, Any]) -> Forward:

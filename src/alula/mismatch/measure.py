@@ -11,9 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from alula.engine.engine import Engine, progress_bar
-from alula.engine.rollout import Rollout, Sampling
+from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.engine.scoring import kept_acceptance, stream_acceptance
 from alula.errors import require
+from alula.mismatch.savings import Savings
 from alula.mismatch.tail import Array, Tail, tail
 from alula.sparsity.policy import Sparsity
 
@@ -50,24 +51,25 @@ def measure(
     policies: Sequence[Sparsity],
     bins: Bins,
     *,
-    done: Callable[[int, Tail], None] = lambda index, tail: None,
+    done: Callable[[int, Tail, Savings], None] = lambda index, tail, kv: None,
     progress: bool = False,
 ) -> list[Tail]:
     """The tail of every policy on `text`, all policies in one batch; `done` is told of each as soon as it is there."""
     size = len(text)
     alphas: list[list[Tensor | None]] = [[None] * size for _ in policies]
+    uses: list[list[KVUse]] = [[KVUse()] * size for _ in policies]
     left, tails = [size] * len(policies), [None] * len(policies)
     rows = [policy for policy in policies for _ in text]
     with progress_bar(len(rows), progress) as advance:
-        for index, alpha in stream_acceptance(engine, [*text] * len(policies), rows):
+        for index, alpha, use in stream_acceptance(engine, [*text] * len(policies), rows):
             which, rollout = divmod(index, size)
-            alphas[which][rollout] = alpha
+            alphas[which][rollout], uses[which][rollout] = alpha, use
             left[which] -= 1
             advance(len(alpha))
             if not left[which]:
                 tails[which] = found = bins.tail(text, alphas[which])  # type: ignore[call-overload,arg-type]
                 alphas[which] = []
-                done(which, found)
+                done(which, found, Savings.of(text, uses[which], policies[which], engine.shape.layers))
     return tails  # type: ignore[return-value]
 
 

@@ -4,14 +4,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
+from re import findall
 
 from alula.mismatch.calibration import Calibration
+from alula.mismatch.label import family_label
 from alula.mismatch.plan import Plan
 from alula.mismatch.tradeoff import Tradeoff
 
 WIDTH, HEIGHT = 820, 440
 LEFT, RIGHT, TOP, BOTTOM = 62, 250, 40, 52
 COLOURS = ("#3b6fb6", "#c8553d", "#4f9d69", "#8b5fbf", "#c79a2b", "#2f9c9c", "#a8476f", "#6b6b6b", "#7a5230")
+DASHES = ("", "8 3", "2 3", "8 3 2 3", "14 4", "8 3 2 3 2 3", "14 4 2 4")
+"""Of the lines after the ninth, whose colours come again."""
+LEGEND = 28
+"""Characters in a line of the legend: what has room beside the curves."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +30,26 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     colour: str = COLOURS[0]
-    dashed: bool = False
+    dash: str = ""
+    group: str = ""
+    """Lines of one group stand together in the legend, under its name."""
     dots: bool = False
 
 
 def plot_tails(calibration: Calibration, plan: Plan | None = None) -> str:
     """Tail per length bin: a curve per configuration, the dense floor, and a plan's choice with its band."""
     centres = [(j + 0.5) * calibration.width for j in range(calibration.bins)]
-    several = len(calibration.families()) > 1
+    several = len(calibration.families()) > 1  # of one family the budgets tell enough
     lines = []
     for i, one in enumerate(m for family in calibration.families().values() for m in family):
         setting = one.configuration
-        label = f"{setting.describe()} {setting.budget}" if several else str(setting.budget)
-        lines.append(Line(label, centres, one.tail.value.tolist(), colour=COLOURS[i % len(COLOURS)]))
-    lines.append(Line("dense floor", centres, calibration.floor.value.tolist(), colour="#111111", dashed=True))
+        lines.append(Line(str(setting.budget), centres, one.tail.value.tolist(), colour=COLOURS[i % len(COLOURS)],
+                          dash=DASHES[i // len(COLOURS) % len(DASHES)],
+                          group=family_label(setting) if several else ""))  # fmt: skip
+    lines.append(Line("dense floor", centres, calibration.floor.value.tolist(), colour="#111111", dash="5 4"))
     if plan is not None:
         lines.append(Line(f"tau {plan.tau:.3f}", [0, centres[-1] + calibration.width / 2], [plan.tau] * 2,
-                          colour="#999999", dashed=True))  # fmt: skip
+                          colour="#999999", dash="5 4"))  # fmt: skip
         chosen = [(c, b.tail) for c, b in zip(centres, plan.bins) if b.tail is not None]
         lines.append(
             Line(
@@ -59,7 +68,10 @@ def plot_pareto(rows: Sequence[Tradeoff]) -> str:
 
 
 def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], x_names: Sequence[str] = ()) -> str:
-    """`x_names` stand in the place of the numbers 0, 1, 2 … of the x axis, and of its label."""
+    """`x_names` stand in the place of the numbers 0, 1, 2 … of the x axis, and of its label.
+
+    The picture grows downwards where the legend is longer than the curves are high.
+    """
     xs = [x for line in lines for x in line.x if isfinite(x)] or [0.0, 1.0]
     ys = [y for line in lines for y in (*line.y, *line.low, *line.high) if isfinite(y)] or [0.0, 1.0]
     x_ticks = [float(i) for i in range(len(x_names))] or ticks(min(xs), max(xs))
@@ -72,10 +84,12 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], x_names
     def py(y: float) -> float:
         return HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM)
 
+    legend = _legend(lines)
+    height = max(HEIGHT, TOP + 16 * len(legend) + 12)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
         'font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="22" font-size="15" fill="#111">{escape(title)}</text>',
     ]
     for x in x_ticks:
@@ -94,10 +108,9 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], x_names
         f'<text transform="translate(16 {(TOP + HEIGHT - BOTTOM) / 2:.1f}) rotate(-90)" text-anchor="middle" '
         f'fill="#333">{escape(y_label)}</text>'
     )
-    for i, line in enumerate(lines):
+    for line in lines:
         parts += _drawn(line, px, py)
-        parts += _legend(line, TOP + 8 + 16 * i)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return "\n".join([*parts, *(part for row in legend for part in row), "</svg>"]) + "\n"
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -111,7 +124,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 def _drawn(line: Line, px: Callable[[float], float], py: Callable[[float], float]) -> list[str]:
     parts = []
-    dash = ' stroke-dasharray="5 4"' if line.dashed else ""
+    dash = _dashes(line)
     band = [(x, low, high) for x, low, high in zip(line.x, line.low, line.high) if isfinite(low) and isfinite(high)]
     if band:
         edge = [f"{px(x):.1f},{py(high):.1f}" for x, _, high in band]
@@ -132,10 +145,37 @@ def _drawn(line: Line, px: Callable[[float], float], py: Callable[[float], float
     return parts
 
 
-def _legend(line: Line, y: float) -> list[str]:
-    x, dash = WIDTH - RIGHT + 14, ' stroke-dasharray="5 4"' if line.dashed else ""
-    sample = f'<line x1="{x}" x2="{x + 20}" y1="{y}" y2="{y}" stroke="{line.colour}" stroke-width="2"{dash}/>'
-    return [sample, _text(x + 26, y + 4, line.label, "start")]
+def _dashes(line: Line) -> str:
+    return f' stroke-dasharray="{line.dash}"' if line.dash else ""
+
+
+def _legend(lines: Sequence[Line]) -> list[list[str]]:
+    """Rows of 16 units each: the name of a group before its first line, then a line's sample beside its label."""
+    rows: list[list[str]] = []
+    left, group = WIDTH - RIGHT + 20, ""
+
+    def write(x: float, words: str, room: int) -> None:
+        for row in folded(words, room):
+            rows.append([_text(x, TOP + 12 + 16 * len(rows), row, "start")])
+
+    for line in lines:
+        if line.group and line.group != group:
+            write(left, line.group, LEGEND + 5)
+        group, y, first = line.group, TOP + 8 + 16 * len(rows), len(rows)
+        write(left + 38, line.label, LEGEND)
+        stroke = f'stroke="{line.colour}" stroke-width="2"{_dashes(line)}'
+        rows[first].append(f'<line x1="{left}" x2="{left + 32}" y1="{y}" y2="{y}" {stroke}/>')
+    return rows
+
+
+def folded(words: str, room: int) -> list[str]:
+    """Broken where it is too long, after a comma, a colon, an & or a space."""
+    rows = [""]
+    for piece in findall(r"[^ ,:&]+[ ,:&]*", words):
+        if rows[-1] and len(rows[-1]) + len(piece.rstrip()) > room:
+            rows.append("")
+        rows[-1] += piece
+    return [row.rstrip() for row in rows]
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:

@@ -4,7 +4,7 @@ Two things decide: the tail of acceptance in every bin, which says that the poli
 and the share of vetoed rollouts, which says how many answers hold a token that the dense policy would not have written.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from alula.mismatch.calibrate import Text
 from alula.mismatch.calibration import Configuration, Kind, tail_to_dict
 from alula.mismatch.measure import Bins, own_rollouts
 from alula.mismatch.monitor import budget_of, controlled
+from alula.mismatch.savings import Savings
 from alula.mismatch.tail import MIN_PROMPTS, Estimate, Tail
 from alula.mismatch.veto import TOO_MANY, Share
 from alula.sparsity.evict import METHODS as EVICTORS
@@ -30,6 +31,7 @@ class Verification:
     """None: the tail is reported and not judged."""
     tail: Tail
     vetoed: Share
+    kv: Savings
 
     @property
     def violated(self) -> list[int]:
@@ -42,7 +44,14 @@ class Verification:
         """Confidently: even the lower bound is above what a run warns of."""
         return self.vetoed.interval[0] > TOO_MANY
 
+    @property
+    def holds(self) -> bool:
+        """Nothing speaks against the policy, and something was tested."""
+        return not self.violated and not self.too_many_vetoed and self.kv.sparse > 0
+
     def verdict(self, bin_: Estimate) -> str:
+        if self.kv.sparse == 0:
+            return "never sparse"
         if not bin_.enough:
             return f"fewer than {MIN_PROMPTS} prompts"
         if self.tau is None:
@@ -72,6 +81,7 @@ class Verification:
             "tail": tail_to_dict(self.tail),
             "violated": self.violated,
             "vetoed": {"rollouts": self.vetoed.count, "of": self.vetoed.of, "lower": lower, "upper": upper},
+            "kv": asdict(self.kv),
         }
 
 
@@ -90,7 +100,8 @@ def verify(
     rollouts, alphas = own_rollouts(engine, text.prompts, text.sampling, policy, progress=progress)
     bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
     vetoed = Share.vetoed(rollouts, engine.score(rollouts), text.samples)
-    return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed)
+    kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.shape.layers)
+    return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed, kv)
 
 
 def named(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:

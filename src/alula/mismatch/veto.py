@@ -19,6 +19,9 @@ REFERENCE_VETO = 1e-4
 TOO_MANY = 0.15
 """Share of vetoed rollouts that a run warns of; Sparse-RL's stable run averaged 7 %."""
 
+Z2 = 1.959964**2
+"""Of a 95 % interval."""
+
 
 def vetoed(rollout: "Rollout", dense: "Scores") -> bool:
     """`dense`: the same tokens' log-probs under the dense policy."""
@@ -46,7 +49,12 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        z2, n, count = 1.959964**2, self.of / self.samples, self.count / self.samples
-        middle = (count + z2 / 2) / (n + z2)
-        half = math.sqrt(z2 * (count * (n - count) / n + z2 / 4)) / (n + z2)
+        n, count = self.of / self.samples, self.count / self.samples
+        middle = (count + Z2 / 2) / (n + Z2)
+        half = math.sqrt(Z2 * (count * (n - count) / n + Z2 / 4)) / (n + Z2)
         return max(0.0, middle - half), min(1.0, middle + half)
+
+    def prompts_to_tell_from(self, limit: float) -> int | None:
+        """Prompts whose interval would not hold `limit`, if the share stays; None where it is the limit."""
+        apart = (self.value - limit) ** 2
+        return math.floor(Z2 * limit * (1 - limit) / apart) + 1 if apart else None

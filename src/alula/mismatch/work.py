@@ -13,7 +13,7 @@ from torch import Tensor
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.errors import SettingError
-from alula.mismatch.calibration import Configuration, Measured, tail_from_dict, tail_to_dict
+from alula.mismatch.calibration import Configuration, Measured, savings_from_dict, tail_from_dict, tail_to_dict
 from alula.mismatch.measure import Bins
 from alula.mismatch.tail import Estimate, Tail
 from alula.residual import residual_of
@@ -65,7 +65,8 @@ class Work:
             "text": [[r.prompt_index, r.sample_index, r.prompt_ids, r.token_ids] for r in self.rollouts],
             "floor": None if self.floor is None else tail_to_dict(self.floor),
             "measured": [
-                {**asdict(m.configuration), "tail": tail_to_dict(m.tail)} for m in self.measured.values()
+                {**asdict(m.configuration), "tail": tail_to_dict(m.tail), "kv": m.kv and asdict(m.kv)}
+                for m in self.measured.values()
             ],
             "forward": {name: asdict(tail) for name, tail in self.forward.items()},
         }  # fmt: skip
@@ -93,7 +94,9 @@ class Work:
         for m in data["measured"]:
             options = tuple((name, value) for name, value in m["options"])
             configuration = Configuration(m["kind"], m["method"], m["budget"], options)
-            self.measured[configuration] = Measured(configuration, tail_from_dict(m["tail"]))
+            self.measured[configuration] = Measured(
+                configuration, tail_from_dict(m["tail"]), savings_from_dict(m.get("kv"))
+            )
         self.forward = {name: Estimate(**tail) for name, tail in data["forward"].items()}
 
 

@@ -1,0 +1,55 @@
+"""What a policy saved of the dense policy's KV, and whether it was sparse at all.
+
+A budget that no sequence outgrows is the dense policy measured against itself: its tail is 1 and nothing is vetoed,
+which says nothing about the budget.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alula.engine.rollout import KVUse, Rollout
+from alula.sparsity.policy import Sparsity
+
+
+@dataclass(frozen=True)
+class Savings:
+    saved: float
+    """Share of the dense policy's KV tokens that was not held; a long rollout counts for more, as in memory."""
+    not_read: float
+    """Share of them that attention did not read, evicted or not selected, averaged over the layers."""
+    evictions: int
+    sparse: int
+    """Rollouts of which some KV was evicted or left unread."""
+    rollouts: int
+    longest: int
+    """Tokens of the longest sequence, prompt included."""
+    sparse_layers: int
+    """Layers that may be sparse: a selector's `dense_layers` never are."""
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], kv: Sequence[KVUse], policy: Sparsity, layers: int) -> "Savings":
+        """`kv`: of each rollout, under `policy`; not its own where its tokens were decoded again."""
+        whole = 0 if policy.select is None else min(policy.select.dense_layers, layers)
+        held = dense = read = sparse = 0.0
+        for rollout, use in zip(rollouts, kv):
+            unread = (layers - whole) / layers * (use.mean_tokens - use.mean_read_tokens)
+            held += len(rollout) * use.mean_tokens
+            read += len(rollout) * (use.mean_tokens - unread)
+            dense += len(rollout) * use.dense_mean_tokens
+            sparse += use.evictions > 0 or unread > 0
+        return cls(
+            1 - held / dense, 1 - read / dense, sum(use.evictions for use in kv), int(sparse), len(rollouts),
+            max(len(r.prompt_ids) + len(r) for r in rollouts), layers if policy.evict else layers - whole,
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        return (f"KV saved {self.saved:.1%}, KV not read {self.not_read:.1%}, evictions {self.evictions}; sparse in "
+                f"{self.sparse} of {self.rollouts} rollouts.")  # fmt: skip
+
+    def never_sparse(self, name: str) -> str:
+        """For a policy that was not: why its numbers say nothing, and the way out."""
+        if self.sparse_layers == 0:
+            return f"{name} was never sparse: its dense_layers are all layers of the model, so nothing was tested; " \
+                   "use fewer."  # fmt: skip
+        return (f"{name} was never sparse: no sequence outgrew it (the longest has {self.longest} tokens), so nothing "
+                "was tested; use a smaller budget, or longer sequences (--length).")  # fmt: skip
