@@ -153,7 +153,7 @@ def load(
     from alula.data import load as load_data
     from alula.data import prepare
     from alula.model import SHAPE, load_model
-    from alula.rl.setup import with_tokenizer
+    from alula.rl.setup import TASK, named_tokenizer, with_tokenizer
 
     chosen = parse_yaml(options, f"--options {options!r}") or {}
     require(isinstance(chosen, dict), f"options={options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
@@ -161,12 +161,8 @@ def load(
                       options=chosen)  # fmt: skip
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_model(model, device=place, dtype=dtype, seed=seed, residual=residual)
-    if loaded.tokenizer is None and data.startswith("task:"):
-        from alula.data.tasks import build
-        from alula.data.tasks.tokenizer import task_tokenizer
-
-        tokenizer = task_tokenizer(build(data.removeprefix("task:"), **chosen))
-        loaded = with_tokenizer(loaded, tokenizer, cut=model.startswith(SHAPE))
+    if loaded.tokenizer is None and data.startswith(TASK):
+        loaded = with_tokenizer(loaded, named_tokenizer(data, chosen), cut=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer to read the prompts with.")
     return loaded, prepare(found, loaded.tokenizer, chat=chat, max_prompt_tokens=longest)
 

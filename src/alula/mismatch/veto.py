@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the report reads the thresholds, and comes without torch
+    from torch import Tensor
+
     from alula.engine.rollout import Rollout, Scores
 
 REFERENCE_VETO = 1e-4
@@ -23,11 +25,15 @@ Z2 = 1.959964**2
 """Of a 95 % interval."""
 
 
+def below_veto(log_ratio: "Tensor", veto: float | None = None) -> "Tensor":
+    """bool, as log ξ: the tokens with ξ < veto, Sparse-RL's own where there is none."""
+    return log_ratio < math.log(REFERENCE_VETO if veto is None else veto)
+
+
 def vetoed(rollout: "Rollout", dense: "Scores") -> bool:
     """`dense`: the same tokens' log-probs under the dense policy."""
     assert rollout.logprobs is not None
-    ratio = dense.logprobs.cpu() - rollout.logprobs.cpu()
-    return bool((ratio < math.log(REFERENCE_VETO)).any())
+    return bool(below_veto(dense.logprobs.cpu() - rollout.logprobs.cpu()).any())
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from alula.mismatch.veto import below_veto
 from alula.rl import ragged
 from alula.rl.diagnostics import Reduce, mismatch_metrics
 from alula.rl.objective import PRESETS, Correction
@@ -82,8 +83,7 @@ def correct(
         token_keep = (ratio >= low) & (ratio <= high)
     first_vetoed = torch.full((sequences,), -1, device=sequence.device)
     if correction.veto is not None:
-        below = log_ratio < math.log(correction.veto)
-        first_vetoed = ragged.first(below, sequence, sequences)
+        first_vetoed = ragged.first(below_veto(log_ratio, correction.veto), sequence, sequences)
         spared = first_vetoed[sequence] < 0
         if correction.prefix_only:
             spared |= ragged.position(sequence, sequences) < first_vetoed[sequence]

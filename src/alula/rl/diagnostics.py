@@ -1,12 +1,11 @@
 """How far the sparse sampler was from the dense policy, measured on every token before anything is masked."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from alula.mismatch.veto import REFERENCE_VETO
+from alula.mismatch.veto import below_veto
 from alula.rl import ragged
 
 Reduce = Callable[[Tensor], Tensor]
@@ -48,12 +47,6 @@ def order_statistics(values: Tensor, places: Tensor, reduce: Reduce | None = Non
     return torch.where(high < 0, high ^ mirror, high).view(torch.float64)
 
 
-def vetoed_rollouts(log_ratio: Tensor, sequence: Tensor, sequences: int, veto: float | None = None) -> Tensor:
-    """bool [sequences]: some token has ξ < veto, Sparse-RL's own where there is none; from log ξ [T]."""
-    low = log_ratio < math.log(REFERENCE_VETO if veto is None else veto)
-    return ragged.first(low, sequence, sequences) >= 0
-
-
 def mismatch_metrics(
     log_ratio: Tensor,
     sequence: Tensor,
@@ -75,8 +68,8 @@ def mismatch_metrics(
     """
     safe = log_ratio.double().clamp(-clamp, clamp)
     xi = safe.exp()
-    low = log_ratio < math.log(REFERENCE_VETO if veto is None else veto)
-    vetoed = vetoed_rollouts(log_ratio, sequence, sequences, veto)
+    low = below_veto(log_ratio, veto)
+    vetoed = ragged.first(low, sequence, sequences) >= 0
     sums = torch.stack(
         [
             xi.new_tensor(sequences),

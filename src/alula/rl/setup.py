@@ -57,24 +57,22 @@ def load_policy(config: RunConfig, world: World) -> LoadedModel:
     """The model with a tokenizer."""
     m = config.model
     loaded = load_model(m.source, device=world.device, dtype=m.dtype, seed=config.seed, residual=m.residual)
-    name = config.model.tokenizer
+    name = m.tokenizer
     if name is None and loaded.tokenizer is None and config.data.source.startswith(TASK):
         name = config.data.source
     if name is not None:
-        loaded = with_tokenizer(loaded, named_tokenizer(name, config), cut=config.model.source.startswith(SHAPE))
-    require(
-        loaded.tokenizer is not None,
-        f"model.source={config.model.source!r} has no tokenizer; name one in model.tokenizer.",
-    )
+        options = config.data.options if config.data.source == name else {}
+        loaded = with_tokenizer(loaded, named_tokenizer(name, options), cut=m.source.startswith(SHAPE))
+    require(loaded.tokenizer is not None, f"model.source={m.source!r} has no tokenizer; name one in model.tokenizer.")
     return loaded
 
 
-def named_tokenizer(name: str, config: RunConfig) -> Any:
+def named_tokenizer(name: str, options: dict[str, Any]) -> Any:
+    """Of the hub, a folder, or a generated task with these options."""
     if name.startswith(TASK):
         from alula.data.tasks import build
         from alula.data.tasks.tokenizer import task_tokenizer
 
-        options = config.data.options if config.data.source == name else {}
         return task_tokenizer(build(name.removeprefix(TASK), **options))
     folder = os.path.expanduser(name)
     require(

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from alula.config import RunConfig
+from alula.mismatch.veto import below_veto
 from alula.rl import ragged
 from alula.rl.advantages import group_advantages
 from alula.rl.correction import Corrected, correct
-from alula.rl.diagnostics import mismatch_metrics, vetoed_rollouts
+from alula.rl.diagnostics import mismatch_metrics
 from alula.rl.experience import Experience, minibatches
 from alula.rl.learner import Learner, LossFn, Update
 from alula.rl.losses import Divisors, divisors, policy_loss
@@ -103,8 +104,8 @@ class Updater:
         if corrected is None:
             corrected = corrected_from(dense)
         teaching = self._teaching(advantages, corrected, sequence)
-        log_ratio = torch.cat(dense) - torch.cat(sparse)
-        vetoed = batch.rerolled or vetoed_rollouts(log_ratio, sequence, count, self.correction.veto).tolist()
+        low = below_veto(torch.cat(dense) - torch.cat(sparse), self.correction.veto)
+        vetoed = batch.rerolled or (ragged.first(low, sequence, count) >= 0).tolist()
         mismatch = self._mismatch(batch, corrected)
         return Learned(updates, mismatch, flops, int(teaching.sum()), (~corrected.keep).tolist(), vetoed, advantages)
 
