@@ -84,7 +84,7 @@ class Trainer:
         self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
         if self.distill:
             self.collector.record = self.distill.record
-        self.health = HealthMonitor()
+        self.health = HealthMonitor(config.objective.correction.preset)
         self.notices = Notices(self.record, world, config.learner.max_skipped)
         self.record.introduce(training, self.held_out)
 
