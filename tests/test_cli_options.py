@@ -50,6 +50,13 @@ def test_a_float32_residual_stream_is_asked_for(command, tmp_path, monkeypatch, 
     assert "residual=float64: must be float32, or left out" in alula_says(capsys, *words, "float64")
 
 
+def test_distill_refuses_a_used_folder_in_its_own_words_before_it_loads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("alula.model.load_model", None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    said = alula_says(capsys, "distill", SHAPE, *COMMANDS["distill"], "--out", tmp_path)
+    assert said.rstrip().endswith("continue it with --resume, or choose another folder: --out FOLDER.")
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A tiny model whose tokenizer has a chat template, and prompts for it."""

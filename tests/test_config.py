@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import alula
 from alula import config_docs
 from alula.cli.main import COMMANDS, app
 from alula.config import DistillSettings, LearnerSettings, RunConfig
@@ -244,6 +245,28 @@ def test_an_unknown_setting_is_answered_with_those_that_the_selector_takes(recip
             load(recipe, f"{section}}}", f"{name}={values[name.split('.')[-1]]}").sparsity.build()
 
 
+def test_values_are_taken_as_they_are_meant(recipe):
+    config = load(recipe, "data.prompt={question} = ?", "data.answer={solution}", "rewards.use=math",
+                  "data.options=null", "logging.sinks=null", "eval.data={source: x.jsonl}",
+                  "eval.data.prompt={question}")  # fmt: skip
+    assert (config.data.prompt, config.data.answer) == ("{question} = ?", "{solution}")
+    assert config.eval.data.prompt == "{question}"
+    assert [term.name for term in config.rewards.use] == ["math"]
+    assert (config.data.options, config.logging.sinks) == ({}, [])
+    assert load(recipe, "rewards.use={name: math, weight: 2}").rewards.use[0].weight == 2
+    assert 'written in quotes, as prompt: "{field}"' in refusal(recipe, "data={source: x, prompt: {question}}")
+
+
+def test_a_runs_folder_is_its_recipe(recipe, tmp_path):
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    with pytest.raises(SettingError, match=r"/moved': a folder without config\.yaml; name a recipe or a run's folder"):
+        load_config(folder)
+    (folder / "config.yaml").write_text(to_yaml(load(recipe, "steps=7", "out=runs/elsewhere")))
+    config = load_config(folder, ["sampling.n=4"])
+    assert (config.out, config.steps, config.sampling.n) == (str(folder), 7, 4)
+
+
 def test_missing_and_unreadable_recipes(tmp_path):
     with pytest.raises(SettingError, match="no such file"):
         load_config(tmp_path / "none.yaml")
@@ -343,6 +366,13 @@ def test_every_command_that_is_there_is_listed(capsys):
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "main"}
     known = {where.partition(":")[0].rpartition(".")[2] for where, _ in COMMANDS.values()}
     assert files <= known, "a command that is in no table"
+
+
+def test_the_version_is_said(capsys):
+    with pytest.raises(SystemExit) as ended:
+        app(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"alula {alula.__version__}\n"
 
 
 def test_a_wrong_setting_is_one_sentence_and_exit_code_2(recipe, capsys):

@@ -150,6 +150,9 @@ def test_rows_that_do_not_fit_name_the_whole_file_and_the_way_out(tmp_path):
         f"data {path}: unknown field 'prompt' of the prompt template (known: answer, question); "
         'name another with data.prompt="{question}" in a recipe, --prompt on the command line.'
     )
+    path.write_text('{"prompt": "a", "answer": "b"}\n' * 4 + '{"prompt": "c"}\n')
+    with pytest.raises(SettingError, match=rf"data {path}, row 5: unknown field 'answer' .*; the rows before have it"):
+        load(str(path))
     path.write_text("")
     with pytest.raises(SettingError, match=rf"data {path}: no usable rows \(read 0\); it is empty"):
         load(str(path))

@@ -467,13 +467,14 @@ def test_the_dense_policy_never_sees_the_adapter(models):
     assert all(torch.equal(before[name], p) for name, p in loaded.model.named_parameters())
 
 
-def test_the_engine_takes_new_adapters_and_weights_in_place(models):
+def test_the_engine_takes_new_adapters_and_weights_in_place(models, tmp_path):
     loaded = copy.deepcopy(models[3])
     first, second = random_adapter(loaded.model, seed=1), random_adapter(loaded.model, seed=2)
     engine = engine_of(loaded, sparse_adapter=first)
     addresses = [p.data_ptr() for p in engine.sparse_model.parameters()]
     before = engine.generate(PROMPTS, SAMPLING, METHODS["rkv"])
-    engine.update_sparse_adapter(second)
+    second.save(tmp_path / "second")
+    engine.update_sparse_adapter(tmp_path / "second")
     expected = engine_of(loaded, sparse_adapter=second).generate(PROMPTS, SAMPLING, METHODS["rkv"])
     after = engine.generate(PROMPTS, SAMPLING, METHODS["rkv"])
     assert [r.token_ids for r in after] == [r.token_ids for r in expected] != [r.token_ids for r in before]

@@ -3,10 +3,12 @@
 import json
 import math
 import random
+import re
 
 import pytest
 
 from alula.rl.health import HealthMonitor
+from alula.rl.objective import PRESETS
 
 STEPS = 300
 
@@ -86,6 +88,23 @@ def test_a_problem_that_comes_back_is_reported_again():
     assert [kind for _, kind in watch(returning)] == ["rejection", "rejection"]
     flickering = sick(name, lambda step: 0.3 if step > 100 and step % 12 < 6 else 0.05)
     assert [kind for _, kind in watch(flickering)] == ["rejection"]
+
+
+@pytest.mark.parametrize("correction", PRESETS)
+def test_no_warning_advises_the_correction_that_is_in_use(correction):
+    monitor = HealthMonitor(correction)
+    name, value, *_ = TROUBLES["mismatch-rising"]
+    found = [warning for row in sick(name, value) for warning in monitor.observe(row)]
+    monitor.observe_eval("held", "sparse", accuracy=0.90, stderr=0.01)
+    monitor.observe_eval("held", "dense", accuracy=0.9, stderr=0.01)
+    monitor.observe_eval("held", "sparse", accuracy=0.95, stderr=0.01)
+    found += monitor.observe_eval("held", "dense", accuracy=0.1, stderr=0.01)
+    assert [warning.kind for warning in found] == ["mismatch-rising", "dense-sparse-divergence"]
+    for warning in found:
+        words = re.split(r"[^a-z-]", warning.advice)
+        assert correction not in words
+        assert ("strict" in words) is (correction not in ("strict", "reroll"))
+        assert "{" not in warning.advice
 
 
 def test_a_run_that_rerolls_is_not_told_to():

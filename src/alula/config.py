@@ -36,6 +36,15 @@ Positive = Annotated[float, Field(gt=0)]
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, given: Any) -> Any:
+        """Where the default is an empty list or mapping, `null` means it."""
+        if not isinstance(given, dict):
+            return given
+        empty = {name for name, field in cls.model_fields.items() if field.default in ({}, [])}
+        return {name: value for name, value in given.items() if value is not None or name not in empty}
+
 
 class ModelSettings(Section):
     source: str
@@ -108,9 +117,15 @@ def _term(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _terms(value: Any) -> Any:
+    return [value] if isinstance(value, (str, dict)) else value
+
+
 class RewardSettings(Section):
-    use: Annotated[list[Annotated[RewardTerm, BeforeValidator(_term)]], Field(min_length=1)]
-    """The rewards that are added up; a bare name stands for that reward with weight 1."""
+    use: Annotated[
+        list[Annotated[RewardTerm, BeforeValidator(_term)]], Field(min_length=1), BeforeValidator(_terms)
+    ]  # fmt: skip
+    """The rewards that are added up, or the only one; a bare name stands for that reward with weight 1."""
     correct: str | None = None
     """Which of them says whether an answer is right (accuracy); by default the first."""
     threshold: float = 1.0

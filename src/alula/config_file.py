@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from alula.config import RunConfig, spelt_sparsity
-from alula.errors import SettingError
+from alula.errors import SettingError, require
 
 SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
     ("objective", "correction"): lambda preset: {"preset": preset},
@@ -20,6 +20,8 @@ SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
 """Sections that may be written as one word, and the settings that the word stands for."""
 PRESET = ("objective", "correction", "preset")
 """By this name, too, a correction is chosen as a whole."""
+TEMPLATES = [(["data"], "prompt"), (["data"], "answer")]
+"""Settings that may begin with a {field}, which YAML would take for a mapping."""
 
 
 class Loader(yaml.SafeLoader):
@@ -32,13 +34,22 @@ Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The recipe at `path` with `section.setting=value` overrides, whose values are read as YAML."""
+    """The recipe at `path` with `section.setting=value` overrides, whose values are read as YAML. A run's folder stands
+    for its config.yaml, wherever the folder is now."""
     path = Path(path)
+    folder = path if path.is_dir() else None
+    if folder:
+        path = folder / "config.yaml"
+        require(
+            path.is_file(), f"recipe {str(folder)!r}: a folder without config.yaml; name a recipe or a run's folder."
+        )
     if not path.is_file():
         raise SettingError(f"recipe {str(path)!r}: no such file.")
     tree = parse_yaml(path.read_text(), f"recipe {path}")
     if not isinstance(tree, dict):
         raise SettingError(f"recipe {path}: must be a mapping of settings.")
+    if folder:
+        tree["out"] = str(folder)
     for text in overrides:
         override(tree, text)
     tree.setdefault("out", f"runs/{path.stem}")
@@ -74,7 +85,8 @@ def override(tree: dict[str, Any], text: str) -> None:
             raise SettingError(f"override {text!r}: {'.'.join(path)} is {inner!r}, which has no settings inside.")
         place[section] = dict(inner)
         place = place[section]
-    chosen = parse_yaml(value, f"override {text!r}")
+    template = (sections[-1:], leaf) in TEMPLATES and value.startswith("{")
+    chosen = value if template else parse_yaml(value, f"override {text!r}")
     if (*sections, leaf) == PRESET:
         place.clear()  # a run's config.yaml holds every setting of another preset here
     place[leaf] = chosen
@@ -98,6 +110,8 @@ def describe(error: ValidationError, tree: dict[str, Any]) -> SettingError:
     if first["type"] == "value_error":
         return SettingError(f"{place}: {first['ctx']['error']}" if place else str(first["ctx"]["error"]))
     wanted = first["msg"].removeprefix("Input ").rstrip(".")
+    if first["type"] == "string_type" and isinstance(first["input"], dict):
+        wanted += f'; a text that begins with a brace is written in quotes, as {first["loc"][-1]}: "{{field}}"'
     return SettingError(f"setting {place}={first['input']!r}: {wanted}.")
 
 

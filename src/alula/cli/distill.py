@@ -98,8 +98,9 @@ def run(
     from alula.distill.distiller import Distiller
     from alula.engine.engine import Engine
     from alula.rl.checkpoint import Checkpoints
-    from alula.rl.metrics import MetricsWriter
+    from alula.rl.metrics import MetricsWriter, check_folder
 
+    check_folder(out, new=not resume, way="--out FOLDER")
     loaded, dataset = load(model, **input_options)
     training, aside = dataset.split(held_out, config.seed)
     test = [list(example.prompt_ids or ()) for example in aside]
@@ -146,7 +147,8 @@ def run(
     summary |= {"before": before, "after": after}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     show(summary)
-    typer.echo(f"{out / 'adapter'}: use it with Engine.load(..., sparse_adapter=...)")
+    typer.echo(f"{out / 'adapter'}: a run begins with it by distill.adapter={out / 'adapter'}, alula eval takes it as "
+               "--sparse-adapter, and Python as Engine.load(..., sparse_adapter=...).")  # fmt: skip
 
 
 def text(path: Path | None) -> str | None:

@@ -4,10 +4,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from alula import __version__
 from alula.errors import RunFailed, SettingError
 
 COMMANDS = {
@@ -44,7 +45,11 @@ def build(called: str | None) -> typer.Typer:
     )  # fmt: skip
 
     @commands.callback()
-    def nothing_in_common() -> None:
+    def in_common(
+        version: Annotated[
+            bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which version this is.")
+        ] = False,
+    ) -> None:
         pass
 
     for name, (where, line) in COMMANDS.items():
@@ -53,6 +58,12 @@ def build(called: str | None) -> typer.Typer:
             body = getattr(import_module(module), function) if name == called else only_named(line)
             commands.command(name, help=line if name != called else None)(body)
     return commands
+
+
+def say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"alula {__version__}")
+        raise typer.Exit
 
 
 def only_named(line: str) -> Callable[[], Any]:

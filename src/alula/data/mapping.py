@@ -58,10 +58,17 @@ class FieldMapping:
         `source` is what an error calls the data, where that is more than the name.
         """
         where = f"data {source or name}"
-        try:
-            examples = [self.example(row) for row in rows]
-        except NoField as error:
-            raise SettingError(f"{where}: {error}") from None
+        examples: list[Example] = []
+        for row in rows:
+            try:
+                examples.append(self.example(row))
+            except NoField as error:
+                if not examples:
+                    raise SettingError(f"{where}: {error}") from None
+                raise SettingError(
+                    f"{where}, row {len(examples) + 1}: {str(error).partition(';')[0]}; the rows before have it, so "
+                    "complete this one, or take it out."
+                ) from None
         kept = [example for example in examples if self.answer is None or not empty(example.answer)]
         dropped = {"no answer": len(examples) - len(kept)} if len(kept) < len(examples) else {}
         require(len(examples) > 0, f"{where}: no usable rows (read 0); it is empty, so name another one.")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from operator import index as whole
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,7 @@ class Engine:
         if sparse_adapter is not None:
             self.sparse_model = share_weights(self.model)
             own_linears(self.sparse_model)
-            given = isinstance(sparse_adapter, Adapter)
-            self.update_sparse_adapter(sparse_adapter if given else Adapter.load(sparse_adapter))  # type: ignore[arg-type]
+            self.update_sparse_adapter(sparse_adapter)
         self.runner = Runner(
             self.model, self.sparse_model, self.cache, self.rows,
             buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
@@ -410,13 +410,15 @@ class Engine:
         if self.sparse_model is not None:
             self.update_sparse_adapter(self.sparse_adapter)
 
-    def update_sparse_adapter(self, adapter: Adapter) -> None:
-        """Merge `adapter` into the sparse policy's weights, in place: captured graphs stay valid.
+    def update_sparse_adapter(self, adapter: Adapter | str | PathLike[str]) -> None:
+        """Merge `adapter`, or that of a folder, into the sparse policy's weights, in place: captured graphs stay valid.
 
         To be called again whenever the dense weights were changed other than by `update_weights`.
         """
         if self.sparse_model is None:
             raise SettingError("the engine has no sparse_adapter to update; load it with one, of zeros if need be.")
+        if not isinstance(adapter, Adapter):
+            adapter = Adapter.load(Path(adapter))
         check(self.model, adapter)
         self.sparse_adapter = adapter
         merge(adapter, self.model, self.sparse_model)

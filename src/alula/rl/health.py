@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from alula.rl.advice import ANOTHER, filled
 from alula.rl.signs import CHECKS, HealthWarning, Trace
 
 __all__ = ["HealthMonitor", "HealthWarning"]
@@ -43,9 +44,11 @@ class Held:
 
 
 class HealthMonitor:
-    """Feed it every step's metrics and every held-out evaluation; it answers with the new warnings."""
+    """Feed it every step's metrics and every held-out evaluation; it answers with the new warnings. What they advise
+    depends on the preset of the correction in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, correction: str = "none") -> None:
+        self.correction = correction
         self.traces = {name: Trace() for name in WATCHED}
         self.away: dict[str, int] = {}
         """Reported problems, and for how many steps each has been away since."""
@@ -71,7 +74,10 @@ class HealthMonitor:
         new = [warning for warning in found if self.away.get(warning.kind, REARM) >= REARM]
         self.away = {kind: steps + 1 for kind, steps in self.away.items()}
         self.away.update({warning.kind: 0 for warning in found})
-        return new
+        return self._told(new)
+
+    def _told(self, warnings: list[HealthWarning]) -> list[HealthWarning]:
+        return [replace(warning, advice=filled(warning.advice, self.correction)) for warning in warnings]
 
     def observe_eval(
         self, name: str, policy: str, *, accuracy: float, stderr: float, **_: float
@@ -88,7 +94,7 @@ class HealthMonitor:
         was_falling = name in self.falling
         warning = dense_falling(name, history, self.first_reward) or sparse_ahead(name, history[-1])
         (self.falling.add if warning else self.falling.discard)(name)
-        return [warning] if warning and not was_falling else []
+        return self._told([warning]) if warning and not was_falling else []
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -145,8 +151,7 @@ def sparse_ahead(name: str, now: Held) -> HealthWarning | None:
         "dense-sparse-divergence",
         f"On {name} the sparse policy is right {now.sparse_accuracy:.1%} of the time and the dense one, which is what "
         f"you will ship, only {now.accuracy:.1%}: the run is learning to do well with a sparse cache, not to do well.",
-        "Do not trust the reward curve. Raise the budget, or use a correction that keeps the dense policy in view "
-        "(sparse-rl, reroll).",
+        f"Do not trust the reward curve. Raise the budget, or {ANOTHER}.",
     )
 
 
@@ -164,8 +169,7 @@ def _falling_warning(name: str, best: Held, now: Held, high: float, low: float) 
         return HealthWarning(
             "dense-sparse-divergence",
             f"{fell} while {rising} rose: the run is learning to do well with a sparse cache, not to do well.",
-            "Do not trust the reward curve. Go back to the best checkpoint, raise the budget, or use a "
-            "correction that keeps the dense policy in view (sparse-rl, reroll).",
+            f"Do not trust the reward curve. Go back to the best checkpoint, raise the budget, or {ANOTHER}.",
         )
     with_it = ", and the training reward fell with it" if gained is not None and gained < 0 else ""
     return HealthWarning(

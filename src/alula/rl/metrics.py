@@ -27,7 +27,7 @@ CLOCKS = ("time/", "speed/")
 State = Literal["running", "finished", "stopped", "failed"]
 
 
-def check_folder(run_dir: Path, *, new: bool) -> None:
+def check_folder(run_dir: Path, *, new: bool, way: str = "out=FOLDER") -> None:
     """Refuse a run's folder that cannot be made, and for a new run one that holds a run."""
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.exists(path))
     require(place.is_dir() or place != run_dir, f"out={run_dir}: is a file; name a folder.")
@@ -38,8 +38,7 @@ def check_folder(run_dir: Path, *, new: bool) -> None:
     )
     if new and any(os.path.exists(path) and path.stat().st_size for path in (run_dir / name for name in LINES)):
         raise SettingError(
-            f"run folder {run_dir} already holds a run; continue it with --resume, or choose another folder: "
-            "out=FOLDER."
+            f"run folder {run_dir} already holds a run; continue it with --resume, or choose another folder: {way}."
         )
 
 

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from alula.mismatch.veto import TOO_MANY
+from alula.rl.advice import ANOTHER
 
 WINDOW = 10
 """Steps that a level is the median of: wide enough that one batch's noise does not decide."""
@@ -96,7 +97,7 @@ def mismatch_rising(traces: Traces) -> HealthWarning | None:
         "mismatch-rising",
         f"The mismatch KL has grown from {trace.lowest:.2g} to {trace.level:.2g} nats per token: "
         "the sparse policy is moving away from the dense one that is being trained.",
-        "Raise the budget, lower the learning rate, or turn on a correction (sparse-rl, reroll). "
+        f"Raise the budget, lower the learning rate, or {ANOTHER}. "
         "Let the dense held-out evaluation decide whether the run is still worth its time.",
     )
 
