@@ -107,11 +107,11 @@ def test_no_warning_advises_the_correction_that_is_in_use(correction):
         assert "{" not in warning.advice
 
 
-def test_a_run_that_rerolls_is_not_told_to():
+def test_a_run_that_rerolls_is_told_what_it_costs_and_not_to_reject():
     for row, expected in (({}, True), ({"mismatch/rerolled": 0.2}, False)):
         monitor = HealthMonitor()
         [warning] = [w for _ in range(5) for w in monitor.observe({"mismatch/veto_rate": 0.2} | row)]
-        assert ("use the `reroll` correction" in warning.advice) is expected
+        assert ("use a correction that rejects" in warning.advice) is expected
         assert ("finished densely" in warning.message) is not expected
 
 

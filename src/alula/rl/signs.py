@@ -82,8 +82,7 @@ def _vetoed(vetoed: float, rejected: float | None, rerolls: bool) -> HealthWarni
         f"(more than 15%){fate}: at this KV budget the sparse policy too often samples what the dense one would not.",
         "Raise the budget (control={enabled: true, on_violation: adapt, vetoed: 0.05} does so by itself), keep sinks "
         "(4) and a window"
-        + ("; every reroll costs a dense suffix" if rerolls else ", or use the `reroll` correction, which repairs "
-           "vetoed rollouts")
+        + ("; every reroll costs a dense suffix" if rerolls else f", or {ANOTHER}")
         + ". If mismatch/veto_rate_token is flat, the answers have only grown longer.",
     )  # fmt: skip
 
