@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.cli.calibrate import default_budgets, numbers, write
+from alula.cli.calibrate_verify import not_told, verdict
+from alula.cli.calibrate_vetoed import remarks
 from alula.cli.main import app
-from alula.cli.verify import not_told, verdict
-from alula.cli.vetoed import remarks
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.distill.adapter import attach, fresh

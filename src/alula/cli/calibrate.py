@@ -94,7 +94,7 @@ def calibrate(
     require(not verified or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders = []
     if vetoed is not None:
-        from alula.cli.vetoed import ladders_of
+        from alula.cli.calibrate_vetoed import ladders_of
 
         require(not verified and not tau, "--vetoed looks for a budget by vetoed rollouts; drop --verify and --tau.")
         families = parse_methods(methods, numbers("pages", pages))
@@ -111,10 +111,10 @@ def calibrate(
     if verified or vetoed is not None:
         text = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
         if vetoed is not None:
-            from alula.cli.vetoed import run_vetoed
+            from alula.cli.calibrate_vetoed import run_vetoed
 
             raise typer.Exit(run_vetoed(engines, text, ladders, vetoed, bins, sweep, out, progress))
-        from alula.cli.verify import run_verify
+        from alula.cli.calibrate_verify import run_verify
 
         if len(dataset) < 2 * prompts:
             typer.echo(f"note: {2 * prompts - len(dataset)} of the {prompts} prompts may also have been calibrated on; "
