@@ -63,7 +63,7 @@ def tokenizer_at_hand(config: RunConfig) -> Any | None:
     if name is None and not own and config.data.source.startswith(TASK):
         name = config.data.source
     if name and (name.startswith(TASK) or is_path(name) or os.path.exists(name)):
-        return named_tokenizer(name, config)
+        return named_tokenizer(name, config.data.options if config.data.source == name else {})
     if name is None and not own:
         return None
     try:
