@@ -199,8 +199,8 @@ def test_vetoes_are_counted_at_the_threshold_of_the_correction(tmp_path, preset,
 
     settings = (f"objective.correction={preset}", "control={enabled: true, vetoed: 0.5}")
     *_, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), two_spoilt)
-    assert [i for i, bad in enumerate(learned.spoilt) if bad] == spoilt
-    assert [i for i, bad in enumerate(learned.vetoed) if bad] == ([] if preset == "none" else spoilt)
+    assert [i for i, bad in enumerate(learned.vetoed) if bad] == spoilt
+    assert [i for i, bad in enumerate(learned.rejected) if bad] == ([] if preset == "none" else spoilt)
     assert (run.monitor.controller.vetoed, run.monitor.controller.rollouts) == (len(spoilt), 16)
     assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/veto_rate"] == len(spoilt) / 16
 
