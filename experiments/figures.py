@@ -15,7 +15,7 @@ from judge import Row
 from lines import read_lines
 from tables import RESULTS, before_training, by_arm, raw
 
-from alula.mismatch.plot import COLOURS, Line, chart
+from alula.mismatch.plot import Line, chart, look
 
 BED_NAMES = {
     "tiny": "tiny bed",
@@ -28,7 +28,7 @@ BED_NAMES = {
 }
 
 
-def over_steps(runs: Sequence[Row], colour: str, points: Callable[[Row], list[tuple[int, float]]]) -> Line:
+def over_steps(runs: Sequence[Row], index: int, points: Callable[[Row], list[tuple[int, float]]]) -> Line:
     """Mean over seeds, with a band from the lowest to the highest seed."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
@@ -36,7 +36,8 @@ def over_steps(runs: Sequence[Row], colour: str, points: Callable[[Row], list[tu
             by_step.setdefault(step, []).append(value)
     steps = [step for step in sorted(by_step) if len(by_step[step]) == len(runs)]
     values = [by_step[step] for step in steps]
-    return Line(runs[0]["arm"], steps, [*map(fmean, values)], [*map(min, values)], [*map(max, values)], colour)
+    lowest, highest = [*map(min, values)], [*map(max, values)]
+    return Line(runs[0]["arm"], steps, [*map(fmean, values)], lowest, highest, **look(index))
 
 
 def smoothed(metric: str, width: int = 5) -> Callable[[Row], list[tuple[int, float]]]:
@@ -62,7 +63,7 @@ def learning(question: str, bed: str) -> dict[str, str]:
     drawn = {}
     for suffix, arms in groups.items() or [("", [])]:
         for name, (title, unit, points) in kinds.items():
-            lines = [over_steps(runs, COLOURS[i], points) for i, runs in enumerate(common + arms)]
+            lines = [over_steps(runs, i, points) for i, runs in enumerate(common + arms)]
             drawn["-".join(filter(None, [name, suffix]))] = chart(title, "step", unit, lines)
     return drawn
 
@@ -95,7 +96,7 @@ def probed(question: str, bed: str) -> dict[str, str]:
                 found.setdefault(method, {}).setdefault(budget, []).append(row[name])
         return [
             Line(method, [*by], [fmean(v) for v in by.values()], [min(v) for v in by.values()],
-                 [max(v) for v in by.values()], COLOURS[i], dots=True)
+                 [max(v) for v in by.values()], **look(i), dots=True)
             for i, (method, by) in enumerate(found.items())
         ]  # fmt: skip
 
@@ -119,7 +120,7 @@ def dose(question: str, bed: str) -> dict[str, str]:
         drawn = []
         for i, (kind, runs) in enumerate(kinds.items()):
             points = sorted((before(run)[name], judge.final(run)) for run in runs)
-            drawn.append(Line(kind, [x for x, _ in points], [y for _, y in points], colour=COLOURS[i], dots=True))
+            drawn.append(Line(kind, [x for x, _ in points], [y for _, y in points], **look(i), dots=True))
         starts = [judge.start(run) for runs in kinds.values() for run in runs]
         known = [row[name] for row in raw("probe", bed)]
         edges = [min(known), max(known)]
@@ -144,7 +145,7 @@ def saving(question: str, bed: str) -> dict[str, str]:
     lines = []
     for i, (name, points) in enumerate(found.items()):
         xs, ys = zip(*sorted(points))
-        lines.append(Line(name, xs, [*map(fmean, ys)], [*map(min, ys)], [*map(max, ys)], COLOURS[i], dots=True))
+        lines.append(Line(name, xs, [*map(fmean, ys)], [*map(min, ys)], [*map(max, ys)], **look(i), dots=True))
     title = f"Final accuracy against KV saved, {BED_NAMES[bed]}"
     return {"saved": chart(title, "KV saved before training", "final accuracy", lines)}
 
@@ -160,7 +161,7 @@ def survival(question: str, bed: str) -> dict[str, str]:
         if fmean(row["careful_share"] for rows in found.values() for row in rows) < 0.5:
             continue
         right = [fmean(row["careful"] for row in rows) for rows in found.values()]
-        lines.append(Line(arm, [*map(names.index, found)], right, colour=COLOURS[len(lines)], dots=True))
+        lines.append(Line(arm, [*map(names.index, found)], right, **look(len(lines)), dots=True))
     title = f"Careful chains right under each policy, {BED_NAMES[bed]}"
     return {"chains": chart(title, "", "share", lines, x_names=names)}
 
@@ -171,7 +172,7 @@ def breakeven() -> str:
     lengths = [row["length"] for row in rows]
     alone, scored = ([row[name] for row in rows] for name in ("rollout_ratio", "with_scoring"))
     lines = [Line("rollouts alone", lengths, alone, dots=True),
-             Line("with the scoring pass", lengths, scored, colour=COLOURS[1], dots=True),
+             Line("with the scoring pass", lengths, scored, **look(1), dots=True),
              Line("as fast as dense", [0, lengths[-1]], [1, 1], colour="#999999", dash="5 4")]  # fmt: skip
     title = "rkv 512+128 against dense, qwen3-1.7b, batch of 64 (estimate)"
     return chart(title, "response tokens", "speed-up", lines)

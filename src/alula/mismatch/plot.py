@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
 from re import findall
+from typing import TypedDict
 
 from alula.mismatch.calibration import Calibration
 from alula.mismatch.label import family_label
@@ -18,6 +19,16 @@ DASHES = ("", "8 3", "2 3", "8 3 2 3", "14 4", "8 3 2 3 2 3", "14 4 2 4")
 """Of the lines after the ninth, whose colours come again."""
 LEGEND = 28
 """Characters in a line of the legend: what has room beside the curves."""
+
+
+class Look(TypedDict):
+    colour: str
+    dash: str
+
+
+def look(index: int) -> Look:
+    """Of a figure's curves, by their place."""
+    return {"colour": COLOURS[index % len(COLOURS)], "dash": DASHES[index // len(COLOURS) % len(DASHES)]}
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,7 @@ def plot_tails(calibration: Calibration, plan: Plan | None = None) -> str:
     lines = []
     for i, one in enumerate(m for family in calibration.families().values() for m in family):
         setting = one.configuration
-        lines.append(Line(str(setting.budget), centres, one.tail.value.tolist(), colour=COLOURS[i % len(COLOURS)],
-                          dash=DASHES[i // len(COLOURS) % len(DASHES)],
+        lines.append(Line(str(setting.budget), centres, one.tail.value.tolist(), **look(i),
                           group=family_label(setting) if several else ""))  # fmt: skip
     lines.append(Line("dense floor", centres, calibration.floor.value.tolist(), colour="#111111", dash="5 4"))
     if plan is not None:
