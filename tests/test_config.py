@@ -509,6 +509,21 @@ def test_check_says_whether_it_fits(recipe):
     assert some.strip() == "fits 50 of the 100 rollouts at a time; the others wait"
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ("vetoed: 0.05, on_violation: adapt", "at most 5% vetoed; on violation: adapt"),
+        ("tau: 0.86", "a tail of 0.86; on violation: warn"),
+        ("tau: 0.86, vetoed: 0.1", "at most 10% vetoed and a tail of 0.86; on violation: warn"),
+    ],
+)
+def test_check_says_what_the_controller_holds(recipe, capsys, monkeypatch, limits, said):
+    monkeypatch.setenv("COLUMNS", "400")
+    control = "control={enabled: true, " + limits + "}"
+    assert said in plan_of(capsys, recipe, "sparsity=rkv:64+16", control)
+    assert "controller" not in plan_of(capsys, recipe, "sparsity=rkv:64+16")
+
+
 def test_check_prints_once_under_torchrun(recipe, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

@@ -273,6 +273,7 @@ def test_a_change_is_good_or_bad_only_beyond_its_noise():
     assert accuracy_cell([(0.40, 0.02), (0.43, 0.02)]).tone == ""
     assert accuracy_cell([(0.40, 0.02), (0.50, 0.02)]).tone == "good"
     assert accuracy_cell([(0.40, 0.02), (0.30, 0.02)]).tone == "bad"
+    assert accuracy_cell([(0.80, 0.03), (1.00, 0.00)]).detail == "▲ 20.0 ± 3.0 points", "the error of the difference"
 
 
 def test_thinning_keeps_spikes_ends_and_order():

@@ -79,10 +79,10 @@ def accuracy_cell(evals: list[tuple[float, float]]) -> Cell:
     (first, first_error), (last, last_error) = evals[0], evals[-1]
     if len(evals) == 1:
         return Cell(f"{last:.1%}", f"± {last_error:.1%}")
-    change, noise = last - first, 2 * math.hypot(first_error, last_error)
-    tone = "good" if change > noise else "bad" if change < -noise else ""
+    change, error = last - first, math.hypot(first_error, last_error)
+    tone = "good" if change > 2 * error else "bad" if change < -2 * error else ""
     arrow = "▲" if change > 0 else "▼" if change < 0 else "="
-    return Cell(f"{first:.1%} → {last:.1%}", f"{arrow} {abs(100 * change):.1f} points, ± {last_error:.1%}", tone)
+    return Cell(f"{first:.1%} → {last:.1%}", f"{arrow} {abs(100 * change):.1f} ± {100 * error:.1f} points", tone)
 
 
 def phases(run: Run) -> dict[str, float]:

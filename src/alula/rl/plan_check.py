@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from alula.config import DistillSettings, RunConfig
+from alula.config import ControlSettings, DistillSettings, RunConfig
 from alula.distill.adapter import Adapter, linears, targeted
 from alula.distill.adapter import check as fits
 from alula.errors import SettingError
@@ -271,11 +271,21 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: boo
     for message in made_for_another(config.policies(), shape_config(config.model.source)):
         sparse.add_row("  other model", f"{message} {ADVICE}")
     sparse.add_row("correction", correction.preset)
+    if config.control.enabled and not sparsity.dense:
+        sparse.add_row("controller", held_limits(config.control))
     every = config.eval.every
     sparse.add_row("held-out evaluation", f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps"
                    if every else "off")  # fmt: skip
     console.print(sparse)
     check_out(config, resume)  # last, so that the plan of a run that is there already can be read
+
+
+def held_limits(control: ControlSettings) -> str:
+    """What the controller holds, and what it does about it."""
+    limits = [f"at most {control.vetoed:.0%} vetoed"] if control.vetoed else []
+    if control.tau or not limits:
+        limits.append(f"a tail of {control.tau}" if control.tau else "the tail that the schedule was planned for")
+    return f"{' and '.join(limits)}; on violation: {control.on_violation}"
 
 
 def table(title: str, *columns: str) -> Table:
