@@ -474,8 +474,11 @@ def test_check_counts_the_longest_prompt_and_adds_up(recipe, tmp_path, capsys, m
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["sampling.max_new_tokens=4091"], "sampling.max_new_tokens=4091 after the longest prompt of 6 tokens: model."),
-        (["eval.max_new_tokens=4096"], "eval.max_new_tokens=4096 after"),
+        (
+            ["sampling.max_new_tokens=4091"],
+            "training prompt of 6 tokens with sampling.max_new_tokens=4091 comes to 4097",
+        ),
+        (["eval.max_new_tokens=4096"], "held-out prompt of 6 tokens with eval.max_new_tokens=4096 comes to"),
         (["sampling.max_new_tokens=4096", "data.source=gsm8k"], "sampling.max_new_tokens=4096: model."),
     ],
 )
@@ -486,7 +489,8 @@ def test_check_refuses_answers_that_the_model_has_no_positions_for(recipe, capsy
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert said in error
-    assert "has max_position_embeddings=4096; lower it" in error
+    assert "has max_position_embeddings=4096" in error
+    assert "engine.max_length" in error
 
 
 def test_check_says_whether_it_fits(recipe):
@@ -522,6 +526,36 @@ def test_check_says_what_the_controller_holds(recipe, capsys, monkeypatch, limit
     control = "control={enabled: true, " + limits + "}"
     assert said in plan_of(capsys, recipe, "sparsity=rkv:64+16", control)
     assert "controller" not in plan_of(capsys, recipe, "sparsity=rkv:64+16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["sparsity=dense", "control.vetoed=0.05"], "control.enabled=true, but the rollouts are dense"),
+        (["sparsity=rkv:64+16"], "control.enabled=true needs control.tau"),
+        (["sparsity=rkv:64+16", "control.vetoed=0.05", "control.ladder=[2, 64]"], "control.ladder=[2, 64]: "),
+    ],
+)
+def test_check_refuses_a_controller_that_the_run_would_refuse(recipe, capsys, settings, said):
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), "control.enabled=true", *settings])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_check_sets_each_answer_behind_its_own_prompts(recipe, tmp_path, capsys):
+    """A long training prompt has nothing to do with the long answers of an evaluation on short ones."""
+    for name, length in (("train", 3000), ("held", 3)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": " ".join("a" * length), "answer": "b"}) + "\n")
+    plan_of(capsys, recipe, f"data.source={tmp_path / 'train.jsonl'}", f"eval.data.source={tmp_path / 'held.jsonl'}",
+            "eval.every=1", "eval.max_new_tokens=2000", "model.tokenizer=task:copy-last")  # fmt: skip
+
+
+def test_a_budget_that_is_spelt_is_the_number_that_a_recipe_has(recipe):
+    spelt, long = (
+        load(recipe, s) for s in ("sparsity=rkv:64+16", "sparsity.evict={method: rkv, budget: 64, buffer: 16}")
+    )
+    assert to_yaml(spelt) == to_yaml(long)
 
 
 def test_check_prints_once_under_torchrun(recipe, capsys, monkeypatch):

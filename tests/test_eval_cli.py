@@ -1,7 +1,9 @@
 """`alula eval` from the command line: several policies, one table, results on disk."""
 
+import gc
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -51,20 +53,22 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
     assert "maj@2" in shown
 
 
-def test_a_pool_is_given_back_before_the_next_model_is_loaded(folder, monkeypatch):
+def test_pool_and_weights_are_given_back_before_the_next_model_is_loaded(folder, monkeypatch):
     """The next pool would be made of what the last one left."""
     made, held, load = [], [], Engine.load.__func__
 
     def loaded(cls, *arguments, **options):
-        held.append(sum(engine.cache.resident for engine in made))
-        made.append(load(cls, *arguments, **options))
-        return made[-1]
+        gc.collect()
+        held.append((sum(cache.resident for cache, _ in made), sum(weight() is not None for _, weight in made)))
+        engine = load(cls, *arguments, **options)
+        made.append((engine.cache, weakref.ref(next(engine.model.parameters()))))
+        return engine
 
     monkeypatch.setattr(Engine, "load", classmethod(loaded))
     code = run("eval", folder, folder, folder, "--data", "task:copy-last", "--limit", 2, "--max-new-tokens", 2,
                "--kv-memory", "8MiB")  # fmt: skip
     assert code in (0, None)
-    assert held == [0, 0, 0]
+    assert held == [(0, 0)] * 3
 
 
 def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):

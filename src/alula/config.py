@@ -200,6 +200,9 @@ class SelectSettings(Section):
 def spelt_sparsity(text: str) -> dict[str, Any]:
     """The sections that the command line's spelling stands for."""
     evict, select = settings_of(text)
+    for part in (evict, select):
+        if part and str(part["budget"]).isdigit():
+            part["budget"] = int(part["budget"])  # as a recipe has it, so that a resume finds no change
     if evict:
         own = {name: evict.pop(name) for name in [*evict] if name not in EvictSettings.model_fields}
         evict["options"] = own

@@ -34,6 +34,7 @@ def refuse_after_dry_run(model: PreTrainedModel, twin: PreTrainedModel) -> None:
     with no setting that the engine does not know; the model's logits are its hidden states times its head.
     """
     layers: list[int] = []
+    config = model.config  # and not the model: what is registered below stays, and would keep its weights alive
 
     def probe(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
@@ -42,11 +43,11 @@ def refuse_after_dry_run(model: PreTrainedModel, twin: PreTrainedModel) -> None:
         strange = sorted(k for k, v in settings.items() if v is not None and k not in HARMLESS)
         if strange or attention_mask is not None:
             what = ", ".join(strange) or "a mask"
-            raise _refusal(model.config, f"layer {module.layer_idx} asks for attention with {what}")
+            raise _refusal(config, f"layer {module.layer_idx} asks for attention with {what}")
         if not (getattr(module, "is_causal", True) and settings.get("is_causal", True)):
-            raise _refusal(model.config, f"layer {module.layer_idx} attends to later tokens")
+            raise _refusal(config, f"layer {module.layer_idx} attends to later tokens")
         if key.shape != value.shape:
-            raise _refusal(model.config, f"layer {module.layer_idx} has keys and values of different sizes")
+            raise _refusal(config, f"layer {module.layer_idx} has keys and values of different sizes")
         groups = query.shape[1] // key.shape[1]
         return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 

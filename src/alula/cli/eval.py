@@ -1,5 +1,6 @@
 """`alula eval`: accuracy on data sets, dense or under any sparsity."""
 
+import gc
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +60,8 @@ def evaluate(
     if sparse_adapter is not None and all(policy.dense for policy in policies):
         raise SettingError(f"--sparse-adapter {sparse_adapter}: every policy is dense, and it is for sparse ones; name "
                            "one with --sparsity.")  # fmt: skip
+    import torch
+
     from alula.cli.generate import check_out, note_other_model, pick_device
     from alula.data import load
     from alula.engine.engine import Engine
@@ -87,6 +90,8 @@ def evaluate(
                     out.write_text(json.dumps([r.to_dict() for r in results], indent=1) + "\n")
         engine.sleep()  # its memory goes to the next one
         del engine
+        gc.collect()
+        torch.cuda.empty_cache()
     from rich.console import Console
 
     from alula.evals import markdown, table

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from alula.errors import SettingError, require
+from alula.errors import require
 from alula.mismatch.control import Action, Control, Event, VetoEvent
 from alula.mismatch.evidence import Evidence
 from alula.sparsity.schedule import Schedule
@@ -255,14 +255,8 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = Schedule.from_dict(state["schedule"])
-        if (saved.width, len(saved.budgets)) != (self.width, len(self.bins.budget)):
-            raise SettingError(
-                f"controller state: made for {len(saved.budgets)} bins of {saved.width} tokens, not for "
-                f"{len(self.bins.budget)} of {self.width}; resume with the run's own schedule {saved.name!r}."
-            )
-        if saved != self.original:
-            return  # another budget at a resume: where the old one went says nothing about it
+        if Schedule.from_dict(state["schedule"]) != self.original:
+            return  # another budget or longer answers at a resume: where the old bins went says nothing about it
         self.version, self.stopped = state["version"], state["stopped"]
         self.bins = _Bins(**{name: list(values) for name, values in state["bins"].items()})
         # Evidence is about the limits that it was gathered against: a run resumed with others begins anew.

@@ -94,8 +94,8 @@ class Checkpoints:
             return self.latest()
         require(
             not self.all(),
-            f"run folder {self.folder.parent} already holds a run's checkpoints; continue it with --resume, or choose "
-            "another folder: out=FOLDER.",
+            f"run folder {self.folder.parent} already holds a run's checkpoints; continue it with --resume, or name "
+            "another folder.",
         )
         return None
 

@@ -23,9 +23,11 @@ from alula.rl.checkpoint import Checkpoints
 from alula.rl.metrics import check_folder
 from alula.rl.other_model import ADVICE, made_for_another
 from alula.rl.plan_data import (
+    Data,
     check_positions,
     describe_data,
     longest_prompt,
+    read_by,
     read_data,
     tokenizer_at_hand,
     try_rewards,
@@ -77,8 +79,8 @@ class Plan:
     """Through the model per optimizer step, at most."""
 
 
-def plan(config: RunConfig, ranks: int = 1, longest_prompt: int | None = None) -> Plan:
-    """Raises what would be refused at the start of the run, too. `longest_prompt` is known where the data was read."""
+def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
+    """Raises what would be refused at the start of the run, too. `data` is given where its tokens are known."""
     check_rewards(config.rewards.specs())
     sparsity = config.sparsity.build()
     for policy in config.policies():
@@ -91,7 +93,7 @@ def plan(config: RunConfig, ranks: int = 1, longest_prompt: int | None = None) -
     lora = config.learner.lora
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
     text = model_config.get_text_config()
-    check_positions(config, getattr(text, "max_position_embeddings", 1 << 20), longest_prompt)
+    check_positions(config, model_config, data)
     heads, layers = text.num_attention_heads, text.num_hidden_layers
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     width = 4 if dtype_of(config) == "float32" else 2
@@ -100,8 +102,9 @@ def plan(config: RunConfig, ranks: int = 1, longest_prompt: int | None = None) -
     s = config.sampling
     rollouts = s.prompts * s.n
     running = min(config.engine.max_rows, -(-rollouts // ranks))
-    prompt = longest_prompt or config.data.max_prompt_tokens or PROMPT_GUESS
+    prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + s.max_new_tokens
+    config.control.build(sparsity, config.monitor.quantile, longest)
     shared = ranks == 1 and lora is None
     own_master = width == 4
     return Plan(
@@ -214,8 +217,9 @@ def check_out(config: RunConfig, resume: bool) -> None:
 def print_plan(config: RunConfig, console: Console | None = None, *, resume: bool = False) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     data = read_data(config)
-    longest = longest_prompt(config, data, tokenizer_at_hand(config))
-    p, sparsity, console = plan(config, ranks, longest), config.sparsity.build(), console or Console()
+    read = read_by(tokenizer_at_hand(config), config, data)
+    longest = longest_prompt(read)
+    p, sparsity, console = plan(config, ranks, read), config.sparsity.build(), console or Console()
     try_rewards(config, data)
     s, correction = config.sampling, config.objective.correction
     work = table("work", "what", "per step")

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from alula.config import RunConfig, Source
 from alula.data import Dataset
@@ -13,6 +13,7 @@ from alula.data.load import is_path, on_hub
 from alula.errors import require
 from alula.model import SHAPE, TOKENIZER_FILES, find_pretrained
 from alula.rewards.scoring import try_out
+from alula.rl.room import longest_sequence
 from alula.rl.setup import TASK, named_tokenizer, split_data, tokenized
 
 Data = tuple[Dataset, Dataset | None]
@@ -73,23 +74,30 @@ def tokenizer_at_hand(config: RunConfig) -> Any | None:
         return None
 
 
-def longest_prompt(config: RunConfig, data: Data | None, tokenizer: Any | None) -> int | None:
-    """In tokens, of the prompts that the run would take."""
+def read_by(tokenizer: Any | None, config: RunConfig, data: Data | None) -> Data | None:
+    """The data with the prompts' tokens, as the run would take it."""
     if data is None or tokenizer is None:
         return None
-    sets = [tokenized(config, dataset, tokenizer) for dataset in data if dataset is not None]
-    return max(len(example.prompt_ids or ()) for dataset in sets for example in dataset)
+    training, held_out = data
+    return tokenized(config, training, tokenizer), tokenized(config, held_out, tokenizer) if held_out else None
 
 
-def check_positions(config: RunConfig, positions: int, prompt: int | None) -> None:
-    """Refuse answers that the model has no positions for, with the longest prompt in front where it is known."""
-    named = [("sampling.max_new_tokens", config.sampling.max_new_tokens)]
-    if config.eval.every and config.eval.max_new_tokens:
-        named.append(("eval.max_new_tokens", config.eval.max_new_tokens))
-    setting, answer = max(named, key=lambda one: one[1])
-    longest, before = (prompt or 1) + answer, f" after the longest prompt of {prompt} tokens" if prompt else ""
+def longest_prompt(data: Data | None) -> int | None:
+    """In tokens."""
+    if data is None:
+        return None
+    return max(len(example.prompt_ids or ()) for dataset in data if dataset for example in dataset)
+
+
+def check_positions(config: RunConfig, model: PreTrainedConfig, data: Data | None) -> None:
+    """Refuse sequences that the model has no positions for; of prompts that are not known at least the answers."""
+    if data is not None:
+        longest_sequence(config, model, *data)
+        return
+    answer = config.sampling.max_new_tokens
+    positions = getattr(model.get_text_config(), "max_position_embeddings", 1 << 20)
     require(
-        longest <= max(positions, config.engine.max_length or 0),
-        f"{setting}={answer}{before}: model.source={config.model.source!r} has max_position_embeddings={positions}; "
-        f"lower it{', or leave longer prompts out with data.max_prompt_tokens' if prompt else ''}.",
+        answer < max(positions, config.engine.max_length or 0),
+        f"sampling.max_new_tokens={answer}: model.source={config.model.source!r} has "
+        f"max_position_embeddings={positions}; lower it, or set engine.max_length if the model can read so far.",
     )

@@ -19,7 +19,8 @@ def free_memory(config: RunConfig) -> int | None:
     """Bytes that are free on the GPU that the run would take; None where it would run on the CPU."""
     if config.model.device == "cpu" or not torch.cuda.is_available():
         return None
-    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0]
+    named = torch.device(config.model.device or "cuda").index
+    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")) if named is None else named)[0]
 
 
 def totals(config: RunConfig, plan: "Plan", counted: int, free: int | None) -> list[tuple[str, str]]:

@@ -7,6 +7,8 @@ step.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from transformers import PreTrainedConfig
+
 from alula.config import RunConfig
 from alula.data import Dataset
 from alula.distill.stage import Stage
@@ -14,7 +16,6 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.errors import require
 from alula.mismatch.monitor import Monitor
-from alula.model import LoadedModel
 from alula.sparsity.policy import DENSE, Sparsity
 
 
@@ -55,11 +56,11 @@ def all_longest(config: RunConfig, training: Dataset, held_out: Dataset | None) 
     return found
 
 
-def longest_sequence(config: RunConfig, loaded: LoadedModel, training: Dataset, held_out: Dataset | None) -> int:
+def longest_sequence(config: RunConfig, model: PreTrainedConfig, training: Dataset, held_out: Dataset | None) -> int:
     """Tokens of the longest sequence of the run. One that the model has no positions for is refused under an evictor
     too: it may hold few tokens, but the dense learner reads them all. `engine.max_length` overrules the model."""
     longest = max(all_longest(config, training, held_out), key=len)
-    positions = getattr(loaded.model.config, "max_position_embeddings", 1 << 20)
+    positions = getattr(model.get_text_config(), "max_position_embeddings", 1 << 20)
     require(
         len(longest) <= max(positions, config.engine.max_length or 0),
         f"model.source={config.model.source!r} has max_position_embeddings={positions}, and {longest} comes to "

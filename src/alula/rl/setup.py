@@ -189,7 +189,7 @@ def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: W
     return Monitor(
         Watch(m.rollouts, m.quantile, m.bin), sparsity, engine, longest,
         config.control.build(sparsity, m.quantile, longest), gather=world.gather,
-        share=lambda count: len(range(world.rank, count, world.size)),
+        share=lambda count: len(world.mine(range(count))),
     )  # fmt: skip
 
 

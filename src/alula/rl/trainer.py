@@ -74,7 +74,7 @@ class Trainer:
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
         self.rewards = config.rewards.build()
-        longest = longest_sequence(config, self.loaded, training, self.held_out)
+        longest = longest_sequence(config, self.loaded.model.config, training, self.held_out)
         self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world, longest)
         self.stop = StopRequest(world)
         self.monitor = build_monitor(config, self.engine, training, world)
