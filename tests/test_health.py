@@ -107,6 +107,14 @@ def test_no_warning_advises_the_correction_that_is_in_use(correction):
         assert "{" not in warning.advice
 
 
+@pytest.mark.parametrize("controlled", [False, True])
+def test_a_run_with_a_controller_is_not_told_to_use_one(controlled):
+    monitor = HealthMonitor("strict", controlled)
+    [warning] = [w for _ in range(5) for w in monitor.observe({"mismatch/veto_rate": 0.2})]
+    assert ("control={" in warning.advice) is not controlled
+    assert warning.advice.startswith("Raise the budget")
+
+
 def test_a_run_that_rerolls_is_told_what_it_costs_and_not_to_reject():
     for row, expected in (({}, True), ({"mismatch/rerolled": 0.2}, False)):
         monitor = HealthMonitor()

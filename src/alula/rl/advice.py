@@ -2,6 +2,8 @@
 
 ANOTHER = "{another correction}"
 """In an advice: the place of these words."""
+CONTROLLER = " (control={enabled: true, on_violation: adapt, vetoed: 0.05} does so by itself)"
+"""In an advice, unless there is one."""
 
 
 def another(correction: str) -> str:
@@ -15,5 +17,5 @@ def another(correction: str) -> str:
     return "use a correction that rejects (objective.correction=strict, or sparse-rl)"
 
 
-def filled(advice: str, correction: str) -> str:
-    return advice.replace(ANOTHER, another(correction))
+def filled(advice: str, correction: str, controlled: bool) -> str:
+    return advice.replace(ANOTHER, another(correction)).replace(CONTROLLER, "" if controlled else CONTROLLER)

@@ -45,10 +45,10 @@ class Held:
 
 class HealthMonitor:
     """Feed it every step's metrics and every held-out evaluation; it answers with the new warnings. What they advise
-    depends on the preset of the correction in use."""
+    depends on the preset of the correction in use, and on whether a controller moves the budget."""
 
-    def __init__(self, correction: str = "none") -> None:
-        self.correction = correction
+    def __init__(self, correction: str = "none", controlled: bool = False) -> None:
+        self.correction, self.controlled = correction, controlled
         self.traces = {name: Trace() for name in WATCHED}
         self.away: dict[str, int] = {}
         """Reported problems, and for how many steps each has been away since."""
@@ -77,7 +77,7 @@ class HealthMonitor:
         return self._told(new)
 
     def _told(self, warnings: list[HealthWarning]) -> list[HealthWarning]:
-        return [replace(warning, advice=filled(warning.advice, self.correction)) for warning in warnings]
+        return [replace(w, advice=filled(w.advice, self.correction, self.controlled)) for w in warnings]
 
     def observe_eval(
         self, name: str, policy: str, *, accuracy: float, stderr: float, **_: float

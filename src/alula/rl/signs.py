@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from alula.mismatch.veto import TOO_MANY
-from alula.rl.advice import ANOTHER
+from alula.rl.advice import ANOTHER, CONTROLLER
 
 WINDOW = 10
 """Steps that a level is the median of: wide enough that one batch's noise does not decide."""
@@ -80,8 +80,7 @@ def _vetoed(vetoed: float, rejected: float | None, rerolls: bool) -> HealthWarni
         "rejection",
         f"{vetoed:.1%} of the rollouts of the last 5 steps were vetoed{' and finished densely' if rerolls else ''} "
         f"(more than 15%){fate}: at this KV budget the sparse policy too often samples what the dense one would not.",
-        "Raise the budget (control={enabled: true, on_violation: adapt, vetoed: 0.05} does so by itself), keep sinks "
-        "(4) and a window"
+        f"Raise the budget{CONTROLLER}, keep sinks (4) and a window"
         + ("; every reroll costs a dense suffix" if rerolls else f", or {ANOTHER}")
         + ". If mismatch/veto_rate_token is flat, the answers have only grown longer.",
     )  # fmt: skip

@@ -85,7 +85,7 @@ class Trainer:
         if self.distill:
             self.collector.recorded = self.distill.record
         check_room(config, self.engine, self.monitor, self.distill, training, self.held_out)
-        self.health = HealthMonitor(config.objective.correction.preset)
+        self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
         self.notices = Notices(self.record, world, config.learner.max_skipped)
         self.record.introduce(training, self.held_out)
 
