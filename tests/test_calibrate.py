@@ -16,6 +16,7 @@ from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.cli.calibrate import default_budgets, numbers, write
 from alula.cli.calibrate_verify import not_told, verdict
 from alula.cli.calibrate_vetoed import remarks
+from alula.cli.calibrate_vetoed import verdict as vetoed_verdict
 from alula.cli.main import app
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
@@ -530,6 +531,7 @@ def test_the_command_makes_the_folder_of_its_output(tmp_path):
     ("policy", "reason"),
     [
         ("rkv:512+128", "no sequence outgrew it (the longest has 24 tokens)"),
+        ("rkv:16+128", "no sequence outgrew it and its buffer of 128 (the longest has 24 tokens)"),
         ("block-topk:12,block=4,dense_layers=9", "its dense_layers are all layers of the model"),
     ],
 )
@@ -705,6 +707,19 @@ def test_what_holds_is_measured_confident_and_sparse():
     for count in (9, 50):
         assert remarks(found_in({8: count, 12: 0})) == [], "a hair from the limit, and above it"
     assert "8 is the smallest budget that was to be tried" in remarks(found_in({8: 0}))[0]
+
+
+def test_budgets_that_were_never_sparse_are_not_said_to_hold(tmp_path, capsys):
+    out = tmp_path / "v.json"
+    assert alula(*TINY, "--methods", "rkv", "--vetoed", 0.2, "--sweep", "--out", out) == 1
+    said = capsys.readouterr().out
+    assert said.count("0.0% (0.0% to 16.1%), never sparse. KV saved 0.0%") == 2
+    assert "below" not in said
+    assert "budget 12 was never sparse: no sequence outgrew it and its buffer of 128" in said
+    assert "use a smaller budget or buffer" in said
+    assert f"{out}: no budget was sparse" in said
+    mixed = [found_in({8: 50, 12: 0}, dense=(12,))]
+    assert vetoed_verdict(mixed) == "no budget that was sparse has confidently less than 10% of its rollouts vetoed."
 
 
 def test_budgets_to_try_where_none_are_named():

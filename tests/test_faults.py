@@ -108,18 +108,32 @@ def broken(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.parametrize("others", ["", "'task:successor', "])
-def test_a_reward_that_fails_on_every_answer_stops_the_run_at_its_first_step(tmp_path, broken, capsys, others):
+@pytest.mark.parametrize(
+    ("settings", "answers", "evaluated"),
+    [
+        (["rewards.use=['broken:raises']"], "first evaluation's 8", 0),
+        (["rewards.use=['broken:raises']", "eval.every=0"], "run's first 16", 0),
+        (["rewards.use=['task:successor', 'broken:raises']"], "run's first 16", 2),
+        (
+            ["rewards.use=['task:successor', 'broken:raises']", "rewards.correct=broken:raises"],
+            "first evaluation's 8",
+            0,
+        ),
+    ],
+)
+def test_a_reward_that_fails_on_every_answer_stops_the_run(tmp_path, broken, capsys, settings, answers, evaluated):
+    """At the first evaluation where that is made of it, at the first step otherwise."""
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, f"rewards.use=[{others}'broken:raises']"])
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, *settings])
     assert ended.value.code == 1
     message = capsys.readouterr().err
-    assert "the reward broken:raises failed on every one of the run's first 16 answers" in message
+    assert f"the reward broken:raises failed on every one of the {answers} answers" in message
     assert "KeyError: 'solution'" in message
     assert "prompts" not in message
     assert json.loads((out / "status.json").read_text())["state"] == "failed"
     assert toy.rows(out, "metrics.jsonl") == toy.rows(out, "events.jsonl") == []
+    assert len(toy.rows(out, "evals.jsonl")) == evaluated
 
 
 @pytest.mark.parametrize(

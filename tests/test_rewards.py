@@ -122,6 +122,9 @@ FUNCTIONS = """
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             with open(example["note"], "w") as note: note.write(str(child.pid))
             time.sleep(600)
+        if completion == "print":
+            print("to one", flush=True)
+            print("and the other", file=sys.stderr, flush=True)
         if completion == "torch":
             return float("torch" in sys.modules)
         if completion == "sleep":
@@ -192,6 +195,21 @@ def test_workers_are_lazy_few_light_and_persistent(functions):
         rewards.score(["a"] * 8, [{}] * 8)
         assert {worker.process.pid for worker in rewards._pool._workers} == before
     assert not any(alive(pid) for pid in before)
+
+
+def test_a_reward_that_prints_into_a_closed_pipe_grades_on(functions):
+    shown, (reader, writer) = os.dup(2), os.pipe()
+    os.close(reader)
+    try:
+        os.dup2(writer, 2)  # as with `2>&1 | head -1`
+        with Rewards([RewardSpec(functions)], workers=1) as rewards:
+            batch = rewards.score(["print"] * 2, [{}] * 2)
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
+        os.close(writer)
+    assert batch.failures == []
+    assert batch.parts[functions] == [5, 5]
 
 
 def test_a_killed_answer_takes_its_own_programs_along(functions, tmp_path):

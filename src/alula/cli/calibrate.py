@@ -245,5 +245,5 @@ def never_sparse(found: "Calibration") -> list[str]:
         if dense:
             budgets = ", ".join(str(setting.budget) for setting, _ in dense)
             (setting, kv), *_ = dense
-            said.append(kv.never_sparse(f"{setting.describe()} with budget {budgets}"))
+            said.append(kv.never_sparse(f"{setting.describe()} with budget {budgets}", setting.sparsity()))
     return said

@@ -34,7 +34,7 @@ def run_verify(
         heading = f"{name}\n\n" if len(named) > 1 else ""
         typer.echo(f"{heading}{found.table()}\n{found.kv.describe()}\n{vetoes(found)}")
         if found.kv.sparse == 0:
-            typer.echo(found.kv.never_sparse(name))
+            typer.echo(found.kv.never_sparse(name, policy))
         typer.echo(f"{out}: {verdict(found)}")
         code = code if found.holds else 1
     return code

@@ -64,9 +64,9 @@ def run_vetoed(
 
 def shares(one: Verification, limit: float) -> str:
     share, (lower, upper) = one.vetoed, one.vetoed.interval
-    held = "below" if below(one, limit) else "not below"
-    return (f"vetoed {share.count} of {share.of}, {share.value:.1%} ({lower:.1%} to {upper:.1%}), {held} "
-            f"{100 * limit:g}%. {one.kv.describe()}")  # fmt: skip
+    held = f"{'below' if below(one, limit) else 'not below'} {100 * limit:g}%" if one.kv.sparse else "never sparse"
+    return (f"vetoed {share.count} of {share.of}, {share.value:.1%} ({lower:.1%} to {upper:.1%}), {held}. "
+            f"{one.kv.describe()}")  # fmt: skip
 
 
 def table(found: Sequence[Smallest]) -> str:
@@ -102,7 +102,8 @@ def why_none(one: Smallest) -> str:
     failing = [budget for budget, found in one.tried.items() if not below(found, one.limit)]
     dense = [budget for budget, found in one.tried.items() if found.kv.sparse == 0]
     if not failing:
-        return one.tried[min(dense)].kv.never_sparse(f"budget {min(dense)}")
+        least = min(dense)
+        return one.tried[least].kv.never_sparse(f"budget {least}", one.family.sparsity(least))
     said = f"budget {max(failing)} is not shown to hold"
     if dense:
         return f"{said} and {min(dense)} was never sparse; name --budgets between them, or a longer --length."
@@ -111,6 +112,8 @@ def why_none(one: Smallest) -> str:
 
 def verdict(found: Sequence[Smallest]) -> str:
     use = [label(one.family.sparsity(one.budget)) for one in found if one.budget is not None]
+    if not any(v.kv.sparse for one in found for v in one.tried.values()):
+        return "no budget was sparse, so nothing was tested."
     if not use:
-        return f"no budget has confidently less than {100 * found[0].limit:g}% of its rollouts vetoed."
+        return f"no budget that was sparse has confidently less than {100 * found[0].limit:g}% of its rollouts vetoed."
     return f"begin with {' or '.join(use)}; --verify it with another --seed, on other rollouts."

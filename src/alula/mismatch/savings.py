@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alula.engine.rollout import KVUse, Rollout
-from alula.sparsity.policy import Sparsity
+from alula.sparsity.policy import Sparsity, budget_at
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,16 @@ class Savings:
         return (f"KV saved {self.saved:.1%}, KV not read {self.not_read:.1%}, evictions {self.evictions}; sparse in "
                 f"{self.sparse} of {self.rollouts} rollouts.")  # fmt: skip
 
-    def never_sparse(self, name: str) -> str:
+    def never_sparse(self, name: str, policy: Sparsity) -> str:
         """For a policy that was not: why its numbers say nothing, and the way out."""
         if self.sparse_layers == 0:
             return f"{name} was never sparse: its dense_layers are all layers of the model, so nothing was tested; " \
                    "use fewer."  # fmt: skip
-        return (f"{name} was never sparse: no sequence outgrew it (the longest has {self.longest} tokens), so nothing "
-                "was tested; use a smaller budget, or longer sequences (--length).")  # fmt: skip
+        it, smaller = "it", "budget"
+        evict = None if policy.select else policy.evict
+        if evict and budget_at(evict.budget, self.longest) < self.longest:  # so a smaller buffer alone would do
+            it, smaller = f"it and its buffer of {evict.buffer}", "budget or buffer"
+            if evict.protect_prompt:
+                it += " beside the prompt"
+        return (f"{name} was never sparse: no sequence outgrew {it} (the longest has {self.longest} tokens), so "
+                f"nothing was tested; use a smaller {smaller}, or longer sequences (--length).")  # fmt: skip

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Collector:
         self.recorded: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
         """Which prompts of a (step, round) have their evictions recorded."""
         self.graded = False
-        """Whether every reward has graded some answer since the process began."""
+        """Whether every reward has graded some answer of a step since the process began."""
 
     @property
     def sparsity(self) -> Sparsity:
@@ -148,7 +148,9 @@ class Collector:
             lengths=[len(rollout) for rollout in found.rollouts],
         )
         if not self.graded:
-            self._refuse_ungraded([reason for _, reason in graded.failures], len(found.rollouts))
+            reasons = Counter(reason for _, reason in graded.failures)
+            self.refuse_ungraded(self.rewards.names, reasons, len(found.rollouts), "run's first")
+            self.graded = True
         found.rewards, found.parts = graded.total, graded.parts
         found.failures = [[] for _ in found.rollouts]
         for i, reason in graded.failures:
@@ -159,20 +161,24 @@ class Collector:
         s = self.config.sampling
         return Sampling(n=n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed(*words))
 
-    def _refuse_ungraded(self, failures: list[str], count: int) -> None:
-        """A reward that fails on every answer counts 0 to the end of the run, whatever prompts and model are."""
-        shares = self.world.gather((failures, count))
+    def refuse_ungraded(self, names: list[str], failures: Mapping[str, int], count: int, which: str) -> None:
+        """A reward that fails on every answer counts 0 to the end of the run, whatever prompts and model are.
+
+        `failures`: of this rank's `count` answers, by reason. Every rank must call this.
+        """
+        shares = self.world.gather((dict(failures), count))
         answers = sum(count for _, count in shares)
-        for name in self.rewards.names:
+        for name in names:
             start = f"{name}: "
-            reasons = Counter(why for share, _ in shares for why in share if why.startswith(start))
+            reasons: Counter[str] = Counter()
+            for share, _ in shares:
+                reasons.update({why: times for why, times in share.items() if why.startswith(start)})
             if reasons.total() >= answers:
                 raise RunFailed(
-                    f"the reward {name} failed on every one of the run's first {answers} answers, most often with "
+                    f"the reward {name} failed on every one of the {which} {answers} answers, most often with "
                     f"{reasons.most_common(1)[0][0].removeprefix(start)!r}. Correct it, or raise rewards.timeout where "
                     "it is only slow; `alula train --check` tries it on the data."
                 )
-        self.graded = True
 
     def seed(self, *words: object) -> int:
         """A seed of its own for every rank, step and purpose."""

@@ -36,6 +36,7 @@ def evaluate_policy(
     )
     mine = Dataset(world.mine(dataset.examples), dataset.name)
     found = None
+    failures: dict[str, int] = {}
     if len(mine):
         result = evaluate(
             lambda prompts, n: collector.generate(prompts, sampling, sparsity),
@@ -45,10 +46,15 @@ def evaluate_policy(
             correct=config.rewards.correct,
             threshold=config.rewards.threshold,
         )
+        failures = result.failures
         error = result.error
         if error is None:  # a single problem
             error = math.sqrt(result.accuracy * (1 - result.accuracy) / e.k)
         found = HeldOut(result.accuracy, error, len(mine) * e.k, result.lengths.mean, result.kv.saved)
+    if not collector.graded:
+        # Only of the reward that the accuracy is made of: the others may need what only the training data have.
+        judge = config.rewards.correct or rewards.names[0]
+        collector.refuse_ungraded([judge], failures, len(mine) * e.k, "first evaluation's")
     return joined([share for share in world.gather(found) if share is not None])
 
 

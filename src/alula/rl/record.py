@@ -14,8 +14,8 @@ from alula.rl.experience import Experience
 from alula.rl.held_out import HeldOut
 from alula.rl.live import LiveLine
 from alula.rl.metrics import MetricsWriter, State
-from alula.rl.terminal import Lasting
 from alula.rl.update import Learned
+from alula.terminal import Lasting
 
 
 class Record:

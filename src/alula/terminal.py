@@ -43,3 +43,8 @@ class Lasting:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
+
+
+def lasting(stream: TextIO | None) -> Any:
+    """Python has no stream where the descriptor was closed from the start, and prints nothing then."""
+    return None if stream is None else Lasting(stream)
