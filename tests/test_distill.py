@@ -3,9 +3,6 @@
 import copy
 import io
 import json
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -39,6 +36,7 @@ from alula.rl.metrics import without_clocks
 from alula.rl.objective import Loss
 from alula.rl.setup import with_tokenizer
 from alula.rl.trainer import Trainer
+from two_ranks import run_on_two_ranks
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]
 SAMPLING = Sampling(n=2, max_new_tokens=20, temperature=0.8, ignore_eos=True)
@@ -756,12 +754,7 @@ def test_before_the_first_step_on_two_ranks(tmp_path):
     """Both train φ on their shares of each batch, and hold the same φ and θ afterwards."""
     script = tmp_path / "worker.py"
     script.write_text(FIRST_ON_A_RANK)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", script, tmp_path],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_two_ranks(script, tmp_path, timeout=180)
     report = json.loads((tmp_path / "report.json").read_text())
     assert [name for name, holds in report["checks"].items() if not holds] == []
     assert [[len(share) for share in shares] for shares in report["shares"]] == [[3, 3, 3], [2, 2, 2]]

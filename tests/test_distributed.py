@@ -1,7 +1,4 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from alula.rl.checkpoint import Checkpoints
 from alula.rl.distributed import World, start
 from alula.rl.learner_config import LoRA
 from distributed_worker import learner, rollouts, step, summary
+from two_ranks import run_on_two_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -26,15 +24,7 @@ def two_ranks(tmp_path_factory):
     alone = learner(World())
     step(alone)
     Checkpoints(out / "single").save(1, alone.tensors(), {"learner": alone.state()})
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    result = subprocess.run(
-        [*command, str(WORKER), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    run_on_two_ranks(WORKER, out, timeout=180)
     return out, json.loads((out / "report.json").read_text())
 
 

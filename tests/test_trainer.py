@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from alula.rl.plan_check import plan
 from alula.rl.reroll import kv_of_both
 from alula.rl.setup import check_shares
 from alula.sparsity.policy import DENSE
+from two_ranks import run_on_two_ranks
 
 CALM = "learner.eps=1e-4"
 """Adam would turn a gradient that is zero but for rounding into a full step."""
@@ -667,12 +665,7 @@ with open("/dev/null", "w") as silent:
 def test_two_ranks_train_and_resume(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", script, tmp_path],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_two_ranks(script, tmp_path)
     whole, parts = (toy.files(tmp_path / name) for name in ("whole", "parts"))
     assert whole == parts
     rows = whole["metrics.jsonl"]

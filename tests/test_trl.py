@@ -4,7 +4,6 @@ import copy
 import math
 import subprocess
 import sys
-from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
@@ -23,6 +22,7 @@ from alula.data.tasks.tokenizer import task_tokenizer  # noqa: E402
 from alula.integrations.trl import SparseGRPOTrainer  # noqa: E402
 from alula.model import load_model  # noqa: E402
 from alula.rl.setup import with_tokenizer  # noqa: E402
+from two_ranks import run_on_two_ranks  # noqa: E402
 
 RKV = "rkv:16+8,window=4,sinks=2"
 GENEROUS = "rkv:512+128"
@@ -312,17 +312,7 @@ def test_alula_does_not_import_trl():
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     """Groups split between processes, each with randomness of its own; the metrics are of all completions."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        __file__,
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, timeout=240, cwd=Path(__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_on_two_ranks(__file__, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert ranks[0]["tokens"] != ranks[1]["tokens"]
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"]), "the processes trained apart"
