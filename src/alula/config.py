@@ -159,7 +159,7 @@ class RewardSettings(Section):
 def _tokens_or_schedule(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(f"{value!r} is neither a whole number of KV tokens (512, 2k) nor a schedule's name or file.")
-    return value
+    return int(value) if isinstance(value, str) and value.isdigit() else value  # one value, however it was written
 
 
 BudgetSetting = Annotated[int | str, BeforeValidator(_tokens_or_schedule)]
@@ -200,9 +200,6 @@ class SelectSettings(Section):
 def spelt_sparsity(text: str) -> dict[str, Any]:
     """The sections that the command line's spelling stands for."""
     evict, select = settings_of(text)
-    for part in (evict, select):
-        if part and str(part["budget"]).isdigit():
-            part["budget"] = int(part["budget"])  # as a recipe has it, so that a resume finds no change
     if evict:
         own = {name: evict.pop(name) for name in [*evict] if name not in EvictSettings.model_fields}
         evict["options"] = own

@@ -88,7 +88,7 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
     model_config = shape_config(config.model.source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
-    check_adapter(config, model)
+    adapter = begin_with(config, model)
     parameters = sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
@@ -112,7 +112,7 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
         weights=parameters * width if ranks == 1 else parameters * 4 // ranks,
         engine_copy=0 if shared else parameters * width,
         sparse_copy=linear_parameters(model) * width if config.distill else 0,
-        adapter=adapter_parameters(model, config.distill) * (16 if own_master else width + 16) if config.distill else 0,
+        adapter=adapter_parameters(model, config.distill, adapter) * (16 if own_master else width + 16),
         masters=0 if own_master or ranks > 1 else trained * 4,
         moments=8 * trained // ranks,
         gradients=4 * trained // ranks,
@@ -132,11 +132,11 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
     )
 
 
-def check_adapter(config: RunConfig, model: PreTrainedModel) -> None:
-    """Refuse a φ that is not there, or not one of `model`, whose shape is all that is looked at."""
+def begin_with(config: RunConfig, model: PreTrainedModel) -> Adapter | None:
+    """The φ that the run is given; one that is not there, or not one of a model of this shape, is refused."""
     begin = first_adapter(config)
     if config.distill is None or begin is None:
-        return
+        return None
     try:
         fits(model, begin)
     except SettingError as error:
@@ -144,6 +144,7 @@ def check_adapter(config: RunConfig, model: PreTrainedModel) -> None:
             f"distill.adapter={config.distill.adapter!r} does not fit model.source={config.model.source!r} "
             f"({str(error).rstrip('.')}); name one that was distilled from it."
         ) from error
+    return begin
 
 
 def shape_config(source: str) -> PreTrainedConfig:
@@ -184,12 +185,13 @@ def lora_parameters(model: Any, rank: int, targets: Iterable[str]) -> int:
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
-def adapter_parameters(model: Any, distill: DistillSettings) -> int:
+def adapter_parameters(model: Any, distill: DistillSettings | None, begin: Adapter | None) -> int:
     """A φ to begin with has a rank and targets of its own."""
-    if distill.adapter is None:
+    if distill is None:
+        return 0
+    if begin is None:
         return lora_parameters(model, distill.rank, distill.targets)
-    given = Adapter.load(distill.adapter)
-    return sum(a.numel() + b.numel() for a, b in given.weights.values())
+    return sum(a.numel() + b.numel() for a, b in begin.weights.values())
 
 
 def dtype_of(config: RunConfig) -> str:

@@ -8,16 +8,12 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from alula.config import RunConfig, Source
-from alula.data import Dataset
 from alula.data.load import is_path, on_hub
 from alula.errors import require
 from alula.model import SHAPE, TOKENIZER_FILES, find_pretrained
 from alula.rewards.scoring import try_out
-from alula.rl.room import longest_sequence
-from alula.rl.setup import TASK, named_tokenizer, split_data, tokenized
-
-Data = tuple[Dataset, Dataset | None]
-"""Training and held-out examples."""
+from alula.rl.room import longest_sequence, positions_of
+from alula.rl.setup import TASK, Data, named_tokenizer, split_data, tokenized
 
 
 def read_data(config: RunConfig) -> Data | None:
@@ -76,10 +72,7 @@ def tokenizer_at_hand(config: RunConfig) -> Any | None:
 
 def read_by(tokenizer: Any | None, config: RunConfig, data: Data | None) -> Data | None:
     """The data with the prompts' tokens, as the run would take it."""
-    if data is None or tokenizer is None:
-        return None
-    training, held_out = data
-    return tokenized(config, training, tokenizer), tokenized(config, held_out, tokenizer) if held_out else None
+    return None if data is None or tokenizer is None else tokenized(config, data, tokenizer)
 
 
 def longest_prompt(data: Data | None) -> int | None:
@@ -95,7 +88,7 @@ def check_positions(config: RunConfig, model: PreTrainedConfig, data: Data | Non
         longest_sequence(config, model, *data)
         return
     answer = config.sampling.max_new_tokens
-    positions = getattr(model.get_text_config(), "max_position_embeddings", 1 << 20)
+    positions = positions_of(model)
     require(
         answer < max(positions, config.engine.max_length or 0),
         f"sampling.max_new_tokens={answer}: model.source={config.model.source!r} has "

@@ -60,13 +60,18 @@ def longest_sequence(config: RunConfig, model: PreTrainedConfig, training: Datas
     """Tokens of the longest sequence of the run. One that the model has no positions for is refused under an evictor
     too: it may hold few tokens, but the dense learner reads them all. `engine.max_length` overrules the model."""
     longest = max(all_longest(config, training, held_out), key=len)
-    positions = getattr(model.get_text_config(), "max_position_embeddings", 1 << 20)
+    positions = positions_of(model)
     require(
         len(longest) <= max(positions, config.engine.max_length or 0),
         f"model.source={config.model.source!r} has max_position_embeddings={positions}, and {longest} comes to "
         f"{len(longest)}; {longest.way_out}, or set engine.max_length={len(longest)} if the model can read so far.",
     )
     return len(longest)
+
+
+def positions_of(model: PreTrainedConfig) -> int:
+    """How long a text the model says that it reads; those without such a limit read any."""
+    return getattr(model.get_text_config(), "max_position_embeddings", 1 << 20)
 
 
 def check_room(

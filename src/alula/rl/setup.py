@@ -25,6 +25,9 @@ from alula.rl.learner import Learner
 
 TASK = "task:"
 
+Data = tuple[Dataset, Dataset | None]
+"""Training and held-out examples."""
+
 
 def check_shares(config: RunConfig, world: World) -> None:
     """Every rank needs prompts, and something of each optimizer step."""
@@ -100,7 +103,7 @@ def with_tokenizer(loaded: LoadedModel, tokenizer: Any, cut: bool) -> LoadedMode
     return replace(loaded, tokenizer=tokenizer, eos_ids=(tokenizer.eos_token_id,))
 
 
-def split_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
+def split_data(config: RunConfig) -> Data:
     """(training, held-out) examples; the second from data of its own, or set aside, or none."""
     training, held_out = config.data.load(), None
     if config.eval.every and config.eval.data is not None:
@@ -116,21 +119,21 @@ def split_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
     return training, held_out
 
 
-def tokenized(config: RunConfig, dataset: Dataset, tokenizer: Any) -> Dataset:
-    d = config.data
-    return prepare(
-        dataset, tokenizer, chat=d.chat, system=d.system, max_prompt_tokens=d.max_prompt_tokens,
-        template_options=d.template_options,
-    )  # fmt: skip
-
-
-def load_data(config: RunConfig, tokenizer: Any) -> tuple[Dataset, Dataset | None]:
+def load_data(config: RunConfig, tokenizer: Any) -> Data:
     """(training, held-out) examples as tokens."""
-    training, held_out = split_data(config)
+    return tokenized(config, split_data(config), tokenizer)
+
+
+def tokenized(config: RunConfig, data: Data, tokenizer: Any) -> Data:
+    d = config.data
 
     def ready(dataset: Dataset) -> Dataset:
-        return tokenized(config, dataset, tokenizer)
+        return prepare(
+            dataset, tokenizer, chat=d.chat, system=d.system, max_prompt_tokens=d.max_prompt_tokens,
+            template_options=d.template_options,
+        )  # fmt: skip
 
+    training, held_out = data
     return ready(training), None if held_out is None else ready(held_out)
 
 
