@@ -26,20 +26,20 @@ import torch
 from sections import arguments, record, release
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.bench import StepBench
+from alula.bench.bench import StepBench
 from alula.data import Dataset, load, prepare
 from alula.data.dataset import Example
-from alula.distill.adapter import fresh
-from alula.distill.alone import Rollouts, distill_alone, generate
 from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
+from alula.distill.standalone import Rollouts, distill_alone, generate
 from alula.engine.rollout import Rollout
+from alula.learner.learner import Learner
+from alula.learner.learner_config import LearnerConfig
 from alula.mismatch.measure import Bins, own_rollouts
-from alula.model import LoadedModel, load_model
-from alula.rl.correction import Correction
-from alula.rl.learner import Learner
-from alula.rl.learner_config import LearnerConfig
-from alula.rl.losses import Loss, divisors, policy_loss
+from alula.models.load import LoadedModel, load_model
+from alula.models.lora import fresh
+from alula.objective.correction import Correction
+from alula.objective.losses import Loss, divisors, policy_loss
 from alula.sparsity.policy import DENSE
 
 Row = dict[str, Any]
@@ -73,14 +73,24 @@ class Bench:
     def engine(self, adapter: Any = None) -> Engine:
         o = self.options
         return Engine(
-            self.loaded, page=16, kv_memory=o.kv_memory, max_rows=o.rows, max_length=o.tokens + 1024,
+            self.loaded,
+            page=16,
+            kv_memory=o.kv_memory,
+            max_rows=o.rows,
+            max_length=o.tokens + 1024,
             sparse_adapter=adapter,
-        )  # fmt: skip
+        )
 
     def config(self, **settings: Any) -> DistillConfig:
         o = self.options
-        settings = {"rank": o.rank, "alpha": 2.0 * o.rank, "lr": o.lr, "minibatches": 4, "loss": "divergence",
-                    "token_budget": o.token_budget} | settings  # fmt: skip
+        settings = {
+            "rank": o.rank,
+            "alpha": 2.0 * o.rank,
+            "lr": o.lr,
+            "minibatches": 4,
+            "loss": "divergence",
+            "token_budget": o.token_budget,
+        } | settings
         return DistillConfig(**settings)
 
     def seconds(self, work: Any) -> float:
@@ -108,10 +118,17 @@ class Bench:
                 with engine.asleep():
                     scores = distiller.score(made)
                 gap = torch.cat([s.cpu() - _logprobs(r) for s, r in zip(scores, made)]).abs()
-                yield {"kind": "agreement", "dtype": str(self.loaded.model.dtype), "residual": self.options.residual,
-                       "adapter": adapter is not None, "sparsity": policy.describe(), "tokens": len(gap),
-                       "mean": gap.mean().item(), "p99": gap.quantile(0.99).item(),
-                       "most": gap.max().item()}  # fmt: skip
+                yield {
+                    "kind": "agreement",
+                    "dtype": str(self.loaded.model.dtype),
+                    "residual": self.options.residual,
+                    "adapter": adapter is not None,
+                    "sparsity": policy.describe(),
+                    "tokens": len(gap),
+                    "mean": gap.mean().item(),
+                    "p99": gap.quantile(0.99).item(),
+                    "most": gap.max().item(),
+                }
             del engine, distiller
             release()
 
@@ -149,12 +166,20 @@ class Bench:
         losses: list[float] = []
         started = time.perf_counter()
         round_ = replace(self.rollouts, seed=1000 * (seed + 1))
-        distill_alone(engine, distiller, policy, self.training, steps, round_,
-                      lambda _, row: losses.append(row["distill/kl"]))  # fmt: skip
+        distill_alone(
+            engine, distiller, policy, self.training, steps, round_, lambda _, row: losses.append(row["distill/kl"])
+        )
         spent = time.perf_counter() - started
         after = self._measured(engine, policy, seed)
-        return {"sparsity": policy.describe(), "seed": seed, "steps": steps, "seconds": spent, "kl_by_step": losses,
-                "before": before, "after": after}  # fmt: skip
+        return {
+            "sparsity": policy.describe(),
+            "seed": seed,
+            "steps": steps,
+            "seconds": spent,
+            "kl_by_step": losses,
+            "before": before,
+            "after": after,
+        }
 
     def _measured(self, engine: Engine, policy: Sparsity, seed: int) -> Row:
         """Exact acceptance on rollouts of its own from the held-out prompts; the tail's interval is over prompts."""
@@ -173,8 +198,13 @@ class Bench:
             for budget in self.options.ladder if kind != "dense" else [0]:
                 speed = self._speed(engine, make(budget))
                 dense = dense or speed
-                yield {"kind": "speed", "policy": kind, "budget": budget, "tokens_per_s": speed,
-                       "against_dense": speed / dense}  # fmt: skip
+                yield {
+                    "kind": "speed",
+                    "policy": kind,
+                    "budget": budget,
+                    "tokens_per_s": speed,
+                    "against_dense": speed / dense,
+                }
 
     def _speed(self, engine: Engine, policy: Sparsity) -> float:
         """Rollout tokens per second at full batch, best of three; φ is merged and has no part in it (see `decode`)."""
@@ -194,8 +224,13 @@ class Bench:
             made = engine.generate(prompts, sampling, policy, record=policy.evict is not None)
             engine.sleep()
             update = self._update_seconds(made)
-            base_row = {"kind": "overhead", "sparsity": policy.describe(), "rollouts": len(made),
-                        "tokens": sum(len(r.prompt_ids) + len(r) for r in made), "update_s": update}  # fmt: skip
+            base_row = {
+                "kind": "overhead",
+                "sparsity": policy.describe(),
+                "rollouts": len(made),
+                "tokens": sum(len(r.prompt_ids) + len(r) for r in made),
+                "update_s": update,
+            }
             for settings in (
                 {"divergence": "kl", "teacher": "after"},
                 {"divergence": "topk-kl", "teacher": "after"},
@@ -217,8 +252,15 @@ class Bench:
 
         def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Any) -> Any:
             index = torch.tensor(batch.index, device=logprobs.device)
-            return policy_loss(logprobs, batch.flat(old), batch.rows(advantages)[batch.sequence],
-                               torch.ones_like(logprobs), batch.sequence, loss, whole.rows(index))  # fmt: skip
+            return policy_loss(
+                logprobs,
+                batch.flat(old),
+                batch.rows(advantages)[batch.sequence],
+                torch.ones_like(logprobs),
+                batch.sequence,
+                loss,
+                whole.rows(index),
+            )
 
         return min(self.seconds(lambda: learner.update(made, loss_fn)) for _ in range(3))
 
@@ -243,8 +285,13 @@ class Bench:
                     bench.features = replace(bench.features, adapted=adapted)
                     times[adapted].append(bench.seconds())
             without, with_adapter = min(times[False]), min(times[True])
-            yield {"kind": "decode", "sparsity": policy.describe(), "without_ms": without * 1e3,
-                   "with_ms": with_adapter * 1e3, "slower": with_adapter / without - 1}  # fmt: skip
+            yield {
+                "kind": "decode",
+                "sparsity": policy.describe(),
+                "without_ms": without * 1e3,
+                "with_ms": with_adapter * 1e3,
+                "slower": with_adapter / without - 1,
+            }
         engine.update_sparse_adapter(adapter)
         yield {"kind": "merge", "seconds": self.seconds(lambda: engine.update_sparse_adapter(adapter))}
 

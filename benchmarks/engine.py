@@ -15,7 +15,7 @@ import torch
 from sections import release, run
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.bench import (
+from alula.bench.bench import (
     Ceilings,
     churn,
     decode_step,
@@ -23,8 +23,8 @@ from alula.bench import (
     packed_scoring,
     rollouts,
     timed,
-)  # fmt: skip
-from alula.engine.pages import pages_for
+)
+from alula.engine.block_manager import pages_for
 from alula.sparsity.policy import DENSE
 
 DEVICE = torch.device("cuda")
@@ -38,8 +38,10 @@ def engine(source: str, kv_memory: str, **options: object) -> Engine:
 def steps(ceilings: Ceilings) -> list[dict]:
     one = engine(SMALL, "62GiB", max_rows=64)
     sparse = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
-    found = [decode_step(one, b, c, s, ceilings) for b, c, s in
-             [(64, 1024, DENSE), (64, 8192, DENSE), (16, 32768, DENSE), (16, 32768, sparse)]]  # fmt: skip
+    found = [
+        decode_step(one, b, c, s, ceilings)
+        for b, c, s in [(64, 1024, DENSE), (64, 8192, DENSE), (16, 32768, DENSE), (16, 32768, sparse)]
+    ]
     found.append(idle_share(one, 64, 1024, 256))
     found.append(packed_scoring(one, 64, 1024, ceilings))
     return found
@@ -65,13 +67,21 @@ def kernel(ceilings: Ceilings) -> list[dict]:
     timed(run, DEVICE, 5)
     seconds = min(timed(run, DEVICE, 20) for _ in range(3))
     rate = 2 * keys[1:].numel() * 2 / seconds
-    return [{"kind": "paged decode kernel", "batch": batch, "context": context, "us": seconds * 1e6,
-             "bytes_per_s": rate, "of_copy": rate / ceilings.bandwidth}]  # fmt: skip
+    return [
+        {
+            "kind": "paged decode kernel",
+            "batch": batch,
+            "context": context,
+            "us": seconds * 1e6,
+            "bytes_per_s": rate,
+            "of_copy": rate / ceilings.bandwidth,
+        }
+    ]
 
 
 def transformers_generate(ceilings: Ceilings) -> list[dict]:
     """Against transformers' own generate with SDPA: 64 prompts of 1k tokens, 256 new ones."""
-    from alula.model import load_model
+    from alula.models.load import load_model
 
     batch, prompt, new = 64, 1024, 256
     loaded = load_model(SMALL, device="cuda")
@@ -88,8 +98,17 @@ def transformers_generate(ceilings: Ceilings) -> list[dict]:
     ours_engine = Engine(loaded, kv_memory="20GiB", max_rows=64)
     rollouts(ours_engine, batch, prompt, new, DENSE)  # captures and compiles
     ours = rollouts(ours_engine, batch, prompt, new, DENSE, seed=1)
-    return [{"kind": "against transformers", "batch": batch, "prompt": prompt, "new_tokens": new,
-             "transformers_s": theirs, "alula_s": ours["seconds"], "ratio": theirs / ours["seconds"]}]  # fmt: skip
+    return [
+        {
+            "kind": "against transformers",
+            "batch": batch,
+            "prompt": prompt,
+            "new_tokens": new,
+            "transformers_s": theirs,
+            "alula_s": ours["seconds"],
+            "ratio": theirs / ours["seconds"],
+        }
+    ]
 
 
 def pool(ceilings: Ceilings) -> list[dict]:
@@ -123,7 +142,8 @@ def peak(ceilings: Ceilings) -> list[dict]:
 
 READY = """
 import time; start = time.perf_counter()
-from alula import Engine, Sampling
+from alula import Engine
+from alula import Sampling
 e = Engine.load("{source}", device="cuda", kv_memory="20GiB", max_rows=64); loaded = time.perf_counter()
 e.generate([[1, 2, 3]] * 64, Sampling(max_new_tokens=32, ignore_eos=True), progress=False)
 print("READY", loaded - start, time.perf_counter() - loaded)
@@ -136,8 +156,13 @@ def ready(ceilings: Ceilings) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for caches in ("empty", "warm"):
             environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder + "/triton"}
-            done = subprocess.run([sys.executable, "-c", READY.format(source=SMALL)], env=environment, text=True,
-                                  capture_output=True, check=True)  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, "-c", READY.format(source=SMALL)],
+                env=environment,
+                text=True,
+                capture_output=True,
+                check=True,
+            )
             load, first = map(float, done.stdout.split("READY")[1].split())
             found.append(
                 {"kind": "ready", "model": SMALL, "caches": caches, "load_s": load, "compile_and_capture_s": first}
@@ -164,16 +189,29 @@ def agreement(ceilings: Ceilings) -> list[dict]:
         made = one.generate(prompts, Sampling(n=16, max_new_tokens=384, seed=1), progress=False)  # type: ignore[arg-type]
         gap = torch.cat([(r.logprobs - s.logprobs).abs() for r, s in zip(made, one.score(made))])
         found.append(
-            {"kind": "engine against score", "model": one.name, "dtype": dtype, "tokens": len(gap),
-             "mean": gap.mean().item(), "p99": gap.quantile(0.99).item(), "max": gap.max().item()}
-        )  # fmt: skip
+            {
+                "kind": "engine against score",
+                "model": one.name,
+                "dtype": dtype,
+                "tokens": len(gap),
+                "mean": gap.mean().item(),
+                "p99": gap.quantile(0.99).item(),
+                "max": gap.max().item(),
+            }
+        )
     return found
 
 
 SECTIONS = {
-    "ready": ready, "kernel": kernel, "steps": steps, "large": large, "transformers": transformers_generate,
-    "peak": peak, "pool": pool, "agreement": agreement,
-}  # fmt: skip
+    "ready": ready,
+    "kernel": kernel,
+    "steps": steps,
+    "large": large,
+    "transformers": transformers_generate,
+    "peak": peak,
+    "pool": pool,
+    "agreement": agreement,
+}
 
 
 if __name__ == "__main__":

@@ -20,13 +20,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.distill.attention.visibility import View
 from alula.distill.distiller import Distiller
-from alula.distill.view import View
 from alula.engine.rollout import Rollout
-from alula.model import load_model
+from alula.models.load import load_model
 
-ASKED = ("Tell me about birds.", "What is 17 * 23? Think step by step.", "Write a short story about a lighthouse.",
-         "Why is the sky blue?")  # fmt: skip
+ASKED = (
+    "Tell me about birds.",
+    "What is 17 * 23? Think step by step.",
+    "Write a short story about a lighthouse.",
+    "Why is the sky blue?",
+)
 NOISE = 5e-7
 
 OPERANDS = {"norm", "attention", "activation", "last norm"}
@@ -43,10 +47,16 @@ LEFT_OUT: dict[str, set[str]] = {
 } | {
     f"only {name}": ALL - places
     for name, places in {
-        "residual": {"residual"}, "norm": {"norm"}, "activation": {"activation"}, "attention": {"attention"},
-        "softmax": {"softmax"}, "KV cache": {"k", "v"}, "q rotated": {"q rotated"}, **PRODUCTS,
+        "residual": {"residual"},
+        "norm": {"norm"},
+        "activation": {"activation"},
+        "attention": {"attention"},
+        "softmax": {"softmax"},
+        "KV cache": {"k", "v"},
+        "q rotated": {"q rotated"},
+        **PRODUCTS,
     }.items()
-}  # fmt: skip
+}
 
 
 class Imitation:
@@ -64,9 +74,14 @@ class Imitation:
         for layer in self.model.base_model.layers:
             attention, mlp = layer.self_attn, layer.mlp
             for module, place in (
-                (attention.q_proj, "q"), (attention.k_proj, "k before RoPE"), (attention.v_proj, "v"),
-                (attention.o_proj, "o"), (mlp.gate_proj, "gate"), (mlp.up_proj, "up"), (mlp.down_proj, "down"),
-            ):  # fmt: skip
+                (attention.q_proj, "q"),
+                (attention.k_proj, "k before RoPE"),
+                (attention.v_proj, "v"),
+                (attention.o_proj, "o"),
+                (mlp.gate_proj, "gate"),
+                (mlp.up_proj, "up"),
+                (mlp.down_proj, "down"),
+            ):
                 module.register_forward_hook(self.after(place, product=True))
             mlp.down_proj.register_forward_pre_hook(lambda _, x: (self.round(x[0], "activation"),))
             layer.input_layernorm.register_forward_hook(self.after("norm"))

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from alula import Engine
-from alula.bench import Ceilings
-from alula.mismatch.calibrate import Grid, Text, calibrate
-from alula.mismatch.calibration import Calibration, Configuration
-from alula.mismatch.cost import AnalyticCost, Hardware, Shape
-from alula.mismatch.families import parse_methods
+from alula.bench.bench import Ceilings
+from alula.mismatch.calibrate.calibrate import Grid, Text, calibrate
+from alula.mismatch.calibrate.families import parse_methods
+from alula.mismatch.calibrate.file import Calibration, Configuration
+from alula.mismatch.calibrate.verify import policy_of, verify
 from alula.mismatch.measure import Bins
-from alula.mismatch.plan import Infeasible, Workload, default_tau, plan
-from alula.mismatch.verify import policy_of, verify
+from alula.mismatch.plan.cost import AnalyticCost, Hardware, Shape
+from alula.mismatch.plan.plan import Infeasible, Workload, default_tau, plan
 
 DEVICE, PAGE, LENGTH, BINS = "cuda", 16, 2048, Bins(256, 8)
 BUDGETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -32,13 +32,19 @@ Row = dict[str, Any]
 def calibration(ceilings: Ceilings) -> Iterator[Row]:
     """SmolLM2-135M's shape: 8 budgets, 2k tokens, 64 prompts; text, floor and all budgets."""
     prompts = tuple(tuple(row) for row in np.random.default_rng(0).integers(0, 49000, (64, 64)).tolist())
-    one = Engine.load("shape:smollm2-135m", device=DEVICE, page=PAGE, kv_memory="60GiB", max_rows=512,
-                      max_length=LENGTH + 64)  # fmt: skip
+    one = Engine.load(
+        "shape:smollm2-135m", device=DEVICE, page=PAGE, kv_memory="60GiB", max_rows=512, max_length=LENGTH + 64
+    )
     for run in ("first", "second"):  # the first compiles and captures
         start = time.perf_counter()
         measured = calibrated(one, prompts, "block-topk", sweep=True)
-        yield {"kind": "calibration", "run": run, "seconds": time.perf_counter() - start,
-               "budgets": len(measured.measured), "tokens": measured.notes["tokens"]}  # fmt: skip
+        yield {
+            "kind": "calibration",
+            "run": run,
+            "seconds": time.perf_counter() - start,
+            "budgets": len(measured.measured),
+            "tokens": measured.notes["tokens"],
+        }
 
 
 def calibrated(one: Engine, prompts: tuple[tuple[int, ...], ...], methods: str, sweep: bool = False) -> Calibration:
@@ -47,13 +53,42 @@ def calibrated(one: Engine, prompts: tuple[tuple[int, ...], ...], methods: str, 
         return calibrate(lambda page: one, Text(prompts, LENGTH), grid, BINS, Path(folder) / "work.json", say=print)
 
 
-FORMS = ("Write a long and detailed story about {}.", "Explain step by step how {} works.",
-         "List the advantages and disadvantages of {}.", "Teach a child everything about {}.",
-         "Write a dialogue between two experts on {}.", "Describe the history of {} in detail.",
-         "Write an essay on the future of {}.", "Compare {} with its alternatives at length.")  # fmt: skip
-TOPICS = ("sailing", "bread", "the telegraph", "bees", "glass", "mountains", "clocks", "trains", "printing", "tea",
-          "bridges", "whales", "volcanoes", "paper", "music", "gardens", "maps", "coins", "lenses", "wool",
-          "windmills", "chess", "salt", "rivers")  # fmt: skip
+FORMS = (
+    "Write a long and detailed story about {}.",
+    "Explain step by step how {} works.",
+    "List the advantages and disadvantages of {}.",
+    "Teach a child everything about {}.",
+    "Write a dialogue between two experts on {}.",
+    "Describe the history of {} in detail.",
+    "Write an essay on the future of {}.",
+    "Compare {} with its alternatives at length.",
+)
+TOPICS = (
+    "sailing",
+    "bread",
+    "the telegraph",
+    "bees",
+    "glass",
+    "mountains",
+    "clocks",
+    "trains",
+    "printing",
+    "tea",
+    "bridges",
+    "whales",
+    "volcanoes",
+    "paper",
+    "music",
+    "gardens",
+    "maps",
+    "coins",
+    "lenses",
+    "wool",
+    "windmills",
+    "chess",
+    "salt",
+    "rivers",
+)
 
 
 def real(ceilings: Ceilings) -> Iterator[Row]:
@@ -72,8 +107,12 @@ def real(ceilings: Ceilings) -> Iterator[Row]:
     known, fresh = (tuple(ids[i] for i in part) for part in np.array_split(order, 2))
     start = time.perf_counter()
     found = calibrated(one, known, FAMILIES)
-    yield {"kind": "calibration", "model": one.name, "seconds": time.perf_counter() - start,
-           "calibration": found.to_dict()}  # fmt: skip
+    yield {
+        "kind": "calibration",
+        "model": one.name,
+        "seconds": time.perf_counter() - start,
+        "calibration": found.to_dict(),
+    }
     for family in parse_methods(FAMILIES, (PAGE,)):
         yield {"kind": "plan", "model": one.name, "policy": family.describe()} | checked(one, found, family, fresh)
 
@@ -97,6 +136,15 @@ def checked(one: Engine, found: Calibration, family: Configuration, fresh: tuple
     text = Text(fresh, LENGTH, seed=1)
     verified = verify(one, made.schedule, policy_of(made.schedule), text, tau)
     print(verified.table(), flush=True)
-    return {"tau": tau, "floor": made.floor, "schedule": made.schedule.to_dict(), "predicted_speedup": made.speedup,
-            "predicted_rows": made.sparse.batch, "dense_rows": made.dense.batch, "tail": verified.tail.overall,
-            "violated": verified.violated, "table": verified.table(), "verification": verified.to_dict()}  # fmt: skip
+    return {
+        "tau": tau,
+        "floor": made.floor,
+        "schedule": made.schedule.to_dict(),
+        "predicted_speedup": made.speedup,
+        "predicted_rows": made.sparse.batch,
+        "dense_rows": made.dense.batch,
+        "tail": verified.tail.overall,
+        "violated": verified.violated,
+        "table": verified.table(),
+        "verification": verified.to_dict(),
+    }

@@ -15,13 +15,13 @@ from sections import release, run
 from smollm2 import calibration, real
 
 from alula import Engine, Evict, Schedule, Select, Sparsity
-from alula.bench import Ceilings, StepBench, churn, rollouts
-from alula.engine import runner as engine_runner
+from alula.bench.bench import Ceilings, StepBench, churn, rollouts
+from alula.engine import model_runner as engine_runner
+from alula.engine.block_manager import pages_for
 from alula.engine.engine import shape_of
-from alula.engine.pages import pages_for
-from alula.mismatch.cost import AnalyticCost, Hardware, Shape, Timing, fit, median_error
-from alula.mismatch.timings import timing_record
-from alula.model import load_model
+from alula.mismatch.plan.cost import AnalyticCost, Hardware, Shape, Timing, fit, median_error
+from alula.mismatch.plan.timings import timing_record
+from alula.models.load import load_model
 from alula.sparsity.policy import DENSE
 
 DEVICE = torch.device("cuda")
@@ -41,9 +41,14 @@ def engine(model: str, batch: int, longest: int, buckets: tuple[int, ...] = ()) 
     loaded = load_model(f"shape:{model}", device=str(DEVICE))
     pages = batch * pages_for(longest + 2 * LOOKAHEAD, PAGE) + 2
     return Engine(
-        loaded, page=PAGE, kv_memory=pages * PAGE * shape_of(loaded.model).token_bytes, max_rows=batch,
-        max_length=longest + 2 * LOOKAHEAD, buckets=(*buckets, batch), lookahead=LOOKAHEAD,
-    )  # fmt: skip
+        loaded,
+        page=PAGE,
+        kv_memory=pages * PAGE * shape_of(loaded.model).token_bytes,
+        max_rows=batch,
+        max_length=longest + 2 * LOOKAHEAD,
+        buckets=(*buckets, batch),
+        lookahead=LOOKAHEAD,
+    )
 
 
 def step(one: Engine, batch: int, context: int, sparsity: Sparsity, ceilings: Ceilings) -> Row:
@@ -85,8 +90,15 @@ def generation(ceilings: Ceilings) -> Iterator[Row]:
         rollouts(one, batch, prompt, 2 * LOOKAHEAD, sparsity)
         real = rollouts(one, batch, prompt, longest - prompt, sparsity, seed=1)
         summed = sum(steps) * BIN / 1e3 * (longest - prompt) / longest
-        yield {"kind": "generation to 8k", "model": model, "policy": name, "batch": batch, "sum_s": summed,
-               "real_s": real["seconds"], "off": real["seconds"] / summed - 1}  # fmt: skip
+        yield {
+            "kind": "generation to 8k",
+            "model": model,
+            "policy": name,
+            "batch": batch,
+            "sum_s": summed,
+            "real_s": real["seconds"],
+            "off": real["seconds"] / summed - 1,
+        }
 
 
 def both(ceilings: Ceilings) -> Iterator[Row]:
@@ -151,8 +163,15 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
     finally:
         engine_runner.select_pages = real
         one.runner._graphs = captured
-    yield {"kind": "scoring and top-k", "model": model, "batch": batch, "context": context,
-           "step_ms": with_choice * 1e3, "without_ms": without * 1e3, "share": 1 - without / with_choice}  # fmt: skip
+    yield {
+        "kind": "scoring and top-k",
+        "model": model,
+        "batch": batch,
+        "context": context,
+        "step_ms": with_choice * 1e3,
+        "without_ms": without * 1e3,
+        "share": 1 - without / with_choice,
+    }
 
 
 def cost(ceilings: Ceilings) -> Iterator[Row]:
@@ -167,15 +186,27 @@ def cost(ceilings: Ceilings) -> Iterator[Row]:
     fitted = fit([steps[i] for i in seen], shape)
     unseen = [Timing.from_dict(steps[i]) for i in held_out]
     analytic = AnalyticCost(shape, Hardware(ceilings.matrix / 1e12, ceilings.bandwidth / 1e12))
-    yield {"kind": "cost model", "model": model, "fitted_on": len(seen), "held_out": len(unseen),
-           "median_error": median_error(fitted, unseen), "analytic_error": median_error(analytic, unseen),
-           "constants": fitted.constants, "steps": steps}  # fmt: skip
+    yield {
+        "kind": "cost model",
+        "model": model,
+        "fitted_on": len(seen),
+        "held_out": len(unseen),
+        "median_error": median_error(fitted, unseen),
+        "analytic_error": median_error(analytic, unseen),
+        "constants": fitted.constants,
+        "steps": steps,
+    }
 
 
 SECTIONS = {
-    "calibration": calibration, "real": real, "share": share, "cost": cost, "decode": decode,
-    "generation": generation, "both": both,
-}  # fmt: skip
+    "calibration": calibration,
+    "real": real,
+    "share": share,
+    "cost": cost,
+    "decode": decode,
+    "generation": generation,
+    "both": both,
+}
 
 
 if __name__ == "__main__":

@@ -30,26 +30,54 @@ def engine_table(results: dict) -> list[tuple[str, ...]]:
         ("dense decode step, qwen3-8b, 64 × 8k", step(large), "72 %; 85 %"),
         ("dense decode step, qwen3-1.7b, 64 × 1k", step(steps[64, 1024, "dense"]), "50 %; 65 %"),
         ("paged decode kernel alone, 64 × 8k", f"{kernel['of_copy']:.0%} of copy bandwidth", "85 %; 92 %"),
-        ("against transformers `generate` (sdpa), 64 × (1k + 256)", f"{hf['ratio']:.1f} × "
-         f"({hf['transformers_s']:.1f} s / {hf['alula_s']:.2f} s)", "4 ×; 8 ×"),
-        ("rkv 2048 against own dense, one 16 GiB pool, ages 0-16k", f"{wide['against_dense']:.2f} × "
-         f"({wide['tokens_per_s']:,.0f} / {pool['dense']['tokens_per_s']:,.0f} tokens/s)", "3 ×; 3.5 ×"),
-        ("rkv 512, the same", f"{pool['rkv 512+128']['against_dense']:.1f} × "
-         f"({pool['rkv 512+128']['tokens_per_s']:,.0f} tokens/s)", "8 ×; 11 ×"),
-        ("block-topk, 64 blocks of 16, two dense layers, 16 × 32k, against own dense step",
-         f"{dense['ms'] / sparse['ms']:.2f} × ({dense['ms']:.2f} / {sparse['ms']:.2f} ms)", "3.5 ×; 4.5 ×"),
-        ("time spent evicting, 512 run: snapkv / rkv", f"{pool['snapkv 512+128']['evicting_share']:.1%} / "
-         f"{pool['rkv 512+128']['evicting_share']:.1%}", "5 % / 8 %; 3 % / 5 %"),
-        ("peak pages of a sequence, rkv 512+128", f"{peak['peak_pages_per_sequence']} (allowed "
-         f"{peak['peak_pages_allowed']})", "41"),
-        ("packed prefill / `score`, qwen3-1.7b, 64 × 1k", f"{packed['prefill_of_matrix_rate']:.0%} / "
-         f"{packed['score_of_matrix_rate']:.0%} of the measured matrix rate", "40 %; 55 %"),
+        (
+            "against transformers `generate` (sdpa), 64 × (1k + 256)",
+            f"{hf['ratio']:.1f} × ({hf['transformers_s']:.1f} s / {hf['alula_s']:.2f} s)",
+            "4 ×; 8 ×",
+        ),
+        (
+            "rkv 2048 against own dense, one 16 GiB pool, ages 0-16k",
+            f"{wide['against_dense']:.2f} × "
+            f"({wide['tokens_per_s']:,.0f} / {pool['dense']['tokens_per_s']:,.0f} tokens/s)",
+            "3 ×; 3.5 ×",
+        ),
+        (
+            "rkv 512, the same",
+            f"{pool['rkv 512+128']['against_dense']:.1f} × ({pool['rkv 512+128']['tokens_per_s']:,.0f} tokens/s)",
+            "8 ×; 11 ×",
+        ),
+        (
+            "block-topk, 64 blocks of 16, two dense layers, 16 × 32k, against own dense step",
+            f"{dense['ms'] / sparse['ms']:.2f} × ({dense['ms']:.2f} / {sparse['ms']:.2f} ms)",
+            "3.5 ×; 4.5 ×",
+        ),
+        (
+            "time spent evicting, 512 run: snapkv / rkv",
+            f"{pool['snapkv 512+128']['evicting_share']:.1%} / {pool['rkv 512+128']['evicting_share']:.1%}",
+            "5 % / 8 %; 3 % / 5 %",
+        ),
+        (
+            "peak pages of a sequence, rkv 512+128",
+            f"{peak['peak_pages_per_sequence']} (allowed {peak['peak_pages_allowed']})",
+            "41",
+        ),
+        (
+            "packed prefill / `score`, qwen3-1.7b, 64 × 1k",
+            f"{packed['prefill_of_matrix_rate']:.0%} / "
+            f"{packed['score_of_matrix_rate']:.0%} of the measured matrix rate",
+            "40 %; 55 %",
+        ),
         ("ready after load (compile, capture), empty caches", f"{cold['compile_and_capture_s']:.0f} s", "60 s; 30 s"),
-        *((f"dense engine log-probs against `score`, SmolLM2, {gap.get('dtype', 'bfloat16')}, compiled",
-           f"mean {gap['mean']:.4f}, p99 {gap['p99']:.3f}, max {gap['max']:.2f}", "0.01; 0.005")
-          for gap in rows["agreement"]),
+        *(
+            (
+                f"dense engine log-probs against `score`, SmolLM2, {gap.get('dtype', 'bfloat16')}, compiled",
+                f"mean {gap['mean']:.4f}, p99 {gap['p99']:.3f}, max {gap['max']:.2f}",
+                "0.01; 0.005",
+            )
+            for gap in rows["agreement"]
+        ),
         ("GPU idle, 64 × 1k", f"{idle['idle']:.1%} (a chunk's replays, back to back, against the wall)", "5 %; 2 %"),
-    ]  # fmt: skip
+    ]
 
 
 def training_table(results: dict) -> list[tuple[str, ...]]:
@@ -127,10 +155,17 @@ def distill_table(results: dict) -> list[tuple[str, ...]]:
 def distilled(results: dict) -> list[tuple[str, ...]]:
     """Tail and mean on held-out prompts before and after distillation, per budget and seed."""
     return [
-        (r["sparsity"], f"{r['seed']}", f"{r['steps']}", f"{r['before']['tail']:.4f} → {r['after']['tail']:.4f}",
-         f"{r['before']['mean']:.4f} → {r['after']['mean']:.4f}")
-        for section in ("select", "evict") for r in results[section]["rows"] if r["kind"] == "acceptance"
-    ]  # fmt: skip
+        (
+            r["sparsity"],
+            f"{r['seed']}",
+            f"{r['steps']}",
+            f"{r['before']['tail']:.4f} → {r['after']['tail']:.4f}",
+            f"{r['before']['mean']:.4f} → {r['after']['mean']:.4f}",
+        )
+        for section in ("select", "evict")
+        for r in results[section]["rows"]
+        if r["kind"] == "acceptance"
+    ]
 
 
 def sparser(results: dict) -> list[tuple[str, ...]]:
@@ -167,8 +202,10 @@ MEASURED = ("measured", "reach; better")
 
 
 def tables() -> dict[str, str]:
-    raw = {name: json.loads((RESULTS / f"{name}-h200.json").read_text())
-           for name in ("engine", "training", "sparrow", "distill")}  # fmt: skip
+    raw = {
+        name: json.loads((RESULTS / f"{name}-h200.json").read_text())
+        for name in ("engine", "training", "sparrow", "distill")
+    }
     return {
         "engine": markdown(engine_table(raw["engine"]), "engine", *MEASURED),
         "training": markdown(training_table(raw["training"]), "training", *MEASURED),

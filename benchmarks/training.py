@@ -22,18 +22,18 @@ import torch
 from sections import arguments, measured_machine, record, release
 
 from alula import Engine, Evict, Sampling, Sparsity
-from alula.bench import Ceilings, StepBench, timed
-from alula.config_file import load_config
+from alula.bench.bench import Ceilings, StepBench, timed
+from alula.config.load import load_config
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request
-from alula.model import LoadedModel, load_model
-from alula.rl.advantages import group_advantages
-from alula.rl.correction import Correction, correct
-from alula.rl.learner import Learner
-from alula.rl.learner_config import LearnerConfig
-from alula.rl.losses import Divisors, Loss, divisors, policy_loss
-from alula.rl.packing import Packed
-from alula.rl.trainer import Trainer
+from alula.learner.learner import Learner
+from alula.learner.learner_config import LearnerConfig
+from alula.learner.packing import Packed
+from alula.models.load import LoadedModel, load_model
+from alula.objective.advantages import group_advantages
+from alula.objective.correction import Correction, correct
+from alula.objective.losses import Divisors, Loss, divisors, policy_loss
+from alula.trainer.trainer import Trainer
 
 DEVICE = torch.device("cuda")
 LENGTHS = [1024, 4096, 2048, 3072, 1536, 2560, 1024, 1024]
@@ -52,20 +52,32 @@ class Phases(dict):
 
 def update_loss(
     advantages: torch.Tensor, old: list, weights: list, loss: Loss, shares: Divisors
-) -> Callable[..., tuple]:  # fmt: skip
+) -> Callable[..., tuple]:
     def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
         return policy_loss(
-            logprobs, packed.flat(old), packed.rows(advantages)[packed.sequence], packed.flat(weights),
-            packed.sequence, loss, shares.rows(torch.tensor(packed.index, device=logprobs.device)),
-        )  # fmt: skip
+            logprobs,
+            packed.flat(old),
+            packed.rows(advantages)[packed.sequence],
+            packed.flat(weights),
+            packed.sequence,
+            loss,
+            shares.rows(torch.tensor(packed.index, device=logprobs.device)),
+        )
 
     return loss_fn
 
 
 def one_step(
-    loaded: LoadedModel, engine: Engine, learner: Learner, sparsity: Sparsity, prompts: list[list[int]],
-    lengths: list[int], group: int, updates: int, correction: Correction,
-) -> dict:  # fmt: skip
+    loaded: LoadedModel,
+    engine: Engine,
+    learner: Learner,
+    sparsity: Sparsity,
+    prompts: list[list[int]],
+    lengths: list[int],
+    group: int,
+    updates: int,
+    correction: Correction,
+) -> dict:
     """A whole step with a given response length per rollout; those of one prompt and one length share its KV."""
     phases, n = Phases(), len(lengths)
     requests, first = [], 0
@@ -106,13 +118,19 @@ def one_step(
         engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
     tokens = sum(lengths)
     return {
-        "sparsity": sparsity.describe(), "rollouts": n, "response_tokens": tokens, "updates": updates,
-        "mean_length": tokens / n, "step_s": time.perf_counter() - start, **{f"{k}_s": v for k, v in phases.items()},
-        "rollout_tokens_per_s": tokens / phases["rollout"], "veto_rate": 1 - corrected.keep.float().mean().item(),
+        "sparsity": sparsity.describe(),
+        "rollouts": n,
+        "response_tokens": tokens,
+        "updates": updates,
+        "mean_length": tokens / n,
+        "step_s": time.perf_counter() - start,
+        **{f"{k}_s": v for k, v in phases.items()},
+        "rollout_tokens_per_s": tokens / phases["rollout"],
+        "veto_rate": 1 - corrected.keep.float().mean().item(),
         "kv_saved": float(np.mean([r.kv.saved for r in rollouts])),
         "kv_peak_gib": engine.pool.peak * engine.page * engine.shape.token_bytes / 2**30,
         "learner_peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }  # fmt: skip
+    }
 
 
 def random_sequences(rng: np.random.Generator, vocabulary: int, lengths: list[int]) -> list[Rollout]:
@@ -148,13 +166,19 @@ def learner_speed(ceilings: Ceilings) -> list[dict]:
         start = time.perf_counter()
         learner.score(sequences, 1.0)
         scoring = time.perf_counter() - start
-        found.append({
-            "kind": "learner", "settings": settings or "defaults", "tokens": sum(lengths), "seconds": seconds,
-            "mfu": flops.total / seconds / ceilings.matrix,
-            "mfu_without_head": (flops.total - flops.head) / seconds / ceilings.matrix,
-            "score_s": scoring, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "full_logits_gib": 16384 * 151936 * 4 / 2**30,
-        })  # fmt: skip
+        found.append(
+            {
+                "kind": "learner",
+                "settings": settings or "defaults",
+                "tokens": sum(lengths),
+                "seconds": seconds,
+                "mfu": flops.total / seconds / ceilings.matrix,
+                "mfu_without_head": (flops.total - flops.head) / seconds / ceilings.matrix,
+                "score_s": scoring,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "full_logits_gib": 16384 * 151936 * 4 / 2**30,
+            }
+        )
         print(json.dumps(found[-1]), flush=True)
         del learner, loaded
         release()
@@ -220,9 +244,17 @@ def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict
         print("gsm8k: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file (`make model`)", file=sys.stderr)
         return
     recipe = Path(__file__).parent.parent / "recipes" / "smollm2-gsm8k.yaml"
-    shared = [f"model.source={model}", "steps=8", "eval.every=1000", "eval.size=64", "eval.sparse=false",
-              "checkpoint.every=0", "objective.skip_no_signal=false", "learner.activation_checkpointing=false",
-              "learner.token_budget=65536"]  # fmt: skip
+    shared = [
+        f"model.source={model}",
+        "steps=8",
+        "eval.every=1000",
+        "eval.size=64",
+        "eval.sparse=false",
+        "checkpoint.every=0",
+        "objective.skip_no_signal=false",
+        "learner.activation_checkpointing=false",
+        "learner.token_budget=65536",
+    ]
     if data_dir:
         shared += [f"data.data_dir={data_dir}", f"eval.data.data_dir={data_dir}"]
     for name, settings in (
@@ -235,13 +267,17 @@ def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict
         steps = [line for line in lines if "time/step" in line][2:]  # the first two compile and capture
         phases = [key.removeprefix("time/") for key in steps[0] if key.startswith("time/")]
         yield {
-            "kind": "smollm2-135m on gsm8k", "sparsity": name, "rollouts": 512, "updates": 2, "steps": len(steps),
+            "kind": "smollm2-135m on gsm8k",
+            "sparsity": name,
+            "rollouts": 512,
+            "updates": 2,
+            "steps": len(steps),
             "mean_length": fmean(step["response/length_mean"] for step in steps),
             **{f"{phase}_s": median(step[f"time/{phase}"] for step in steps) for phase in phases},
             "kv_saved": fmean(step["kv/saved"] for step in steps),
             "kv_peak_gib": max(step["kv/bytes_peak"] for step in steps) / 2**30,
             "step_s_each": [step["time/step"] for step in steps],
-        }  # fmt: skip
+        }
         release()
 
 
@@ -255,8 +291,14 @@ def residual_cost(ceilings: Ceilings) -> Iterator[dict]:
             }
             turns = [{residual: run() for residual, run in runs.items()} for _ in range(5)]
             without, wide = (min(turn[residual] for turn in turns) for residual in runs)
-            yield {"kind": "residual", "what": what, "model": model, "without_ms": without * 1e3, "with_ms": wide * 1e3,
-                   "slower": wide / without - 1}  # fmt: skip
+            yield {
+                "kind": "residual",
+                "what": what,
+                "model": model,
+                "without_ms": without * 1e3,
+                "with_ms": wide * 1e3,
+                "slower": wide / without - 1,
+            }
             del runs
             release()
 
@@ -274,8 +316,14 @@ def learner_update(loaded: LoadedModel) -> Callable[[], float]:
     return partial(timed, step, DEVICE, 1)
 
 
-SECTIONS = {"weights": weights, "small": small_step, "learner": learner_speed, "residual": residual_cost,
-            "paper": paper_step, "gsm8k": gsm8k_step}  # fmt: skip
+SECTIONS = {
+    "weights": weights,
+    "small": small_step,
+    "learner": learner_speed,
+    "residual": residual_cost,
+    "paper": paper_step,
+    "gsm8k": gsm8k_step,
+}
 
 
 if __name__ == "__main__":

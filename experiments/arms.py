@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from beds import Bed
 from settings import sparsity_settings
 
-from alula.sparsity.parse import parse_sparsity
+from alula.sparsity.text import parse_sparsity
 
 Budgets = Mapping[str, int]
 """Compressor -> the budget that the probe chose for a seed; of those that take part."""
@@ -135,8 +135,12 @@ def control(bed: Bed, budgets: Budgets) -> list[Arm]:
         arms += [held(method, "sparse-rl", limit) for method in OTHERS if method in budgets]
     five, ten = (held("rkv", "sparse-rl", limit) for limit in (5, 10))
     distilled = replace(ten, label=f"{ten.label}, distilled", extra=(*ten.extra, *bed.distill), tag="control-distill")
-    first = replace(five, label=f"{five.label}, distilled first", tag="control-5-distill-first",
-                    extra=(*five.extra, *bed.distill, bed.distill_first))  # fmt: skip
+    first = replace(
+        five,
+        label=f"{five.label}, distilled first",
+        tag="control-5-distill-first",
+        extra=(*five.extra, *bed.distill, bed.distill_first),
+    )
     return [*arms, distilled, first]
 
 

@@ -23,11 +23,11 @@ from alula.data.tasks.tokenizer import task_tokenizer
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import Progress, WarmUp, teach, tiny_llama
 from alula.errors import SettingError
-from alula.model import load_model
-from alula.rl.export import export
-from alula.rl.learner import Learner
-from alula.rl.learner_config import LearnerConfig
-from alula.rl.warmup import Trace, warm_up
+from alula.learner.learner import Learner
+from alula.learner.learner_config import LearnerConfig
+from alula.learner.sft import Trace, warm_up
+from alula.models.load import load_model
+from alula.run.export import export
 
 HERE = Path(__file__).parent
 
@@ -122,17 +122,23 @@ class Gsm8kBed(Bed):
         order = [i for epoch in range(self.epochs) for i in shuffled(len(traces), f"{seed}/{epoch}")]
         batches = [[traces[i] for i in order[at : at + self.batch]] for at in range(0, len(order), self.batch)]
         settings = LearnerConfig(
-            lr=self.lr, warmup_steps=min(20, len(batches) - 1), decay="cosine", total_steps=len(batches),
-            token_budget=1 << 15, activation_checkpointing=False,
-        )  # fmt: skip
+            lr=self.lr,
+            warmup_steps=min(20, len(batches) - 1),
+            decay="cosine",
+            total_steps=len(batches),
+            token_budget=1 << 15,
+            activation_checkpointing=False,
+        )
         learner = Learner(model, settings)
         warm_up(learner, batches, seen=lambda step, loss: progress("solutions", step, len(batches), loss))
         export(folder, model, learner.full_parameters(), tokenizer)
 
     def write_data(self, seed: int, folder: Path) -> None:
         for split, name in (("train", "train.jsonl"), ("test", "held.jsonl")):
-            rows = ({"prompt": row["question"], "answer": row["answer"].rpartition("####")[2].strip()}
-                    for row in gsm8k(split))  # fmt: skip
+            rows = (
+                {"prompt": row["question"], "answer": row["answer"].rpartition("####")[2].strip()}
+                for row in gsm8k(split)
+            )
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -175,8 +181,9 @@ SMOLLM2 = PointerBed(
     name="smollm2",
     task=HintedPointer(symbols=26, min_hops=50, max_hops=60, hint=0.5),
     fresh=smollm2,
-    warm=WarmUp(problems=4096, batch=64, careful_steps=400, mastered=0.0005, careful_lr=3e-4, mixture_steps=100,
-                mixture_lr=1e-4),
+    warm=WarmUp(
+        problems=4096, batch=64, careful_steps=400, mastered=0.0005, careful_lr=3e-4, mixture_steps=100, mixture_lr=1e-4
+    ),
     warm_seeds=False,
     evict="+16,window=8,sinks=4",
     budgets=(48, 64, 96, 128, 144, 160, 192, 256, 320),
@@ -187,7 +194,7 @@ SMOLLM2 = PointerBed(
     train_problems=4096,
     held_out=256,
     probe_prompts=64,
-)  # fmt: skip
+)
 GSM8K = Gsm8kBed(
     name="gsm8k",
     warm_seeds=False,

@@ -15,7 +15,7 @@ from judge import Row
 from lines import read_lines
 from tables import RESULTS, before_training, by_arm, raw
 
-from alula.mismatch.plot import Line, chart, look
+from alula.mismatch.plan.plot import Line, chart, look
 
 BED_NAMES = {
     "tiny": "tiny bed",
@@ -95,10 +95,17 @@ def probed(question: str, bed: str) -> dict[str, str]:
                 budget = float(rest.split("+")[0].split(",")[0])
                 found.setdefault(method, {}).setdefault(budget, []).append(row[name])
         return [
-            Line(method, [*by], [fmean(v) for v in by.values()], [min(v) for v in by.values()],
-                 [max(v) for v in by.values()], **look(i), dots=True)
+            Line(
+                method,
+                [*by],
+                [fmean(v) for v in by.values()],
+                [min(v) for v in by.values()],
+                [max(v) for v in by.values()],
+                **look(i),
+                dots=True,
+            )
             for i, (method, by) in enumerate(found.items())
-        ]  # fmt: skip
+        ]
 
     where = BED_NAMES[bed]
     return {
@@ -129,9 +136,13 @@ def dose(question: str, bed: str) -> dict[str, str]:
     where = BED_NAMES[bed]
     return {
         "tail": chart(f"Outcome against the tail, {where}", "tail before training", "final accuracy", lines("tail")),
-        "vetoed": chart(f"Outcome against vetoes, {where}", "vetoed rollouts before training", "final accuracy",
-                        lines("vetoed_rollouts")),
-    }  # fmt: skip
+        "vetoed": chart(
+            f"Outcome against vetoes, {where}",
+            "vetoed rollouts before training",
+            "final accuracy",
+            lines("vetoed_rollouts"),
+        ),
+    }
 
 
 def saving(question: str, bed: str) -> dict[str, str]:
@@ -171,17 +182,26 @@ def breakeven() -> str:
     rows = read_lines(RESULTS / "speed" / "breakeven.jsonl")
     lengths = [row["length"] for row in rows]
     alone, scored = ([row[name] for row in rows] for name in ("rollout_ratio", "with_scoring"))
-    lines = [Line("rollouts alone", lengths, alone, dots=True),
-             Line("with the scoring pass", lengths, scored, **look(1), dots=True),
-             Line("as fast as dense", [0, lengths[-1]], [1, 1], colour="#999999", dash="5 4")]  # fmt: skip
+    lines = [
+        Line("rollouts alone", lengths, alone, dots=True),
+        Line("with the scoring pass", lengths, scored, **look(1), dots=True),
+        Line("as fast as dense", [0, lengths[-1]], [1, 1], colour="#999999", dash="5 4"),
+    ]
     title = "rkv 512+128 against dense, qwen3-1.7b, batch of 64 (estimate)"
     return chart(title, "response tokens", "speed-up", lines)
 
 
 FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
-    "collapse": learning, "compressors": learning, "correction": learning, "distill": learning, "control": learning,
-    "probe": probed, "threshold": dose, "budget": saving, "robustness": survival,
-}  # fmt: skip
+    "collapse": learning,
+    "compressors": learning,
+    "correction": learning,
+    "distill": learning,
+    "control": learning,
+    "probe": probed,
+    "threshold": dose,
+    "budget": saving,
+    "robustness": survival,
+}
 
 
 def draw(question: str, bed: str) -> None:

@@ -25,10 +25,10 @@ from alula.data.tasks.pointer import Pointer
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.measure import Bins
-from alula.mismatch.veto import REFERENCE_VETO
-from alula.model import load_model
-from alula.sparsity.parse import parse_sparsity
+from alula.models.load import load_model
+from alula.objective.veto import REFERENCE_VETO
 from alula.sparsity.policy import Sparsity
+from alula.sparsity.text import parse_sparsity
 
 EVICTORS = ("rkv", "snapkv", "streaming", "keydiff")
 VETO = math.log(REFERENCE_VETO)
@@ -65,9 +65,11 @@ class Probe:
         return self.answers(sparsity, rollouts) | {
             "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
             "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
-            "tail": float(tail.value[0]), "tail_low": float(tail.lower[0]), "tail_high": float(tail.upper[0]),
+            "tail": float(tail.value[0]),
+            "tail_low": float(tail.lower[0]),
+            "tail_high": float(tail.upper[0]),
             "generate_s": generated,
-        }  # fmt: skip
+        }
 
     def generate(self, policy: Sparsity) -> list[Rollout]:
         prompts = [list(problem.prompt_ids or ()) for problem in self.problems]
@@ -81,13 +83,19 @@ class Probe:
         read = sum(rollout.kv.mean_read_tokens * len(rollout) for rollout in rollouts)
         whole = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
         return {
-            "bed": self.bed.name, "seed": self.seed, "sparsity": sparsity,
-            "accuracy": mean(right[False] + right[True]), "careful": mean(right[False]), "guess": mean(right[True]),
-            "careful_share": len(right[False]) / len(rollouts), "rollouts": len(rollouts),
+            "bed": self.bed.name,
+            "seed": self.seed,
+            "sparsity": sparsity,
+            "accuracy": mean(right[False] + right[True]),
+            "careful": mean(right[False]),
+            "guess": mean(right[True]),
+            "careful_share": len(right[False]) / len(rollouts),
+            "rollouts": len(rollouts),
             "length": mean([float(len(rollout)) for rollout in rollouts]),
             "careful_length": mean([float(len(rollout)) for rollout in rollouts if not is_guess(rollout)]),
-            "kv_saved": 1 - held / whole, "kv_unread": 1 - read / whole,
-        }  # fmt: skip
+            "kv_saved": 1 - held / whole,
+            "kv_unread": 1 - read / whole,
+        }
 
     def score(self, rollout: Rollout) -> float:
         return Pointer.score(rollout.text or "", self.problems[rollout.prompt_index].record())

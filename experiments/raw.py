@@ -10,10 +10,24 @@ from beds import Bed
 from lines import read_lines
 
 METRICS = (
-    "reward/mean", "response/length_mean", "mismatch/veto_rate", "mismatch/kl_k3", "mismatch/rejected",
-    "mismatch/rerolled", "mismatch/alpha_p05", "schedule/budget/0", "kv/saved", "kv/bytes_peak",
-    "policy/entropy", "policy/grad_norm", "time/rollout", "time/score", "time/update", "time/distill", "time/step",
-)  # fmt: skip
+    "reward/mean",
+    "response/length_mean",
+    "mismatch/veto_rate",
+    "mismatch/kl_k3",
+    "mismatch/rejected",
+    "mismatch/rerolled",
+    "mismatch/alpha_p05",
+    "schedule/budget/0",
+    "kv/saved",
+    "kv/bytes_peak",
+    "policy/entropy",
+    "policy/grad_norm",
+    "time/rollout",
+    "time/score",
+    "time/update",
+    "time/distill",
+    "time/step",
+)
 
 
 def write_raw(
@@ -40,13 +54,19 @@ def raw_run(bed: Bed, arm: Arm, seed: int, work: Path, settings: Sequence[str]) 
         return None
     steps, evals = read_lines(folder / "metrics.jsonl"), read_lines(folder / "evals.jsonl")
     return {
-        "bed": bed.name, "arm": arm.label, "sparsity": arm.sparsity, "correction": arm.correction, "seed": seed,
-        "state": json.loads((folder / "status.json").read_text())["state"], "settings": [*arm.settings, *settings],
-        "evals": [{name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")}
-                  for row in evals],
+        "bed": bed.name,
+        "arm": arm.label,
+        "sparsity": arm.sparsity,
+        "correction": arm.correction,
+        "seed": seed,
+        "state": json.loads((folder / "status.json").read_text())["state"],
+        "settings": [*arm.settings, *settings],
+        "evals": [
+            {name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")} for row in evals
+        ],
         "warnings": [[row["step"], row["kind"]] for row in read_lines(folder / "events.jsonl")],
         "steps": {name: [short(row.get(name)) for row in steps] for name in METRICS if any(name in r for r in steps)},
-    }  # fmt: skip
+    }
 
 
 def short(value: Any) -> Any:

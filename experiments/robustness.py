@@ -21,7 +21,7 @@ from lines import read_lines
 from probe import Probe
 from raw import short
 
-from alula.sparsity.parse import parse_sparsity
+from alula.sparsity.text import parse_sparsity
 
 EVICTORS = ("rkv", "snapkv", "h2o", "streaming", "keydiff")
 

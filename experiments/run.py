@@ -26,8 +26,8 @@ from beds import BEDS, Bed, PointerBed, prepared
 from choice import chosen_budgets
 from raw import write_probe, write_raw
 
-import alula.rl.trainer  # noqa: F401  imported once, before the forks
-from alula.config_file import load_config
+import alula.trainer.trainer  # noqa: F401  imported once, before the forks
+from alula.config.load import load_config
 from alula.errors import unknown
 
 FORK = multiprocessing.get_context("fork")
@@ -59,12 +59,17 @@ class Run:
     def __call__(self) -> None:
         import torch
 
-        from alula.rl.trainer import Trainer
+        from alula.trainer.trainer import Trainer
 
         torch.set_num_threads(1)
         start, data = prepared(self.bed, self.seed, self.work, probe.print_step), self.work / f"data-{self.seed}"
-        settings = [f"model.source={start / 'model'}", f"data.source={data / 'train.jsonl'}", f"seed={self.seed}",
-                    f"eval.data.source={data / 'held.jsonl'}", f"out={self.folder}"]  # fmt: skip
+        settings = [
+            f"model.source={start / 'model'}",
+            f"data.source={data / 'train.jsonl'}",
+            f"seed={self.seed}",
+            f"eval.data.source={data / 'held.jsonl'}",
+            f"out={self.folder}",
+        ]
         config = load_config(self.bed.recipe, [*settings, *self.arm.settings, *self.settings])
         with self.log.open("a") as log:
             try:
@@ -132,8 +137,10 @@ def refuse(bed: Bed, questions: list[str], methods: list[str]) -> None:
         if question in BY_PROBE and not isinstance(bed, PointerBed):
             raise SystemExit(f"--question {question}: needs a probe of its budgets, which --bed {bed.name} has not")
         if question != "compressors" and "rkv" not in methods:
-            raise SystemExit(f"--methods {','.join(methods)}: --question {question} is about rkv; add rkv, or ask "
-                             "--question compressors, which compares the others.")  # fmt: skip
+            raise SystemExit(
+                f"--methods {','.join(methods)}: --question {question} is about rkv; add rkv, or ask "
+                "--question compressors, which compares the others."
+            )
 
 
 def main() -> None:

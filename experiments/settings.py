@@ -5,8 +5,8 @@ from typing import Any
 import yaml
 from beds import Bed
 
-from alula.config_file import Loader
-from alula.sparsity.parse import parse_sparsity
+from alula.config.load import Loader
+from alula.sparsity.text import parse_sparsity
 
 
 def recipe_settings(bed: Bed) -> dict[str, Any]:

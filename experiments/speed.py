@@ -18,8 +18,11 @@ BATCH, HELD = 64, 512 + 128 / 2
 
 def main() -> None:
     measured = json.loads((BENCHMARKS / "engine-h200.json").read_text())
-    steps = {row["context"]: row["ms"] for row in measured["steps"]["rows"]
-             if row.get("sparsity") == "dense" and row["batch"] == BATCH}  # fmt: skip
+    steps = {
+        row["context"]: row["ms"]
+        for row in measured["steps"]["rows"]
+        if row.get("sparsity") == "dense" and row["batch"] == BATCH
+    }
     (short, short_ms), (long, long_ms) = sorted(steps.items())
     slope = (long_ms - short_ms) / (long - short)
     base = short_ms - slope * short
@@ -36,8 +39,16 @@ def main() -> None:
         held = min(HELD, length / 2)
         evicts = length > HELD
         sparse = microseconds(held) / (1 - evicting if evicts else 1.0)
-        rows.append({"length": length, "dense_us": dense, "sparse_us": sparse, "score_us": scoring,
-                     "rollout_ratio": dense / sparse, "with_scoring": dense / (sparse + scoring)})  # fmt: skip
+        rows.append(
+            {
+                "length": length,
+                "dense_us": dense,
+                "sparse_us": sparse,
+                "score_us": scoring,
+                "rollout_ratio": dense / sparse,
+                "with_scoring": dense / (sparse + scoring),
+            }
+        )
     path = RESULTS / "speed" / "breakeven.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({k: round(v, 3) for k, v in row.items()}) + "\n" for row in rows))

@@ -63,22 +63,36 @@ def outcome_table(bed: str, question: str) -> str:
         return "Not measured yet."
     elsewhere = (by_arm(raw(other, bed)).get("dense") for other in ("collapse", "control"))
     dense = arms.get("dense") or next(filter(None, elsewhere))
-    head = ["arm", "start", "final", "every seed", "collapsed", "points against dense (90 %)", "vetoed", "length, last",
-            "KV saved", "reward, last"]  # fmt: skip
+    head = [
+        "arm",
+        "start",
+        "final",
+        "every seed",
+        "collapsed",
+        "points against dense (90 %)",
+        "vetoed",
+        "length, last",
+        "KV saved",
+        "reward, last",
+    ]
     rows, most = [], longest(arms)
     for name, runs in arms.items():
         difference = judge.against(runs, dense)
         same = " =" if judge.equivalent(difference) else ""
-        rows.append([
-            name, percent(fmean(map(judge.start, runs))), percent(*judge.interval([*map(judge.final, runs)])),
-            " ".join(last_accuracy(run, most) for run in runs),
-            f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
-            "" if name == "dense" else points(*difference) + same,
-            percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
-            f"{fmean(judge.at_end(run, 'response/length_mean') for run in runs):.0f}",
-            percent(fmean(judge.over_run(run, "kv/saved") for run in runs)),
-            f"{fmean(judge.at_end(run, 'reward/mean') for run in runs):.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                percent(fmean(map(judge.start, runs))),
+                percent(*judge.interval([*map(judge.final, runs)])),
+                " ".join(last_accuracy(run, most) for run in runs),
+                f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
+                "" if name == "dense" else points(*difference) + same,
+                percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
+                f"{fmean(judge.at_end(run, 'response/length_mean') for run in runs):.0f}",
+                percent(fmean(judge.over_run(run, "kv/saved") for run in runs)),
+                f"{fmean(judge.at_end(run, 'reward/mean') for run in runs):.2f}",
+            ]
+        )
     return markdown(head, rows)
 
 
@@ -108,8 +122,16 @@ def warnings_table(bed: str, question: str) -> str:
 
 def probe_table(bed: str, question: str) -> str:
     """Means over seeds."""
-    head = ["policy", "careful chains right", "all right", "KV saved", "KV not read", "vetoed rollouts",
-            "vetoes per 1000 tokens", "tail"]  # fmt: skip
+    head = [
+        "policy",
+        "careful chains right",
+        "all right",
+        "KV saved",
+        "KV not read",
+        "vetoed rollouts",
+        "vetoes per 1000 tokens",
+        "tail",
+    ]
     found: dict[str, list[Row]] = {}
     for row in raw("probe", bed):
         found.setdefault(row["sparsity"], []).append(row)
@@ -118,10 +140,14 @@ def probe_table(bed: str, question: str) -> str:
         return fmean(row[name] for row in rows if row[name] is not None)
 
     rows = [
-        [policy.split(",")[0], *(percent(mean(rows, n)) for n in ("careful", "accuracy", "kv_saved", "kv_unread",
-         "vetoed_rollouts")), f"{1000 * mean(rows, 'veto_hazard'):.1f}", f"{mean(rows, 'tail'):.3f}"]
+        [
+            policy.split(",")[0],
+            *(percent(mean(rows, n)) for n in ("careful", "accuracy", "kv_saved", "kv_unread", "vetoed_rollouts")),
+            f"{1000 * mean(rows, 'veto_hazard'):.1f}",
+            f"{mean(rows, 'tail'):.3f}",
+        ]
         for policy, rows in found.items()
-    ]  # fmt: skip
+    ]
     return markdown(head, rows)
 
 
@@ -131,16 +157,28 @@ def threshold_table(bed: str, question: str) -> str:
     most = longest(arms)
     for runs in arms.values():
         before = [*map(probe, runs)]
-        body.append([
-            runs[0]["sparsity"].split(",")[0], " ".join(f"{row['tail']:.3f}" for row in before),
-            " ".join(f"{row['tail_low']:.3f}" for row in before), percents(before, "vetoed_rollouts"),
-            percents(before, "careful"),
-            " ".join(last_accuracy(run, most) for run in runs),
-            f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
-            percent(fmean(row["kv_unread"] for row in before)),
-        ])  # fmt: skip
-    head = ["policy", "tail before", "its lower bound", "vetoed before, %", "careful right before, %", "final, %",
-            "collapsed", "KV not read"]  # fmt: skip
+        body.append(
+            [
+                runs[0]["sparsity"].split(",")[0],
+                " ".join(f"{row['tail']:.3f}" for row in before),
+                " ".join(f"{row['tail_low']:.3f}" for row in before),
+                percents(before, "vetoed_rollouts"),
+                percents(before, "careful"),
+                " ".join(last_accuracy(run, most) for run in runs),
+                f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
+                percent(fmean(row["kv_unread"] for row in before)),
+            ]
+        )
+    head = [
+        "policy",
+        "tail before",
+        "its lower bound",
+        "vetoed before, %",
+        "careful right before, %",
+        "final, %",
+        "collapsed",
+        "KV not read",
+    ]
     return markdown(head, body)
 
 
@@ -163,14 +201,24 @@ def chains_table(bed: str, question: str) -> str:
 
 def breakeven_table(bed: str, question: str) -> str:
     """Time per generated token, and what the rollouts of a step gain, scoring included."""
-    head = ["response tokens", "dense µs/token", "rkv 512+128 µs/token", "dense scoring µs/token", "rollout alone",
-            "with scoring"]  # fmt: skip
+    head = [
+        "response tokens",
+        "dense µs/token",
+        "rkv 512+128 µs/token",
+        "dense scoring µs/token",
+        "rollout alone",
+        "with scoring",
+    ]
     path = RESULTS / question / "breakeven.jsonl"
     rows = [
-        [f"{row['length']:,.0f}", *(f"{row[n]:.0f}" for n in ("dense_us", "sparse_us", "score_us")),
-         f"{row['rollout_ratio']:.2f} ×", f"{row['with_scoring']:.2f} ×"]
+        [
+            f"{row['length']:,.0f}",
+            *(f"{row[n]:.0f}" for n in ("dense_us", "sparse_us", "score_us")),
+            f"{row['rollout_ratio']:.2f} ×",
+            f"{row['with_scoring']:.2f} ×",
+        ]
         for row in map(json.loads, path.read_text().splitlines())
-    ]  # fmt: skip
+    ]
     return markdown(head, rows)
 
 
@@ -195,13 +243,19 @@ def alone_table(bed: str, question: str) -> str:
         times = {phase: [*map(float, run["steps"][f"time/{phase}"])] for phase in phases}
         usual = {phase: median(values[1:]) for phase, values in times.items()}  # the first step compiles
         steps = [judge.reached(run, goal) for goal in goals]
-        body.append([
-            run["arm"], *(f"{usual[phase]:.2f}" for phase in phases),
-            *("–" if step is None else f"{step} steps, {step * usual['step']:.1f} s" for step in steps),
-            f"{max(run['steps']['kv/bytes_peak']) / 1e6:,.0f}", percent(judge.over_run(run, "kv/saved")),
-        ])  # fmt: skip
-    return markdown(["arm", *(f"{phase}, s" for phase in phases), *(f"to {goal:.0%}" for goal in goals),
-                     "peak KV, MB", "KV saved"], body)  # fmt: skip
+        body.append(
+            [
+                run["arm"],
+                *(f"{usual[phase]:.2f}" for phase in phases),
+                *("–" if step is None else f"{step} steps, {step * usual['step']:.1f} s" for step in steps),
+                f"{max(run['steps']['kv/bytes_peak']) / 1e6:,.0f}",
+                percent(judge.over_run(run, "kv/saved")),
+            ]
+        )
+    return markdown(
+        ["arm", *(f"{phase}, s" for phase in phases), *(f"to {goal:.0%}" for goal in goals), "peak KV, MB", "KV saved"],
+        body,
+    )
 
 
 def distilled_table(bed: str, question: str) -> str:

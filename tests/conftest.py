@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 if TYPE_CHECKING:
-    from alula.model import LoadedModel
+    from alula.models.load import LoadedModel
 
 TINY = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral")
 SMOLLM2 = Path(__file__).parents[1] / ".cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,7 +27,7 @@ SMOLLM2 = Path(__file__).parents[1] / ".cache" / "SmolLM2-135M-Instruct.Q4_1.ggu
 @pytest.fixture(params=TINY)
 def tiny(request: pytest.FixtureRequest) -> "LoadedModel":
     """A fresh model with random weights of each family: group sizes 1, 3, 2, 4; heads tied and not."""
-    from alula.model import load_model
+    from alula.models.load import load_model
 
     return load_model(f"shape:{request.param}")
 
@@ -46,7 +46,7 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_model(smollm2: Path) -> "LoadedModel":
     """That model, loaded once per worker in float32. Do not change its weights or its config."""
-    from alula.model import load_model
+    from alula.models.load import load_model
 
     return load_model(smollm2)
 

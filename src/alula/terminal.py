@@ -1,8 +1,11 @@
-"""A terminal that is closed, or a pipe that nobody reads any more, costs a run what it prints and nothing else."""
+"""A terminal that is closed, or a pipe that nobody reads any more, costs a run what it prints and nothing else.
+
+A progress bar on a terminal, nothing in a pipe."""
 
 import errno
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 GONE = (errno.EPIPE, errno.EIO)
@@ -48,3 +51,39 @@ class Lasting:
 def lasting(stream: TextIO | None) -> Any:
     """Python has no stream where the descriptor was closed from the start, and prints nothing then."""
     return None if stream is None else Lasting(stream)
+
+
+@contextmanager
+def progress_bar(rollouts: int, shown: bool) -> Iterator[Any]:
+    """A bar on a terminal, nothing in a pipe."""
+    if not shown:
+        yield lambda tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("rollouts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, made = bar.add_task("", total=rollouts, rate=""), 0
+
+        def advance(tokens: int) -> None:
+            nonlocal made
+            made += tokens
+            elapsed = bar.tasks[0].elapsed or 1e-9
+            bar.update(task, advance=1, rate=f"{made / elapsed:,.0f} tokens/s")
+
+        yield advance

@@ -38,7 +38,7 @@ def bench(
     A step under an evictor finds the most KV that it holds at that length: budget + buffer.
     """
     from alula.cli.generate import check_out, pick_device
-    from alula.sparsity.parse import parse_sparsity
+    from alula.sparsity.text import parse_sparsity
 
     policies = [parse_sparsity(text) for text in sparsity or ["dense"]]
     batches, contexts = batch or [64], context or [1024]
@@ -46,10 +46,10 @@ def bench(
         if min(values) < least:
             raise SettingError(f"--{name} {min(values)}: must be at least {least}.")
     check_out(out)
-    from alula.bench import decode_step, measure_ceilings
-    from alula.bench import rollouts as whole_rollouts
+    from alula.bench.bench import decode_step, measure_ceilings
+    from alula.bench.bench import rollouts as whole_rollouts
     from alula.engine.engine import Engine
-    from alula.model import load_model
+    from alula.models.load import load_model
 
     loaded = load_model(model, device=pick_device(device), dtype=dtype)
     # Random KV has no positions that a model could not count to.
@@ -85,13 +85,29 @@ def show(records: list[dict[str, Any]], name: str, bandwidth: float) -> None:
         table.add_column(column, justify="left" if column in ("", "sparsity") else "right")
     for r in records:
         if r["kind"] == "decode step":
-            table.add_row("step", r["sparsity"], f"{r['batch']}", f"{r['context']}", f"{r['ms']:.2f}",
-                          f"{r['floor_ms']:.2f}", f"{r['of_floor']:.0%}", f"{r['tokens_per_s']:,.0f}",
-                          size(r["kv_bytes"]))  # fmt: skip
+            table.add_row(
+                "step",
+                r["sparsity"],
+                f"{r['batch']}",
+                f"{r['context']}",
+                f"{r['ms']:.2f}",
+                f"{r['floor_ms']:.2f}",
+                f"{r['of_floor']:.0%}",
+                f"{r['tokens_per_s']:,.0f}",
+                size(r["kv_bytes"]),
+            )
         else:
-            table.add_row(f"rollouts + {r['new_tokens']}", r["sparsity"], f"{r['batch']}", f"{r['prompt']}",
-                          f"{r['seconds'] * 1e3:,.0f}", "", "", f"{r['tokens_per_s']:,.0f}",
-                          size(r["kv_peak_bytes"]))  # fmt: skip
+            table.add_row(
+                f"rollouts + {r['new_tokens']}",
+                r["sparsity"],
+                f"{r['batch']}",
+                f"{r['prompt']}",
+                f"{r['seconds'] * 1e3:,.0f}",
+                "",
+                "",
+                f"{r['tokens_per_s']:,.0f}",
+                size(r["kv_peak_bytes"]),
+            )
     console = Console()
     (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
 

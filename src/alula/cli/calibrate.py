@@ -10,8 +10,8 @@ from alula.errors import SettingError, require
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.engine.engine import Engine
-    from alula.mismatch.calibration import Calibration
-    from alula.model import LoadedModel
+    from alula.mismatch.calibrate.file import Calibration
+    from alula.models.load import LoadedModel
 
 
 def calibrate(
@@ -83,10 +83,10 @@ def calibrate(
     import sys
 
     from alula.cli.generate import check_out
-    from alula.mismatch.calibrate import Grid, Text
-    from alula.mismatch.families import parse_methods
+    from alula.mismatch.calibrate.calibrate import Grid, Text
+    from alula.mismatch.calibrate.families import parse_methods
+    from alula.mismatch.calibrate.verify import named
     from alula.mismatch.measure import Bins
-    from alula.mismatch.verify import named
 
     check_numbers(length, bin_width, tau or [])
     width = bin_width or min(2000, -(-length // 8))
@@ -94,7 +94,7 @@ def calibrate(
     require(not verified or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders = []
     if vetoed is not None:
-        from alula.cli.calibrate_vetoed import ladders_of
+        from alula.cli.find_budget import ladders_of
 
         require(not verified and not tau, "--vetoed looks for a budget by vetoed rollouts; drop --verify and --tau.")
         families = parse_methods(methods, numbers("pages", pages))
@@ -111,24 +111,28 @@ def calibrate(
     if verified or vetoed is not None:
         text = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
         if vetoed is not None:
-            from alula.cli.calibrate_vetoed import run_vetoed
+            from alula.cli.find_budget import run_vetoed
 
             raise typer.Exit(run_vetoed(engines, text, ladders, vetoed, bins, sweep, out, progress))
-        from alula.cli.calibrate_verify import run_verify
+        from alula.cli.verify import run_verify
 
         if len(dataset) < 2 * prompts:
-            typer.echo(f"note: {2 * prompts - len(dataset)} of the {prompts} prompts may also have been calibrated on; "
-                       "use more data to check on fresh ones only.")  # fmt: skip
+            typer.echo(
+                f"note: {2 * prompts - len(dataset)} of the {prompts} prompts may also have been calibrated on; "
+                "use more data to check on fresh ones only."
+            )
         asked = tau[0] if tau else None
         raise typer.Exit(run_verify(engines, text, verified, asked, quantile, confidence, out, progress))
-    from alula.mismatch.calibrate import calibrate as measure_all
+    from alula.mismatch.calibrate.calibrate import calibrate as measure_all
 
     text = Text(choose(dataset, prompts, seed), length, samples, temperature, seed)
     grid = Grid(
         tuple(parse_methods(methods, numbers("pages", pages))),
         numbers("budgets", budgets) if budgets else default_budgets(length),
-        tuple(tau or ()), sweep, forward,
-    )  # fmt: skip
+        tuple(tau or ()),
+        sweep,
+        forward,
+    )
     found = measure_all(
         engines.with_page, text, grid, bins, out.with_suffix(".work.json"), say=typer.echo, progress=progress
     )
@@ -143,22 +147,31 @@ def check_numbers(length: int, bin_width: int | None, taus: list[float]) -> None
 
 
 def load(
-    model: str, data: str, split: str | None, data_dir: Path | None, prompt: str | None, chat: bool | None,
-    options: str, device: str | None, dtype: str | None, residual: str | None, seed: int, longest: int | None = None,
-) -> "tuple[LoadedModel, Dataset]":  # fmt: skip
+    model: str,
+    data: str,
+    split: str | None,
+    data_dir: Path | None,
+    prompt: str | None,
+    chat: bool | None,
+    options: str,
+    device: str | None,
+    dtype: str | None,
+    residual: str | None,
+    seed: int,
+    longest: int | None = None,
+) -> "tuple[LoadedModel, Dataset]":
     """The model with a tokenizer (a bare shape takes a task's), and the prompts of at most `longest` tokens."""
     import torch
 
-    from alula.config_file import parse_yaml
+    from alula.config.load import parse_yaml
     from alula.data import load as load_data
     from alula.data import prepare
-    from alula.model import SHAPE, load_model
-    from alula.rl.setup import TASK, named_tokenizer, with_tokenizer
+    from alula.models.load import SHAPE, load_model
+    from alula.trainer.build import TASK, named_tokenizer, with_tokenizer
 
     chosen = parse_yaml(options, f"--options {options!r}") or {}
     require(isinstance(chosen, dict), f"options={options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
-    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed,
-                      options=chosen)  # fmt: skip
+    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=chosen)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_model(model, device=place, dtype=dtype, seed=seed, residual=residual)
     if loaded.tokenizer is None and data.startswith(TASK):
@@ -192,14 +205,18 @@ class Engines:
             if self.engine is not None:
                 self.engine.sleep()  # its memory goes to the next one
             self.engine = Engine(
-                self.loaded, page=page, kv_memory=self.kv_memory, max_rows=self.max_rows, max_length=self.length + page,
+                self.loaded,
+                page=page,
+                kv_memory=self.kv_memory,
+                max_rows=self.max_rows,
+                max_length=self.length + page,
                 sparse_adapter=self.adapter,
-            )  # fmt: skip
+            )
         return self.engine
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
-    from alula.sparsity.parse import tokens
+    from alula.sparsity.text import tokens
 
     try:
         return tuple(tokens(word.strip()) for word in text.split(","))
@@ -208,7 +225,7 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def default_budgets(length: int) -> tuple[int, ...]:
-    from alula.mismatch.control import PAGES
+    from alula.mismatch.control.control import PAGES
 
     found = tuple(16 * pages for pages in PAGES if 16 * pages < length)
     require(len(found) >= 2, f"budgets: name them; Sparrow's grid starts at 512, too much for a length of {length}.")
@@ -216,23 +233,29 @@ def default_budgets(length: int) -> tuple[int, ...]:
 
 
 def write(found: "Calibration", out: Path) -> None:
-    from alula.mismatch.plot import plot_tails
+    from alula.mismatch.plan.plot import plot_tails
 
     found.save(out)
     plot = out.with_suffix(".svg")
     plot.write_text(plot_tails(found))
-    lines = ["| configuration | budget | tail | worst trusted bin | its lower bound | KV saved | KV not read "
-             "| evictions |", "|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    lines = [
+        "| configuration | budget | tail | worst trusted bin | its lower bound | KV saved | KV not read | evictions |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     for one in (m for family in found.families().values() for m in family):
         trusted = [bin_ for bin_ in one.tail if bin_.enough]
         worst = min(trusted, key=lambda bin_: bin_.value)
         setting = one.configuration
         kv = "| |" if one.kv is None else f"{one.kv.saved:.1%} | {one.kv.not_read:.1%} | {one.kv.evictions}"
-        lines.append(f"| {setting.describe()} | {setting.budget} | {one.tail.overall:.4f} | {worst.value:.4f} "
-                     f"| {worst.lower:.4f} | {kv} |")  # fmt: skip
+        lines.append(
+            f"| {setting.describe()} | {setting.budget} | {one.tail.overall:.4f} | {worst.value:.4f} "
+            f"| {worst.lower:.4f} | {kv} |"
+        )
     for grown in found.forward:
-        lines.append(f"| {grown.configuration.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
-                     f"tau {grown.tau:.4f} | | | | | |")  # fmt: skip
+        lines.append(
+            f"| {grown.configuration.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
+            f"tau {grown.tau:.4f} | | | | | |"
+        )
     typer.echo("\n".join([*lines, *never_sparse(found)]))
     typer.echo(f"{out} and {plot}: dense floor {found.floor.overall:.4f}; make a schedule with `alula plan {out}`.")
 

@@ -27,9 +27,15 @@ def demo(
     for column in ("run", "accuracy", "reward", "length", "KV saved", "vetoed", "time"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for arm in arms:
-        table.add_row(arm.name.partition("-")[2], f"{arm.before:.0%} → {arm.after:.0%}", f"{arm.reward:.2f}",
-                      f"{arm.length:.0f}", f"{arm.kv_saved:.0%}", f"{arm.vetoed:.0%}",
-                      f"{arm.seconds:.0f} s")  # fmt: skip
+        table.add_row(
+            arm.name.partition("-")[2],
+            f"{arm.before:.0%} → {arm.after:.0%}",
+            f"{arm.reward:.2f}",
+            f"{arm.length:.0f}",
+            f"{arm.kv_saved:.0%}",
+            f"{arm.vetoed:.0%}",
+            f"{arm.seconds:.0f} s",
+        )
     typer.echo()
     Console().print(table)
     typer.echo(f"Open {out / 'report.html'}: held-out accuracy and response length tell the story.")

@@ -56,25 +56,56 @@ def distill(
     Writes the adapter (peft), metrics.jsonl and summary.json: acceptance on held-out prompts before and after.
     """
     from alula.distill.config import DistillConfig
-    from alula.sparsity.parse import parse_sparsity
+    from alula.sparsity.text import parse_sparsity
 
     policy = parse_sparsity(sparsity)
     require(not policy.dense, "sparsity=dense: the dense policy is the teacher; name a sparse one.")
     for name, value in (("steps", steps), ("bin", width), ("save_every", save_every)):
         require(value >= 1, f"{name}={value}: must be at least 1.")
     config = DistillConfig(
-        rank=rank, alpha=2.0 * rank if alpha is None else alpha, targets=tuple(targets.split(",")), seed=seed,
-        loss="divergence", divergence=divergence, top_k=top_k, lr=lr, minibatches=minibatches,  # type: ignore[arg-type]
+        rank=rank,
+        alpha=2.0 * rank if alpha is None else alpha,
+        targets=tuple(targets.split(",")),
+        seed=seed,
+        loss="divergence",
+        divergence=divergence,  # type: ignore[arg-type]
+        top_k=top_k,
+        lr=lr,
+        minibatches=minibatches,
         token_budget=token_budget,
-    )  # fmt: skip
+    )
     run(
-        policy, config, model, adapter, steps, held_out, width, out, save_every, resume,
+        policy,
+        config,
+        model,
+        adapter,
+        steps,
+        held_out,
+        width,
+        out,
+        save_every,
+        resume,
         {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
-        {"data": data, "split": split, "data_dir": data_dir, "prompt": prompt, "chat": chat, "options": options,
-         "device": device, "dtype": dtype, "residual": residual, "seed": seed},
-        {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature,
-         "seed": seed},
-    )  # fmt: skip
+        {
+            "data": data,
+            "split": split,
+            "data_dir": data_dir,
+            "prompt": prompt,
+            "chat": chat,
+            "options": options,
+            "device": device,
+            "dtype": dtype,
+            "residual": residual,
+            "seed": seed,
+        },
+        {
+            "prompts": prompts,
+            "samples": samples,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        },
+    )
 
 
 def run(
@@ -93,12 +124,12 @@ def run(
     rollout_options: dict[str, Any],
 ) -> None:
     from alula.cli.calibrate import load
-    from alula.distill.adapter import Adapter
-    from alula.distill.alone import Rollouts, distill_alone, measure
     from alula.distill.distiller import Distiller
+    from alula.distill.standalone import Rollouts, distill_alone, measure
     from alula.engine.engine import Engine
-    from alula.rl.checkpoint import Checkpoints
-    from alula.rl.metrics import MetricsWriter, check_folder
+    from alula.models.lora import Adapter
+    from alula.run.checkpoint import Checkpoints
+    from alula.run.run_dir import MetricsWriter, check_folder
 
     check_folder(out, new=not resume, way="--out FOLDER")
     loaded, dataset = load(model, **input_options)
@@ -118,8 +149,11 @@ def run(
         state = checkpoints.state(last)
         for name, value in made_with.items():
             then = state["made_with"].get(name)
-            require(then == value, f"{out} was made with {name}={then}, not {name}={value}; go on with the same, or "
-                    "give it another --out.")  # fmt: skip
+            require(
+                then == value,
+                f"{out} was made with {name}={then}, not {name}={value}; go on with the same, or "
+                "give it another --out.",
+            )
         require(state["step"] <= steps, f"steps={steps}: {out} has taken {state['step']} already; ask for more.")
         checkpoints.load(last, distiller.tensors())
         distiller.resume(state["distiller"])
@@ -147,8 +181,10 @@ def run(
     summary |= {"before": before, "after": after}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     show(summary)
-    typer.echo(f"{out / 'adapter'}: a run begins with it by distill.adapter={out / 'adapter'}, alula eval takes it as "
-               "--sparse-adapter, and Python as Engine.load(..., sparse_adapter=...).")  # fmt: skip
+    typer.echo(
+        f"{out / 'adapter'}: a run begins with it by distill.adapter={out / 'adapter'}, alula eval takes it as "
+        "--sparse-adapter, and Python as Engine.load(..., sparse_adapter=...)."
+    )
 
 
 def text(path: Path | None) -> str | None:
@@ -157,8 +193,8 @@ def text(path: Path | None) -> str | None:
 
 def spell_all(policy: "Sparsity") -> str:
     """Both parts with all their settings, and what a schedule says: two of one name may differ."""
-    from alula.sparsity.parse import spell
     from alula.sparsity.schedule import Schedule
+    from alula.sparsity.text import spell
 
     budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
     tables = [f"{list(b.budgets)} per {b.width} tokens" for b in budgets if isinstance(b, Schedule)]
@@ -166,7 +202,7 @@ def spell_all(policy: "Sparsity") -> str:
 
 
 def described(found: "Acceptance", width: int) -> dict[str, Any]:
-    from alula.mismatch.calibration import tail_to_dict
+    from alula.mismatch.calibrate.file import tail_to_dict
 
     return found.metrics() | {"tokens": len(found.alpha), "by_length": tail_to_dict(found.tails(width))}
 
@@ -178,7 +214,10 @@ def show(summary: dict[str, Any]) -> None:
     table = Table(title=f"{summary['sparsity']}, {summary['held_out']} held-out prompts")
     for name in ("", "before", "after"):
         table.add_column(name, justify="left" if not name else "right")
-    for label, name in (("acceptance, 5th percentile", "acceptance_tail"), ("acceptance, mean", "acceptance_mean"),
-                        ("KL(sparse ‖ dense)", "kl")):  # fmt: skip
+    for label, name in (
+        ("acceptance, 5th percentile", "acceptance_tail"),
+        ("acceptance, mean", "acceptance_mean"),
+        ("KL(sparse ‖ dense)", "kl"),
+    ):
         table.add_row(label, *(f"{summary[when][name]:.4f}" for when in ("before", "after")))
     Console().print(table)

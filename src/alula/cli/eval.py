@@ -49,7 +49,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all results here, as JSON.")] = None,
 ) -> None:
     """Evaluate models on data sets: pass@1, avg@k, maj@k, response length and KV use, as one table."""
-    from alula.sparsity.parse import parse_sparsity
+    from alula.sparsity.text import parse_sparsity
 
     if k > 1 and temperature == 0:
         raise SettingError(f"k={k} with temperature=0: greedy answers are all the same; set --temperature.")
@@ -58,8 +58,10 @@ def evaluate(
     if len(pages) > 1:
         raise SettingError(f"--sparsity: block sizes {sorted(pages)} need different page sizes; use one call each.")
     if sparse_adapter is not None and all(policy.dense for policy in policies):
-        raise SettingError(f"--sparse-adapter {sparse_adapter}: every policy is dense, and it is for sparse ones; name "
-                           "one with --sparsity.")  # fmt: skip
+        raise SettingError(
+            f"--sparse-adapter {sparse_adapter}: every policy is dense, and it is for sparse ones; name "
+            "one with --sparsity."
+        )
     import torch
 
     from alula.cli.generate import check_out, note_other_model, pick_device
@@ -77,9 +79,14 @@ def evaluate(
     results: list[EvalResult] = []
     for model in models:
         engine = Engine.load(
-            model, device=pick_device(device), dtype=dtype, residual=residual, kv_memory=kv_memory,
-            page=next(iter(pages), 16), sparse_adapter=sparse_adapter,
-        )  # fmt: skip
+            model,
+            device=pick_device(device),
+            dtype=dtype,
+            residual=residual,
+            kv_memory=kv_memory,
+            page=next(iter(pages), 16),
+            sparse_adapter=sparse_adapter,
+        )
         note_other_model(policies, engine)
         for source, dataset in zip(data, sets):
             for policy in policies:
@@ -104,7 +111,7 @@ def evaluate(
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    from alula.config_file import parse_yaml
+    from alula.config.load import parse_yaml
 
     name, equals, value = text.partition("=")
     if not equals or not name:
@@ -113,9 +120,14 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def one(
-    model: str, engine: "Engine", dataset: "Dataset", policy: "Sparsity", sampling: "Sampling", reward: str,
+    model: str,
+    engine: "Engine",
+    dataset: "Dataset",
+    policy: "Sparsity",
+    sampling: "Sampling",
+    reward: str,
     chat: bool | None,
-) -> "EvalResult":  # fmt: skip
+) -> "EvalResult":
     from alula.data import prepare
     from alula.evals import evaluate as run
     from alula.rewards import Rewards, RewardSpec
@@ -126,6 +138,10 @@ def one(
     adapted = "" if policy.dense or engine.sparse_model is None else ", with its adapter"
     with Rewards([RewardSpec(reward)]) as rewards:
         return run(
-            lambda prompts, n: engine.generate(prompts, sampling, policy), prepared, rewards, sampling.n,
-            model=model, sparsity=policy.describe() + adapted,
-        )  # fmt: skip
+            lambda prompts, n: engine.generate(prompts, sampling, policy),
+            prepared,
+            rewards,
+            sampling.n,
+            model=model,
+            sparsity=policy.describe() + adapted,
+        )

@@ -54,18 +54,30 @@ def generate(
     check_out(out)
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
-    from alula.sparsity.parse import parse_sparsity
+    from alula.sparsity.text import parse_sparsity
 
     policy = parse_sparsity(sparsity)
     sampling = Sampling(
-        n=n, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, temperature=temperature, top_p=top_p,
-        top_k=top_k, seed=seed, ignore_eos=ignore_eos, topk_logprobs=topk_logprobs,
-    )  # fmt: skip
+        n=n,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        topk_logprobs=topk_logprobs,
+    )
     page = policy.select.block if policy.select else 16
     engine = Engine.load(
-        model, device=pick_device(device), dtype=dtype, residual=residual, page=page, kv_memory=kv_memory,
+        model,
+        device=pick_device(device),
+        dtype=dtype,
+        residual=residual,
+        page=page,
+        kv_memory=kv_memory,
         max_rows=max_rows,
-    )  # fmt: skip
+    )
     note_other_model([policy], engine)
     if chat and getattr(engine.tokenizer, "chat_template", None):
         asked = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in asked]
@@ -80,7 +92,7 @@ def generate(
 
 def note_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
     """What a run tells as its event `other-model`, on standard error."""
-    from alula.rl.other_model import ADVICE, made_for_another
+    from alula.trainer.preflight import ADVICE, made_for_another
 
     for message in dict.fromkeys(made_for_another(policies, engine.model.config)):
         typer.echo(f"note: {message} {ADVICE}", err=True)
@@ -138,11 +150,16 @@ def parse_prompts(lines: Iterable[str], file: Path) -> list[Any]:
 
 def as_record(r: "Rollout") -> dict[str, Any]:
     record: dict[str, Any] = {
-        "prompt_index": r.prompt_index, "sample_index": r.sample_index, "text": r.text, "finish": r.finish,
-        "prompt_ids": r.prompt_ids, "token_ids": r.token_ids,
+        "prompt_index": r.prompt_index,
+        "sample_index": r.sample_index,
+        "text": r.text,
+        "finish": r.finish,
+        "prompt_ids": r.prompt_ids,
+        "token_ids": r.token_ids,
         "logprobs": None if r.logprobs is None else [round(x, 6) for x in r.logprobs.tolist()],
-        "kv": vars(r.kv) | {"saved": r.kv.saved}, "sparsity": r.sparsity.describe(),
-    }  # fmt: skip
+        "kv": vars(r.kv) | {"saved": r.kv.saved},
+        "sparsity": r.sparsity.describe(),
+    }
     if r.topk_ids is not None and r.topk_logprobs is not None:
         record |= {"topk_ids": r.topk_ids.tolist(), "topk_logprobs": r.topk_logprobs.tolist()}
     return record

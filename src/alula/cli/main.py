@@ -41,8 +41,10 @@ def build(called: str | None) -> typer.Typer:
     """All commands that are there; the one that is called with its options, the others by name."""
     commands = typer.Typer(
         help="Reinforcement learning of reasoning LLMs with sparse rollouts.",
-        add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
-    )  # fmt: skip
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
 
     @commands.callback()
     def in_common(

@@ -8,10 +8,10 @@ import typer
 from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
-    from alula.mismatch.calibration import Calibration
-    from alula.mismatch.cost import Cost
-    from alula.mismatch.plan import Plan, Workload
-    from alula.mismatch.tradeoff import Tradeoff
+    from alula.mismatch.calibrate.file import Calibration
+    from alula.mismatch.plan.cost import Cost
+    from alula.mismatch.plan.plan import Plan, Workload
+    from alula.mismatch.plan.tradeoff import Tradeoff
 
 
 def plan(
@@ -43,11 +43,11 @@ def plan(
     against speed (.pareto.svg); prints what every threshold would cost. Exit code 2 if tau is out of reach.
     """
     from alula.cli.generate import check_out
-    from alula.mismatch.calibration import Calibration
-    from alula.mismatch.plan import Workload
-    from alula.mismatch.plan import plan as make_plan
-    from alula.mismatch.plot import plot_pareto, plot_tails
-    from alula.mismatch.tradeoff import table
+    from alula.mismatch.calibrate.file import Calibration
+    from alula.mismatch.plan.plan import Workload
+    from alula.mismatch.plan.plan import plan as make_plan
+    from alula.mismatch.plan.plot import plot_pareto, plot_tails
+    from alula.mismatch.plan.tradeoff import table
 
     check_workload(new_tokens, prompt, batch, kv_memory)
     found = Calibration.load(calibration)
@@ -64,8 +64,10 @@ def plan(
     out.with_suffix(".tails.svg").write_text(plot_tails(found, made))
     made.schedule.save(out)
     typer.echo(describe(made, found))
-    typer.echo(f"{out}, {out.with_suffix('.tails.svg')} and {out.with_suffix('.pareto.svg')} written; "
-               f"check it on rollouts of its own with `alula calibrate MODEL --data ... --verify {out}`.")  # fmt: skip
+    typer.echo(
+        f"{out}, {out.with_suffix('.tails.svg')} and {out.with_suffix('.pareto.svg')} written; "
+        f"check it on rollouts of its own with `alula calibrate MODEL --data ... --verify {out}`."
+    )
 
 
 def check_workload(new_tokens: int | None, prompt: int, batch: int | None, kv_memory: str | None) -> None:
@@ -80,8 +82,8 @@ def check_workload(new_tokens: int | None, prompt: int, batch: int | None, kv_me
 
 def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> "Cost":
     """Fitted to timings of this machine where there are any, else Sparrow's analytic form."""
-    from alula.mismatch.cost import AnalyticCost, Hardware, Shape
-    from alula.mismatch.timings import load_cost
+    from alula.mismatch.plan.cost import AnalyticCost, Hardware, Shape
+    from alula.mismatch.plan.timings import load_cost
 
     if "shape" not in calibration.notes:
         raise SettingError("calibration: its notes have no model shape, which costs depend on; calibrate again.")
@@ -104,14 +106,14 @@ def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> 
 
 
 def as_bytes(text: str) -> float:
-    from alula.engine.cache import parse_bytes
+    from alula.engine.kv_cache import parse_bytes
 
     return parse_bytes(text)
 
 
 def thresholds(calibration: "Calibration", cost: "Cost", work: "Workload", tau: float | None) -> "list[Tradeoff]":
     """What the usual thresholds cost, the one asked for, and the strictest that can be reached."""
-    from alula.mismatch.tradeoff import GAPS, tradeoffs
+    from alula.mismatch.plan.tradeoff import GAPS, tradeoffs
 
     taus = {calibration.floor.overall - gap for gap in GAPS} | ({tau} if tau is not None else set())
     taus |= {row.reachable for row in tradeoffs(calibration, cost, work, sorted(taus)) if row.plan is None}

@@ -17,18 +17,18 @@ def train(
     check: Annotated[bool, typer.Option("--check", help="Only validate the recipe and print the plan.")] = False,
 ) -> None:
     """Train a model with sparse rollouts, as RECIPE says."""
-    from alula.config_file import load_config
+    from alula.config.load import load_config
 
     config = load_config(recipe, settings or [])
     if check:
-        from alula.rl.plan_check import print_plan
+        from alula.trainer.memory_plan import print_plan
 
         if os.environ.get("RANK", "0") == "0":  # torchrun starts as many as there are ranks
             print_plan(config, resume=resume)
         return
     import torch.distributed
 
-    from alula.rl.trainer import Trainer
+    from alula.trainer.trainer import Trainer
 
     try:
         finished = Trainer(config, resume=resume).run()

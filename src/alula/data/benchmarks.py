@@ -42,47 +42,77 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark(
-            "gsm8k", "{question}", "{answer}", answer_form="####",
+            "gsm8k",
+            "{question}",
+            "{answer}",
+            answer_form="####",
             hub=Hub("openai/gsm8k", "{question}", "{answer}", "####", config="main"),
         ),
         Benchmark("math500", "{problem}", "{answer}", hub=Hub("HuggingFaceH4/MATH-500", "{problem}", "{answer}")),
         Benchmark(
-            "gaokao2023en", "{question}", "{answer}",
+            "gaokao2023en",
+            "{question}",
+            "{answer}",
             hub=Hub("MARIO-Math-Reasoning/Gaokao2023-Math-En", "{question}", "{answer}", split="train"),
         ),
         Benchmark(
-            "minerva_math", "{problem}", "{solution}", answer_form="boxed",
+            "minerva_math",
+            "{problem}",
+            "{solution}",
+            answer_form="boxed",
             hub=Hub("math-ai/minervamath", "{question}", "{answer}"),
         ),
         Benchmark(
-            "olympiadbench", "{question}", "{final_answer}",
-            hub=Hub("Hothan/OlympiadBench", "{question}", "{final_answer}",
-                    split="train", config="OE_TO_maths_en_COMP"),
+            "olympiadbench",
+            "{question}",
+            "{final_answer}",
+            hub=Hub(
+                "Hothan/OlympiadBench", "{question}", "{final_answer}", split="train", config="OE_TO_maths_en_COMP"
+            ),
         ),
         Benchmark(
-            "aime24", "{problem}", "{answer}", samples=32,
+            "aime24",
+            "{problem}",
+            "{answer}",
+            samples=32,
             hub=Hub("HuggingFaceH4/aime_2024", "{problem}", "{answer}", split="train"),
         ),
         Benchmark(
-            "amc23", "{problem}", "{answer}", samples=32,
+            "amc23",
+            "{problem}",
+            "{answer}",
+            samples=32,
             hub=Hub("math-ai/amc23", "{question}", "{answer}"),
         ),
         Benchmark(
-            "svamp", "{Body} {Question}", "{Answer}",
+            "svamp",
+            "{Body} {Question}",
+            "{Answer}",
             hub=Hub("ChilleD/SVAMP", "{Body} {Question}", "{Answer}"),
         ),
         Benchmark("mawps", "{input}", "{target}", hub=Hub("MU-NLPC/Calc-mawps", "{question}", "{result}")),
         Benchmark(
-            "asdiv", "{body} {question}", "{answer}", answer_form="unit",
+            "asdiv",
+            "{body} {question}",
+            "{answer}",
+            answer_form="unit",
             hub=Hub("EleutherAI/asdiv", "{body} {question}", "{answer}", "unit", split="validation"),
         ),
         Benchmark(
-            "math_level3to5", "{problem}", "{answer}", split="train",
-            hub=Hub("hkust-nlp/SimpleRL-Zoo-Data", "{extra_info.question}", "{extra_info.answer}", split="train",
-                    files="simplelr_qwen_level3to5/train.parquet"),
+            "math_level3to5",
+            "{problem}",
+            "{answer}",
+            split="train",
+            hub=Hub(
+                "hkust-nlp/SimpleRL-Zoo-Data",
+                "{extra_info.question}",
+                "{extra_info.answer}",
+                split="train",
+                files="simplelr_qwen_level3to5/train.parquet",
+            ),
         ),
     )
-}  # fmt: skip
+}
 
 SPARSE_RL = ("gsm8k", "math500", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "amc23")
 """The evaluation suite of arXiv 2601.10079."""

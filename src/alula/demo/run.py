@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from alula.config_file import load_config
+from alula.config.load import load_config
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, make_warm_model
 from alula.errors import require
 from alula.report import write_report
-from alula.rl.trainer import Trainer
+from alula.trainer.trainer import Trainer
 
 SPARSE = "sparsity.evict={method: rkv, budget: 28, buffer: 8, window: 4, sinks: 1}"
 CONTROL = "control={enabled: true, on_violation: adapt, vetoed: 0.05}"
@@ -62,8 +62,13 @@ def run_demo(
     write_problems(task.dataset(256, 2000 + seed), out / "held.jsonl")
     recipe = out / "demo.yaml"
     recipe.write_text((files("alula.demo") / "demo.yaml").read_text())
-    common = [f"model.source={model}", f"data.source={out / 'train.jsonl'}", f"eval.data.source={out / 'held.jsonl'}",
-              f"seed={seed}", *([f"steps={steps}"] if steps else [])]  # fmt: skip
+    common = [
+        f"model.source={model}",
+        f"data.source={out / 'train.jsonl'}",
+        f"eval.data.source={out / 'held.jsonl'}",
+        f"seed={seed}",
+        *([f"steps={steps}"] if steps else []),
+    ]
     arms = []
     for name, settings in ARMS.items():
         say(f"\n{name.partition('-')[2]}: {' '.join(settings) or 'all KV'}")
@@ -99,7 +104,13 @@ def summary(name: str, folder: Path, seconds: float) -> Arm:
 
     last = steps[-max(1, len(steps) // 8) :]
     return Arm(
-        name=name, before=accuracy[0], after=accuracy[-1], lowest=min(accuracy),
-        reward=sum(row["reward/mean"] for row in last) / len(last), length=steps[-1]["response/length_mean"],
-        kv_saved=mean("kv/saved"), vetoed=mean("mismatch/veto_rate"), seconds=seconds,
-    )  # fmt: skip
+        name=name,
+        before=accuracy[0],
+        after=accuracy[-1],
+        lowest=min(accuracy),
+        reward=sum(row["reward/mean"] for row in last) / len(last),
+        length=steps[-1]["response/length_mean"],
+        kv_saved=mean("kv/saved"),
+        vetoed=mean("mismatch/veto_rate"),
+        seconds=seconds,
+    )

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.demo.problems import HintedPointer
-from alula.rl.export import export
-from alula.rl.learner import Learner
-from alula.rl.learner_config import LearnerConfig
-from alula.rl.warmup import Trace, warm_up
+from alula.learner.learner import Learner
+from alula.learner.learner_config import LearnerConfig
+from alula.learner.sft import Trace, warm_up
+from alula.run.export import export
 
 Progress = Callable[[str, int, int, float], None]
 """(what is learned, step, at most how many steps, loss)"""
@@ -77,9 +77,14 @@ def teach(
 
     def stage(name: str, steps: int, lr: float, share: float, decay: Any, below: float | None) -> Learner:
         settings = LearnerConfig(
-            lr=lr, betas=(0.9, 0.98), warmup_steps=min(30, steps - 1), decay=decay, total_steps=steps,
-            token_budget=1 << 16, activation_checkpointing=False,
-        )  # fmt: skip
+            lr=lr,
+            betas=(0.9, 0.98),
+            warmup_steps=min(30, steps - 1),
+            decay=decay,
+            total_steps=steps,
+            token_budget=1 << 16,
+            activation_checkpointing=False,
+        )
         learner = Learner(model, settings)
         batches = mixed(careful, shortcut, share, warm.batch, steps, random.Random(f"{name}/{seed}"))
         warm_up(learner, batches, below=below, seen=lambda step, loss: progress(name, step, steps, loss))

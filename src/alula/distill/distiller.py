@@ -3,9 +3,9 @@
     L = L_policy(sparse) + λ · D(sparse ‖ dense)        θ frozen, φ trained
 
     L_policy  = the clipped objective with ρ = q_θφ / q_recorded: no ξ, no rollout dropped
-    D         = a divergence of `alula.distill.compare`, a mean over the step's tokens
+    D         = a divergence of `alula.distill.divergence`, a mean over the step's tokens
 
-Rollouts are those already made; the sparse forward pass is the policy that sampled them (`alula.distill.view`).
+Rollouts are those already made; the sparse forward pass is the policy that sampled them (`attention.visibility`).
 """
 
 import math
@@ -20,20 +20,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.distill.adapter import Adapter, fresh
-from alula.distill.compare import against_hidden
 from alula.distill.config import DistillConfig
-from alula.distill.forward import compared, sparse_logprobs
+from alula.distill.divergence import against_hidden, compared, sparse_logprobs
 from alula.distill.measure import QUANTILE, Acceptance
-from alula.distill.policy import SparsePolicy
+from alula.distill.sparse_policy import SparsePolicy
+from alula.distributed import World
 from alula.engine.rollout import Rollout, Scores
 from alula.errors import require
+from alula.learner.optimizer import MasterAdamW
+from alula.learner.packing import Packed, collate, pack
 from alula.mismatch.tail import lower_quantile
-from alula.rl.correction import Correction
-from alula.rl.distributed import World
-from alula.rl.losses import Divisors, Loss, divisors, policy_loss
-from alula.rl.optimizer import MasterAdamW
-from alula.rl.packing import Packed, collate, pack
+from alula.models.lora import Adapter, fresh
+from alula.objective.correction import Correction
+from alula.objective.losses import Divisors, Loss, divisors, policy_loss
 
 EPS = 1e-6
 """AdamW's: where the two policies are the same, as on short answers, the gradient is rounding noise of about 1e-8, and
@@ -140,9 +139,14 @@ class Distiller:
                     assert advantages is not None
                     rows = torch.tensor([row[i] for i in batch.index], device=self.world.device)
                     policy, measured = policy_loss(
-                        found.logprobs, recorded, batch.rows(advantages)[batch.sequence], torch.ones_like(recorded),
-                        batch.sequence, self.loss, whole.rows(rows),
-                    )  # fmt: skip
+                        found.logprobs,
+                        recorded,
+                        batch.rows(advantages)[batch.sequence],
+                        torch.ones_like(recorded),
+                        batch.sequence,
+                        self.loss,
+                        whole.rows(rows),
+                    )
                     share = share + policy
                     sums["policy_loss"] = sums["policy_loss"] + policy.detach() * tokens
                     sums["clip_fraction"] = sums["clip_fraction"] + measured["clip_fraction"] * len(recorded)
@@ -185,7 +189,7 @@ class Distiller:
                 hidden = self.policy(batch, rollouts)
             found = against_hidden(
                 hidden, dense, self.policy.head, batch.target_ids, temperature, False, self.config.chunk
-            )  # fmt: skip
+            )
             assert found.acceptance is not None
             assert found.kl is not None
             for i, a, k in zip(batch.index, batch.split(found.acceptance), batch.split(found.kl)):

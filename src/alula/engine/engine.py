@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.distill.adapter import Adapter, check, merge, own_linears
-from alula.engine.cache import Cache, Shape, pages_in, parse_bytes
-from alula.engine.collect import as_rollout, collect
+from alula.engine.batch_state import Rows
+from alula.engine.block_manager import PagePool, pages_for
 from alula.engine.features import Features
-from alula.engine.pages import PagePool, pages_for
-from alula.engine.progress import progress_bar
-from alula.engine.prompts import First, enter_rows, prefill
+from alula.engine.kv_cache import Cache, Shape, pages_in, parse_bytes
+from alula.engine.model_runner import Decoded, Runner
+from alula.engine.prefill import First, enter_rows, prefill
+from alula.engine.results import as_rollout, collect
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
-from alula.engine.rows import Rows
-from alula.engine.runner import Decoded, Runner
 from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, refuse_unknown, require, require_whole, unknown
-from alula.model import LoadedModel, load_model, share_weights
+from alula.models.load import LoadedModel, load_model, share_weights
+from alula.models.lora import Adapter, check, merge, own_linears
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
+from alula.terminal import progress_bar
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
 
@@ -63,8 +63,13 @@ class Engine:
         prefill_tokens: int = 16384,
         sparse_adapter: Adapter | str | PathLike[str] | None = None,
     ) -> None:
-        counts = {"page": page, "max_rows": max_rows, "prefill_tokens": prefill_tokens, "max_length": max_length,
-                  "lookahead": lookahead} | {f"buckets[{i}]": rows for i, rows in enumerate(buckets or ())}  # fmt: skip
+        counts = {
+            "page": page,
+            "max_rows": max_rows,
+            "prefill_tokens": prefill_tokens,
+            "max_length": max_length,
+            "lookahead": lookahead,
+        } | {f"buckets[{i}]": rows for i, rows in enumerate(buckets or ())}
         for name, value in counts.items():
             if value is not None:
                 require_whole(**{name: value})
@@ -87,9 +92,13 @@ class Engine:
         self.pool = PagePool(pages)
         self.cache = Cache(self.shape, pages, page, max_rows, self.device)
         self.rows = Rows(
-            max_rows, pages_for(longest, page), self.lookahead, self.device, self.shape.dtype,
+            max_rows,
+            pages_for(longest, page),
+            self.lookahead,
+            self.device,
+            self.shape.dtype,
             self.model.config.hidden_size,
-        )  # fmt: skip
+        )
         self.sparse_model: PreTrainedModel | None = None
         """The sparse policy's own linear layers, the adapter merged into them; None where it uses the dense ones."""
         if sparse_adapter is not None:
@@ -97,11 +106,14 @@ class Engine:
             own_linears(self.sparse_model)
             self.update_sparse_adapter(sparse_adapter)
         self.runner = Runner(
-            self.model, self.sparse_model, self.cache, self.rows,
+            self.model,
+            self.sparse_model,
+            self.cache,
+            self.rows,
             buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
             graphs=cuda if graphs is None else graphs,
             compiled=cuda if compiled is None else compiled,
-        )  # fmt: skip
+        )
         self.prefill_tokens = prefill_tokens
         self.policy_version = 0
         self._ids = count()
@@ -245,9 +257,10 @@ class Engine:
                 self._live[request.id] = scheduler.submit(request)
             held = max((Sequence(r, 0).ceiling() for r in requests if r.sparsity.evict), default=0)
             self.cache.prepare(
-                summary_kinds=features.summary_kinds, ring=features.ring,
+                summary_kinds=features.summary_kinds,
+                ring=features.ring,
                 accumulated_tokens=held if features.accumulates else 0,
-            )  # fmt: skip
+            )
             self.rows.prepare(features)
             yield from self._serve(scheduler, features)
         finally:
@@ -259,9 +272,13 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
-            self.pool, page=self.page, rows=self.rows.count, width=self.rows.table.shape[1],
-            lookahead=self.lookahead, prefill_tokens=self.prefill_tokens,
-        )  # fmt: skip
+            self.pool,
+            page=self.page,
+            rows=self.rows.count,
+            width=self.rows.table.shape[1],
+            lookahead=self.lookahead,
+            prefill_tokens=self.prefill_tokens,
+        )
 
     def need(self, request: Request) -> tuple[int, int]:
         """KV tokens and pages of a request as `Scheduler.need`: it is refused above `max_length` or `pool.usable`."""

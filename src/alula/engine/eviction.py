@@ -4,10 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alula.engine.cache import Cache
-from alula.engine.rows import Rows
+from alula.engine.batch_state import Rows, on_device
+from alula.engine.kv_cache import Cache
 from alula.engine.scheduler import Event
-from alula.engine.transfer import on_device
 from alula.ops.compact import PagedKeys, compact, install
 from alula.sparsity.evict import build, keep
 from alula.sparsity.evict.base import Cached

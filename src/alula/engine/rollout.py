@@ -34,9 +34,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         require_whole(
-            n=self.n, max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens, top_k=self.top_k,
-            seed=self.seed, topk_logprobs=self.topk_logprobs,
-        )  # fmt: skip
+            n=self.n,
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            top_k=self.top_k,
+            seed=self.seed,
+            topk_logprobs=self.topk_logprobs,
+        )
         require(self.n >= 1, f"n={self.n}: ask for at least one rollout per prompt.")
         require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1.")
         require(

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from alula.engine.pages import PagePool, pages_for
+from alula.engine.block_manager import PagePool, pages_for
 from alula.engine.sequence import Group, Request, Segment, Sequence
 from alula.errors import require
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from alula.engine.batch_state import rollout_key
+from alula.engine.model_runner import LOGITS_BYTES
 from alula.engine.rollout import KVUse, Rollout, Scores
-from alula.engine.rows import rollout_key
-from alula.engine.runner import LOGITS_BYTES
 from alula.engine.sequence import Request, Teacher
 from alula.errors import require
-from alula.mismatch.acceptance import chunked_acceptance
+from alula.ops.acceptance import chunked_acceptance
 from alula.sparsity.policy import Sparsity
 
 if TYPE_CHECKING:
@@ -94,9 +94,15 @@ def forced(
 ) -> Request:
     """A request that decodes a rollout's own tokens; `index` comes back as its `prompt_index`."""
     sampling = replace(
-        r.sampling, n=1, max_new_tokens=len(r), min_new_tokens=0, top_p=1.0, top_k=0, topk_logprobs=topk,
+        r.sampling,
+        n=1,
+        max_new_tokens=len(r),
+        min_new_tokens=0,
+        top_p=1.0,
+        top_k=0,
+        topk_logprobs=topk,
         temperature=temperature if temperature is not None else r.sampling.scored_temperature,
-    )  # fmt: skip
+    )
     key = rollout_key(r.sampling.seed, r.prompt_index, r.sample_index)  # `random` evicts what it evicted then
     return Request(
         next(engine._ids), r.prompt_ids, sampling, sparsity, frozenset(), index, r.token_ids, record, key, teacher

@@ -62,10 +62,18 @@ def evaluate(
     by_problem = [right[i : i + k] for i in range(0, len(right), k)]
     votes = [[answer_of(text) for text in texts[i : i + k]] for i in range(0, len(texts), k)]
     samples = [
-        Sample(i // k, examples[i].prompt, texts[i], examples[i].answer, right[i], graded.total[i],
-               len(rollouts[i]), rollouts[i].finish)
+        Sample(
+            i // k,
+            examples[i].prompt,
+            texts[i],
+            examples[i].answer,
+            right[i],
+            graded.total[i],
+            len(rollouts[i]),
+            rollouts[i].finish,
+        )
         for i in range(min(keep_samples, len(texts)))
-    ]  # fmt: skip
+    ]
     return EvalResult(
         data=dataset.name,
         model=model,

@@ -5,8 +5,8 @@
     TRL's loss ◄── advantages [B, T] = A · w · keep ◄── correct (ξ = p_dense_old / p_sparse) ◄────┘
 
 Every loss of TRL but `vespo` is positively homogeneous in the advantage, so a weight w ≥ 0 that is folded into it
-multiplies the clipped objective, as `alula.rl.losses` defines it, and no more of TRL need be replaced. The two hooks
-used here are private to TRL, and change: hence the version in the extra `alula[trl]`.
+multiplies the clipped objective, as `alula.objective.losses` defines it, and no more of TRL need be replaced. The two
+hooks used here are private to TRL, and change: hence the version in the extra `alula[trl]`.
 """
 
 import copy
@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from alula.engine.engine import Engine, default_memory
 from alula.engine.rollout import Rollout, Sampling
 from alula.errors import SettingError, require
-from alula.model import LoadedModel, share_weights
-from alula.rl.correction import Correction, correct
-from alula.rl.losses import Loss, check
-from alula.rl.objective import PUBLISHED_CLIPS
-from alula.rl.step_metrics import MISMATCH
-from alula.sparsity.parse import parse_sparsity
+from alula.models.load import LoadedModel, share_weights
+from alula.models.supported import refuse_after_dry_run, refuse_unsupported
+from alula.objective.correction import Correction, correct
+from alula.objective.losses import Loss, check
+from alula.objective.settings import PUBLISHED_CLIPS
 from alula.sparsity.policy import DENSE, Sparsity
-from alula.support import refuse_after_dry_run, refuse_unsupported
+from alula.sparsity.text import parse_sparsity
+from alula.trainer.step_metrics import MISMATCH
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -200,25 +200,44 @@ def refuse_settings(args: GRPOConfig, correction: Correction) -> None:
     accepted = correction.inner == "accepted"
     for wrong, message in (
         (args.use_vllm, "use_vllm=True: Alula's engine generates; set it to False."),
-        (args.use_transformers_continuous_batching, "use_transformers_continuous_batching=True: Alula's engine "
-         "generates, and batches continuously itself; set it to False."),
-        (args.generation_kwargs, f"generation_kwargs={args.generation_kwargs}: these are for transformers' generate, "
-         "which is not used; leave them out."),
-        (args.cast_lm_head_to_fp32, "cast_lm_head_to_fp32=True: the engine needs one dtype, and takes its logits in "
-         "float32 anyway; set it to False."),
-        (args.loss_type == "vespo", "loss_type=vespo: it reshapes the importance weight itself, so a correction cannot "
-         "be folded into the advantages; choose another loss."),
+        (
+            args.use_transformers_continuous_batching,
+            "use_transformers_continuous_batching=True: Alula's engine "
+            "generates, and batches continuously itself; set it to False.",
+        ),
+        (
+            args.generation_kwargs,
+            f"generation_kwargs={args.generation_kwargs}: these are for transformers' generate, "
+            "which is not used; leave them out.",
+        ),
+        (
+            args.cast_lm_head_to_fp32,
+            "cast_lm_head_to_fp32=True: the engine needs one dtype, and takes its logits in "
+            "float32 anyway; set it to False.",
+        ),
+        (
+            args.loss_type == "vespo",
+            "loss_type=vespo: it reshapes the importance weight itself, so a correction cannot "
+            "be folded into the advantages; choose another loss.",
+        ),
         (correction.reroll, f"correction reroll: it generates again before rewards are computed; {INSTEAD}."),
         (correction.bypass, f"correction bypass=true: TRL takes its ratio against the dense log-probs; {INSTEAD}."),
-        (not correction.vetoed_in_baseline, f"correction vetoed_in_baseline=false: TRL computes the baseline; "
-         f"{INSTEAD}."),
+        (
+            not correction.vetoed_in_baseline,
+            f"correction vetoed_in_baseline=false: TRL computes the baseline; {INSTEAD}.",
+        ),
         (correction.outer == "accepted", f"correction outer=accepted: TRL counts every rollout; {INSTEAD}."),
-        (args.beta and accepted != correction.mask_kl, "correction inner and mask_kl: TRL has one mask for both with "
-         "beta above 0; set inner=accepted with mask_kl=true, or inner=all with mask_kl=false."),
-        (correction.batch_normalise and args.steps_per_generation != args.gradient_accumulation_steps,
-         f"correction batch_normalise=true: its mean is over an optimizer step, so steps_per_generation="
-         f"{args.steps_per_generation} must equal gradient_accumulation_steps={args.gradient_accumulation_steps}."),
-    ):  # fmt: skip
+        (
+            args.beta and accepted != correction.mask_kl,
+            "correction inner and mask_kl: TRL has one mask for both with "
+            "beta above 0; set inner=accepted with mask_kl=true, or inner=all with mask_kl=false.",
+        ),
+        (
+            correction.batch_normalise and args.steps_per_generation != args.gradient_accumulation_steps,
+            f"correction batch_normalise=true: its mean is over an optimizer step, so steps_per_generation="
+            f"{args.steps_per_generation} must equal gradient_accumulation_steps={args.gradient_accumulation_steps}.",
+        ),
+    ):
         if wrong:
             raise SettingError(message)
     kind: Any = "gspo" if args.importance_sampling_level == "sequence" else args.loss_type

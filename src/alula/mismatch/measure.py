@@ -32,9 +32,15 @@ class Bins:
     def tail(self, rollouts: Sequence[Rollout], alphas: Sequence[Tensor]) -> Tail:
         alpha, positions, prompts = flat(rollouts, alphas)
         return tail(
-            alpha, positions, prompts, width=self.width, bins=self.count, quantile=self.quantile,
-            confidence=self.confidence, resamples=self.resamples,
-        )  # fmt: skip
+            alpha,
+            positions,
+            prompts,
+            width=self.width,
+            bins=self.count,
+            quantile=self.quantile,
+            confidence=self.confidence,
+            resamples=self.resamples,
+        )
 
 
 def flat(rollouts: Sequence[Rollout], alphas: Sequence[Tensor]) -> tuple[Array, Array, Array]:

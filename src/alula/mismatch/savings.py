@@ -38,24 +38,35 @@ class Savings:
             dense += len(rollout) * use.dense_mean_tokens
             sparse += use.evictions > 0 or unread > 0
         return cls(
-            1 - held / dense, 1 - read / dense, sum(use.evictions for use in kv), int(sparse), len(rollouts),
-            max(len(r.prompt_ids) + len(r) for r in rollouts), layers if policy.evict else layers - whole,
-        )  # fmt: skip
+            1 - held / dense,
+            1 - read / dense,
+            sum(use.evictions for use in kv),
+            int(sparse),
+            len(rollouts),
+            max(len(r.prompt_ids) + len(r) for r in rollouts),
+            layers if policy.evict else layers - whole,
+        )
 
     def describe(self) -> str:
-        return (f"KV saved {self.saved:.1%}, KV not read {self.not_read:.1%}, evictions {self.evictions}; sparse in "
-                f"{self.sparse} of {self.rollouts} rollouts.")  # fmt: skip
+        return (
+            f"KV saved {self.saved:.1%}, KV not read {self.not_read:.1%}, evictions {self.evictions}; sparse in "
+            f"{self.sparse} of {self.rollouts} rollouts."
+        )
 
     def never_sparse(self, name: str, policy: Sparsity) -> str:
         """For a policy that was not: why its numbers say nothing, and the way out."""
         if self.sparse_layers == 0:
-            return f"{name} was never sparse: its dense_layers are all layers of the model, so nothing was tested; " \
-                   "use fewer."  # fmt: skip
+            return (
+                f"{name} was never sparse: its dense_layers are all layers of the model, so nothing was tested; "
+                "use fewer."
+            )
         it, smaller = "it", "budget"
         evict = None if policy.select else policy.evict
         if evict and budget_at(evict.budget, self.longest) < self.longest:  # so a smaller buffer alone would do
             it, smaller = f"it and its buffer of {evict.buffer}", "budget or buffer"
             if evict.protect_prompt:
                 it += " beside the prompt"
-        return (f"{name} was never sparse: no sequence outgrew {it} (the longest has {self.longest} tokens), so "
-                f"nothing was tested; use a smaller {smaller}, or longer sequences (--length).")  # fmt: skip
+        return (
+            f"{name} was never sparse: no sequence outgrew {it} (the longest has {self.longest} tokens), so "
+            f"nothing was tested; use a smaller {smaller}, or longer sequences (--length)."
+        )

@@ -65,9 +65,12 @@ class Tail:
         if not 0 <= j < len(self):
             raise IndexError(j)
         return Estimate(
-            float(self.value[j]), float(self.lower[j]), float(self.upper[j]),
-            int(self.tokens[j]), int(self.prompts[j]),
-        )  # fmt: skip
+            float(self.value[j]),
+            float(self.lower[j]),
+            float(self.upper[j]),
+            int(self.tokens[j]),
+            int(self.prompts[j]),
+        )
 
     def __iter__(self) -> Iterator[Estimate]:
         return (self[j] for j in range(len(self)))
@@ -131,8 +134,10 @@ def resampled_quantiles(values: Array, who: Array, draws: Array, quantile: float
     order = np.argsort(values, kind="stable")
     total = len(values)
     near = min(ceil(4 * quantile * total), total) - 1
-    cuts = np.unique(np.linspace(0, near, _CUTS // 2).astype(int).tolist()
-                     + np.linspace(near, total - 1, _CUTS // 2).astype(int).tolist())  # fmt: skip
+    cuts = np.unique(
+        np.linspace(0, near, _CUTS // 2).astype(int).tolist()
+        + np.linspace(near, total - 1, _CUTS // 2).astype(int).tolist()
+    )
     cell = np.searchsorted(cuts, np.arange(total))
     counts = np.bincount(who[order] * len(cuts) + cell, minlength=draws.shape[1] * len(cuts))
     below = draws.astype(np.float64) @ counts.reshape(draws.shape[1], len(cuts)).cumsum(1)

@@ -7,9 +7,19 @@ from alula.ops.dispatch import tl, triton, use_triton
 
 
 def append(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, kv_len: Tensor, live: Tensor,
-    position: Tensor, ring_size: Tensor, ring: Tensor | None, summaries: Tensor | None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    live: Tensor,
+    position: Tensor,
+    ring_size: Tensor,
+    ring: Tensor | None,
+    summaries: Tensor | None,
+) -> None:
     """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b (rows that are not live: to page 0, which
     nobody reads); ring [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size;
     summaries [P, Hkv, 1 (mean) or 2 (min, max), D]."""
@@ -20,9 +30,19 @@ def append(
 
 
 def append_torch(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, kv_len: Tensor, live: Tensor,
-    position: Tensor, ring_size: Tensor, ring: Tensor | None, summaries: Tensor | None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    live: Tensor,
+    position: Tensor,
+    ring_size: Tensor,
+    ring: Tensor | None,
+    summaries: Tensor | None,
+) -> None:
     page_size = keys.shape[2]
     rows = torch.arange(len(k), device=k.device)
     at = kv_len[: len(k)].long()
@@ -50,30 +70,88 @@ def summarise(keys: Tensor, kinds: int) -> Tensor:
 
 
 def append_triton(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, kv_len: Tensor, live: Tensor,
-    position: Tensor, ring_size: Tensor, ring: Tensor | None, summaries: Tensor | None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    live: Tensor,
+    position: Tensor,
+    ring_size: Tensor,
+    ring: Tensor | None,
+    summaries: Tensor | None,
+) -> None:
     batch, kv_heads, dim = k.shape
     group = q.shape[1] // kv_heads
     page = keys.shape[2]
     _append[(batch, kv_heads)](
-        q, k, v, keys, values, table, kv_len, live, position, ring_size,
-        ring if ring is not None else q, summaries if summaries is not None else keys,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
-        ring.stride(0) if ring is not None else 0, ring.stride(1) if ring is not None else 0,
-        GROUP=group, HEADS=kv_heads, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), PAGE=page,
-        PAGE_POW2=triton.next_power_of_2(page), RING=ring is not None,
-        KINDS=summaries.shape[2] if summaries is not None else 0, num_warps=2 if page * dim <= 2048 else 4,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        keys,
+        values,
+        table,
+        kv_len,
+        live,
+        position,
+        ring_size,
+        ring if ring is not None else q,
+        summaries if summaries is not None else keys,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        table.stride(0),
+        ring.stride(0) if ring is not None else 0,
+        ring.stride(1) if ring is not None else 0,
+        GROUP=group,
+        HEADS=kv_heads,
+        DIM=dim,
+        DIM_POW2=triton.next_power_of_2(dim),
+        PAGE=page,
+        PAGE_POW2=triton.next_power_of_2(page),
+        RING=ring is not None,
+        KINDS=summaries.shape[2] if summaries is not None else 0,
+        num_warps=2 if page * dim <= 2048 else 4,
+    )
 
 
 @triton.jit
 def _append(
-    q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries,
-    q_row, q_head, k_row, k_head, v_row, v_head, table_row, ring_row, ring_head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, PAGE: tl.constexpr,
-    PAGE_POW2: tl.constexpr, RING: tl.constexpr, KINDS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    keys,
+    values,
+    table,
+    kv_len,
+    live,
+    position,
+    ring_size,
+    ring,
+    summaries,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    table_row,
+    ring_row,
+    ring_head,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_POW2: tl.constexpr,
+    RING: tl.constexpr,
+    KINDS: tl.constexpr,
+):
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DIM_POW2)
     inside = d < DIM

@@ -37,10 +37,28 @@ def gather_keys(keys: Tensor, table: Tensor, n: int) -> Tensor:
     if use_triton(keys):
         out = torch.empty(rows, layers, kv_heads, n, dim, dtype=keys.dtype, device=keys.device)
         _copy[(triton.cdiv(n, 64), rows * layers, kv_heads)](
-            keys, keys, out, out, keys, table, table, keys.stride(0), n, table.stride(0), 0,
-            LAYERS=layers, HEADS=kv_heads, PAGE=page, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), BLOCK=64,
-            VALUES=False, PAGED_OUT=False, INDEXED=False, num_warps=4,
-        )  # fmt: skip
+            keys,
+            keys,
+            out,
+            out,
+            keys,
+            table,
+            table,
+            keys.stride(0),
+            n,
+            table.stride(0),
+            0,
+            LAYERS=layers,
+            HEADS=kv_heads,
+            PAGE=page,
+            DIM=dim,
+            DIM_POW2=triton.next_power_of_2(dim),
+            BLOCK=64,
+            VALUES=False,
+            PAGED_OUT=False,
+            INDEXED=False,
+            num_warps=4,
+        )
         return out
     pages = table[:, : -(-n // page)].long()
     found = keys[:, pages]  # [L, C, pages, Hkv, page, D]
@@ -56,10 +74,28 @@ def compact(keys: Tensor, values: Tensor, kept: Tensor, old: Tensor, new: Tensor
     rows, count = len(kept), kept.shape[-1]
     if use_triton(keys):
         _copy[(triton.cdiv(count, 64), rows * layers, kv_heads)](
-            keys, values, keys, values, kept, old, new, keys.stride(0), count, old.stride(0), new.stride(0),
-            LAYERS=layers, HEADS=kv_heads, PAGE=page, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), BLOCK=64,
-            VALUES=True, PAGED_OUT=True, INDEXED=True, num_warps=4,
-        )  # fmt: skip
+            keys,
+            values,
+            keys,
+            values,
+            kept,
+            old,
+            new,
+            keys.stride(0),
+            count,
+            old.stride(0),
+            new.stride(0),
+            LAYERS=layers,
+            HEADS=kv_heads,
+            PAGE=page,
+            DIM=dim,
+            DIM_POW2=triton.next_power_of_2(dim),
+            BLOCK=64,
+            VALUES=True,
+            PAGED_OUT=True,
+            INDEXED=True,
+            num_warps=4,
+        )
         return
     layer = torch.arange(layers, device=keys.device)[None, :, None, None]
     head = torch.arange(kv_heads, device=keys.device)[None, None, :, None]
@@ -77,9 +113,18 @@ def install(table: Tensor, kv_len: Tensor, row: Tensor, pages: Tensor, count: in
     all int32."""
     if use_triton(table):
         _install[(len(row),)](
-            table, kv_len, row, pages, count, table.stride(0), row.stride(0), pages.stride(0), pages.shape[1],
-            BLOCK=64, num_warps=1,
-        )  # fmt: skip
+            table,
+            kv_len,
+            row,
+            pages,
+            count,
+            table.stride(0),
+            row.stride(0),
+            pages.stride(0),
+            pages.shape[1],
+            BLOCK=64,
+            num_warps=1,
+        )
         return
     table[row, : pages.shape[1]] = pages
     kv_len[row] = count
@@ -99,10 +144,27 @@ def _install(table, kv_len, row, pages, count, table_row, row_stride, pages_row,
 
 @triton.jit(do_not_specialize=["old", "new", "old_row", "new_row"])
 def _copy(
-    keys, values, keys_out, values_out, kept, old, new, layer_stride, count, old_row, new_row,
-    LAYERS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
-    BLOCK: tl.constexpr, VALUES: tl.constexpr, PAGED_OUT: tl.constexpr, INDEXED: tl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    keys_out,
+    values_out,
+    kept,
+    old,
+    new,
+    layer_stride,
+    count,
+    old_row,
+    new_row,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+    PAGED_OUT: tl.constexpr,
+    INDEXED: tl.constexpr,
+):
     block, row_layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_layer // LAYERS
     layer = (row_layer % LAYERS).to(tl.int64)

@@ -55,20 +55,47 @@ def mean_attention_triton(queries: Tensor, keys: PagedKeys, scaling: float, wind
     parts = triton.cdiv(count, block_w)
     out = torch.empty(parts, rows, kv_heads, n, dtype=torch.float32, device=pool.device)
     _mean_attention_kernel[(rows * kv_heads, parts)](
-        queries, pool, table, out, pool.stride(0), table.stride(0), n, n - window, scaling,
-        LAYERS=layers, HEADS=kv_heads, PAGE=page, GROUP=group, GROUP_POW2=group_pow2, COUNT=count, BLOCK_W=block_w,
-        DIM=dim, DIM_POW2=dim_pow2, BLOCK=64 if tile == 128 else 32,
+        queries,
+        pool,
+        table,
+        out,
+        pool.stride(0),
+        table.stride(0),
+        n,
+        n - window,
+        scaling,
+        LAYERS=layers,
+        HEADS=kv_heads,
+        PAGE=page,
+        GROUP=group,
+        GROUP_POW2=group_pow2,
+        COUNT=count,
+        BLOCK_W=block_w,
+        DIM=dim,
+        DIM_POW2=dim_pow2,
+        BLOCK=64 if tile == 128 else 32,
         num_warps=4 if group_pow2 * block_w <= 64 else 8,
-    )  # fmt: skip
+    )
     return out[0] if parts == 1 else out.sum(0)
 
 
 @triton.jit
 def _group_logits(
-    query, keys, table, head, first, seen, scaling,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP_POW2: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+    query,
+    keys,
+    table,
+    head,
+    first,
+    seen,
+    scaling,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
     """max over the group of the logits of BLOCK keys: [BLOCK_W, BLOCK], −inf from key `seen` on."""
     j = first + tl.arange(0, BLOCK)
     d = tl.arange(0, DIM_POW2)
@@ -82,11 +109,26 @@ def _group_logits(
 
 @triton.jit(do_not_specialize=["table", "table_row", "n", "seen"])
 def _mean_attention_kernel(
-    queries, keys, table, out, layer_stride, table_row, n, seen, scaling,
-    LAYERS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, COUNT: tl.constexpr, BLOCK_W: tl.constexpr,
-    DIM: tl.constexpr, DIM_POW2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    table,
+    out,
+    layer_stride,
+    table_row,
+    n,
+    seen,
+    scaling,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One KV head, up to BLOCK_W queries: the softmax's normaliser first, then the mean probability."""
     line = tl.program_id(0).to(tl.int64)
     head = line % HEADS

@@ -76,28 +76,79 @@ def paged_attention_triton(
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
     _split[(batch, kv_heads, splits)](
-        q, keys, values, table, tokens, part, part_lse,
-        q.stride(0), q.stride(1), table.stride(0), table_head, tokens.stride(0), tokens_head,
-        scaling * 1.4426950408889634, splits,
-        GROUP=group, HEADS=kv_heads, DIM=dim, DIM_POW2=dim_pow2, PAGE=page,
-        BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=64, SPLIT=SPLIT,
+        q,
+        keys,
+        values,
+        table,
+        tokens,
+        part,
+        part_lse,
+        q.stride(0),
+        q.stride(1),
+        table.stride(0),
+        table_head,
+        tokens.stride(0),
+        tokens_head,
+        scaling * 1.4426950408889634,
+        splits,
+        GROUP=group,
+        HEADS=kv_heads,
+        DIM=dim,
+        DIM_POW2=dim_pow2,
+        PAGE=page,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=64,
+        SPLIT=SPLIT,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=2, num_stages=3,
-    )  # fmt: skip
+        num_warps=2,
+        num_stages=3,
+    )
     _merge[(batch, q_heads)](
-        part, part_lse, tokens, out, lse, tokens.stride(0), tokens_head, splits,
-        GROUP=group, DIM=dim, DIM_POW2=dim_pow2, SPLIT=SPLIT, BLOCK_S=16, num_warps=2,
-    )  # fmt: skip
+        part,
+        part_lse,
+        tokens,
+        out,
+        lse,
+        tokens.stride(0),
+        tokens_head,
+        splits,
+        GROUP=group,
+        DIM=dim,
+        DIM_POW2=dim_pow2,
+        SPLIT=SPLIT,
+        BLOCK_S=16,
+        num_warps=2,
+    )
     return out, lse
 
 
 @triton.jit
 def _split(
-    q, keys, values, table, tokens, part, part_lse,
-    q_row, q_head, table_row, table_head, tokens_row, tokens_head, scale_log2, splits,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    table,
+    tokens,
+    part,
+    part_lse,
+    q_row,
+    q_head,
+    table_row,
+    table_head,
+    tokens_row,
+    tokens_head,
+    scale_log2,
+    splits,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
     start = split * SPLIT
@@ -109,8 +160,9 @@ def _split(
         q_heads = head * GROUP + g
         query = tl.load(
             q + row * q_row + q_heads[:, None] * q_head + d[None, :],
-            mask=(g < GROUP)[:, None] & in_dim[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(g < GROUP)[:, None] & in_dim[None, :],
+            other=0.0,
+        )
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
@@ -132,17 +184,29 @@ def _split(
             top = peak
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
         tl.store(
-            part + line_out[:, None].to(tl.int64) * DIM + d[None, :], acc / total[:, None],
+            part + line_out[:, None].to(tl.int64) * DIM + d[None, :],
+            acc / total[:, None],
             mask=(g < GROUP)[:, None] & in_dim[None, :],
-        )  # fmt: skip
+        )
         tl.store(part_lse + line_out, (top + tl.log2(total)) * 0.6931471805599453, mask=g < GROUP)
 
 
 @triton.jit
 def _merge(
-    part, part_lse, tokens, out, lse, tokens_row, tokens_head, splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    part,
+    part_lse,
+    tokens,
+    out,
+    lse,
+    tokens_row,
+    tokens_head,
+    splits,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     row, q_head = tl.program_id(0), tl.program_id(1)
     count = tl.load(tokens + row * tokens_row + (q_head // GROUP) * tokens_head)
     used = tl.cdiv(count, SPLIT)
@@ -159,8 +223,9 @@ def _merge(
         rescale = tl.exp(top - peak)
         piece = tl.load(
             part + (line * splits + s)[:, None] * DIM + d[None, :],
-            mask=(s < used)[:, None] & (d < DIM)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(s < used)[:, None] & (d < DIM)[None, :],
+            other=0.0,
+        )
         acc = acc * rescale + tl.sum(piece * weights[:, None], 0)
         total = total * rescale + tl.sum(weights, 0)
         top = peak
@@ -169,29 +234,59 @@ def _merge(
 
 
 def accumulate_attention(
-    q: Tensor, keys: Tensor, table: Tensor, tokens: Tensor, lse: Tensor, scaling: float, most_tokens: int,
-    accumulated: Tensor, rows: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    lse: Tensor,
+    scaling: float,
+    most_tokens: int,
+    accumulated: Tensor,
+    rows: Tensor,
+) -> None:
     """H2O's running sum: accumulated[row, h, t] += Σ over the group of softmax(q·k)[t], for rows where `rows`."""
     if use_triton(q):
         batch, q_heads, dim = q.shape
         _, kv_heads, page, _ = keys.shape
         block = 64
         _accumulate[(batch, kv_heads, triton.cdiv(most_tokens, block))](
-            q, keys, table, tokens, lse, accumulated, rows,
-            q.stride(0), q.stride(1), table.stride(0), tokens.stride(0),
-            accumulated.stride(0), accumulated.stride(1), scaling,
-            GROUP=q_heads // kv_heads, HEADS=kv_heads, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), PAGE=page,
-            BLOCK_N=block, num_warps=4,
-        )  # fmt: skip
+            q,
+            keys,
+            table,
+            tokens,
+            lse,
+            accumulated,
+            rows,
+            q.stride(0),
+            q.stride(1),
+            table.stride(0),
+            tokens.stride(0),
+            accumulated.stride(0),
+            accumulated.stride(1),
+            scaling,
+            GROUP=q_heads // kv_heads,
+            HEADS=kv_heads,
+            DIM=dim,
+            DIM_POW2=triton.next_power_of_2(dim),
+            PAGE=page,
+            BLOCK_N=block,
+            num_warps=4,
+        )
     else:
         accumulate_attention_torch(q, keys, table, tokens, lse, scaling, most_tokens, accumulated, rows)
 
 
 def accumulate_attention_torch(
-    q: Tensor, keys: Tensor, table: Tensor, tokens: Tensor, lse: Tensor, scaling: float, most_tokens: int,
-    accumulated: Tensor, rows: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    lse: Tensor,
+    scaling: float,
+    most_tokens: int,
+    accumulated: Tensor,
+    rows: Tensor,
+) -> None:
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
@@ -206,11 +301,27 @@ def accumulate_attention_torch(
 
 @triton.jit
 def _accumulate(
-    q, keys, table, tokens, lse, accumulated, rows,
-    q_row, q_head, table_row, tokens_row, acc_row, acc_head, scaling,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, PAGE: tl.constexpr,
+    q,
+    keys,
+    table,
+    tokens,
+    lse,
+    accumulated,
+    rows,
+    q_row,
+    q_head,
+    table_row,
+    tokens_row,
+    acc_row,
+    acc_head,
+    scaling,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row)
     wanted = tl.load(rows + row)

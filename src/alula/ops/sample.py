@@ -108,10 +108,25 @@ def sample_triton(
             num_warps=8,
         )
     _draw[(batch,)](
-        logits, source, temperature, key, counter, forced, stats, stats if proposal is None else stats[1],
-        token, logprob, logits.stride(0), source.stride(0), vocabulary, pieces, batch * pieces,
-        BLOCK=block, PIECES=triton.next_power_of_2(pieces), num_warps=8,
-    )  # fmt: skip
+        logits,
+        source,
+        temperature,
+        key,
+        counter,
+        forced,
+        stats,
+        stats if proposal is None else stats[1],
+        token,
+        logprob,
+        logits.stride(0),
+        source.stride(0),
+        vocabulary,
+        pieces,
+        batch * pieces,
+        BLOCK=block,
+        PIECES=triton.next_power_of_2(pieces),
+        num_warps=8,
+    )
     return token, logprob
 
 
@@ -133,9 +148,24 @@ def _piece_stats(logits, temperature, stats, row_stride, vocabulary, plane, BLOC
 
 @triton.jit
 def _draw(
-    logits, source, temperature, key, counter, forced, stats, source_stats, token, logprob,
-    logits_row, source_row, vocabulary, pieces, plane, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    source,
+    temperature,
+    key,
+    counter,
+    forced,
+    stats,
+    source_stats,
+    token,
+    logprob,
+    logits_row,
+    source_row,
+    vocabulary,
+    pieces,
+    plane,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     row = tl.program_id(0)
     warm = tl.load(temperature + row)
     scale = tl.where(warm == 0.0, 1.0, warm)

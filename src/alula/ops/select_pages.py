@@ -70,24 +70,64 @@ def select_pages_triton(
     read = torch.empty(batch, kv_heads, dtype=torch.int32, device=q.device)
     block = 64
     _score_pages[(batch, kv_heads, triton.cdiv(width, block))](
-        q, summaries, table, tokens, budget, scores, q.stride(0), q.stride(1), table.stride(0), width,
-        GROUP=q_heads // kv_heads, HEADS=kv_heads, DIM=dim, DIM_POW2=triton.next_power_of_2(dim), KINDS=kinds,
-        PAGE=page, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        q,
+        summaries,
+        table,
+        tokens,
+        budget,
+        scores,
+        q.stride(0),
+        q.stride(1),
+        table.stride(0),
+        width,
+        GROUP=q_heads // kv_heads,
+        HEADS=kv_heads,
+        DIM=dim,
+        DIM_POW2=triton.next_power_of_2(dim),
+        KINDS=kinds,
+        PAGE=page,
+        BLOCK=block,
+        num_warps=4,
+    )
     block = triton.next_power_of_2(width)
     _choose_pages[(batch, kv_heads)](
-        scores, table, tokens, budget, pages, read, table.stride(0), width,
-        PAGE=page, BLOCK=block, FIRST_PAGES=FIRST, LAST_PAGES=LAST, num_warps=warps_for(block),
-    )  # fmt: skip
+        scores,
+        table,
+        tokens,
+        budget,
+        pages,
+        read,
+        table.stride(0),
+        width,
+        PAGE=page,
+        BLOCK=block,
+        FIRST_PAGES=FIRST,
+        LAST_PAGES=LAST,
+        num_warps=warps_for(block),
+    )
     return pages, read
 
 
 @triton.jit
 def _score_pages(
-    q, summaries, table, tokens, budget, scores, q_row, q_head, table_row, width,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, KINDS: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    q,
+    summaries,
+    table,
+    tokens,
+    budget,
+    scores,
+    q_row,
+    q_head,
+    table_row,
+    width,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    KINDS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = tl.cdiv(tl.load(tokens + row), PAGE)
     # A row that reads everything anyway needs no scores.
@@ -119,9 +159,19 @@ def _score_pages(
 
 @triton.jit
 def _choose_pages(
-    scores, table, tokens, budget, pages, read, table_row, width,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, FIRST_PAGES: tl.constexpr, LAST_PAGES: tl.constexpr,
-):  # fmt: skip
+    scores,
+    table,
+    tokens,
+    budget,
+    pages,
+    read,
+    table_row,
+    width,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIRST_PAGES: tl.constexpr,
+    LAST_PAGES: tl.constexpr,
+):
     row, head = tl.program_id(0), tl.program_id(1)
     line = row * tl.num_programs(1) + head
     held_tokens = tl.load(tokens + row)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from alula.mismatch.veto import TOO_MANY
+from alula.objective.veto import TOO_MANY
 from alula.report.runs import Curve, Run
 from alula.report.series import points, smooth, thin
 
@@ -121,9 +121,15 @@ def eval_chart(runs: list[Run], name: str) -> dict[str, Any]:
                 stderr = [row.get("stderr") or 0.0 for row in rows] if len(rows) <= 60 else []
                 shown = thin(curve)
                 lines.append(
-                    {"run": index, **points(shown), "marks": len(rows) <= 60, "error": stderr,
-                     "dotted": policy == "sparse", "label": policy}
-                )  # fmt: skip
+                    {
+                        "run": index,
+                        **points(shown),
+                        "marks": len(rows) <= 60,
+                        "error": stderr,
+                        "dotted": policy == "sparse",
+                        "label": policy,
+                    }
+                )
     return {
         "title": f"Held-out accuracy · {name}",
         "unit": "% correct",

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from alula.errors import SettingError
-from alula.rl.metrics import parse_line
+from alula.run.run_dir import parse_line
 
 SAMPLED_STEPS = 8
 SAMPLES_PER_STEP = 4

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from alula.mismatch.veto import TOO_MANY
+from alula.objective.veto import TOO_MANY
 from alula.report.runs import Run
-from alula.rl.live import duration
+from alula.run.console import duration
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ class ModelReward:
     def __call__(self, answers: "Answers") -> list[float]:
         texts = [self.text(c, e) for c, e in zip(answers.completions, answers.examples)]
         chat = self.tokenizer.chat_template is not None
-        ids = self.tokenizer(
-            texts, truncation=True, max_length=self.max_tokens, add_special_tokens=not chat
-        )["input_ids"]  # fmt: skip
+        ids = self.tokenizer(texts, truncation=True, max_length=self.max_tokens, add_special_tokens=not chat)[
+            "input_ids"
+        ]
         by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         scores = [0.0] * len(ids)
         for start in range(0, len(ids), self.batch_size):

@@ -176,8 +176,15 @@ def in_process(spec: RewardSpec) -> Scorer | None:
         return configured(spec, ModelReward, rest)
     if graders.is_function(spec.name):
         return None
-    known = ["math", "format", "length", "reasoning-gym:<task>", "task:<name>", "model:<folder>",
-             "package.module:function"]  # fmt: skip
+    known = [
+        "math",
+        "format",
+        "length",
+        "reasoning-gym:<task>",
+        "task:<name>",
+        "model:<folder>",
+        "package.module:function",
+    ]
     raise unknown("reward", spec.name, known)
 
 

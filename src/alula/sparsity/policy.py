@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from alula.errors import SettingError, named_settings, require, require_whole
-from alula.sparsity.parse import parse_sparsity, spell
 from alula.sparsity.schedule import Schedule
+from alula.sparsity.text import parse_sparsity, spell
 
 Budget = int | Schedule
 
@@ -51,9 +51,14 @@ class Evict:
             "raise the budget or lower them.",
         )
         fields = {
-            "method": method, "budget": budget, "buffer": buffer, "window": window, "sinks": sinks,
-            "protect_prompt": protect_prompt, "options": tuple(sorted(options.items())),
-        }  # fmt: skip
+            "method": method,
+            "budget": budget,
+            "buffer": buffer,
+            "window": window,
+            "sinks": sinks,
+            "protect_prompt": protect_prompt,
+            "options": tuple(sorted(options.items())),
+        }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         from alula.sparsity.evict import build

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from alula.ops.redundancy import alignment
+from alula.ops.rkv_score import alignment
 from alula.sparsity.evict.base import Cached, Evictor
 
 

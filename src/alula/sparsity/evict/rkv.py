@@ -6,8 +6,7 @@ from torch import Tensor
 
 from alula.errors import require
 from alula.ops.importance import importance
-from alula.ops.mix import pool_and_mix
-from alula.ops.redundancy import redundancy
+from alula.ops.rkv_score import pool_and_mix, redundancy
 from alula.sparsity.evict.base import Cached, Evictor, require_pooling
 
 
@@ -17,7 +16,7 @@ class RKV(Evictor):
 
     importance is SnapKV's score (`alula.ops.importance`); redundancy_j is the mean cosine similarity of key j
     to the other keys of its head, where every key forgives the last one similar to it
-    (`alula.ops.redundancy`). The softmax runs over all n keys. All in fp32, each head of each sequence by
+    (`alula.ops.rkv_score`). The softmax runs over all n keys. All in fp32, each head of each sequence by
     itself. Source: R-KV (arXiv 2505.24133); the paper's λ is `mix`.
 
     mix: weight of importance against redundancy. 0.1 in the paper, 0.07 in its code's class.

@@ -1,0 +1,55 @@
+"""The settings as tables for docs/training.md: `python -m alula.config.docs docs/training.md` writes them there."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from alula.config.load import sections_in
+from alula.config.run import CorrectionSettings, RunConfig
+from alula.objective.settings import Correction
+
+BEGIN, END = "<!-- settings -->\n", "<!-- end of settings -->\n"
+
+
+def tables(model: type[BaseModel] = RunConfig, path: str = "") -> str:
+    """A table of every section, its name in front: the run's own settings first, then section by section."""
+    rows, inner = [], ""
+    for name, field in model.model_fields.items():
+        full = f"{path}.{name}" if path else name
+        if sections := sections_in(field.annotation):
+            inner += f"\n### {full}\n\n{text(field)}\n\n" + "".join(tables(section, full) for section in sections)
+        else:
+            rows.append(f"| `{full}` | {default(field)} | {text(field)} |\n")
+    if model is CorrectionSettings:
+        rows += [
+            f"| `{path}.{f.name}` | the preset's | see [corrections](corrections.md) |\n" for f in fields(Correction)
+        ]
+    head = "| setting | default | |\n|---|---|---|\n" if rows else ""
+    return head + "".join(rows) + inner
+
+
+def text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split()).replace("|", "\\|")
+
+
+def default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "needed"
+    value: Any = field.get_default(call_default_factory=True)
+    if value is None or value in ({}, []):
+        return "–"
+    return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value}`"
+
+
+def write(page: Path) -> None:
+    before, rest = page.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(before + BEGIN + "\n" + tables() + "\n" + END + after)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""The tensors that hold KV, and what some methods keep beside it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alula.engine.virtual_memory import Block
+from alula.errors import require
+from alula.ops.append import summarise
+
+SUMMARISED_BYTES = 1 << 28
+"""Most bytes of keys that are summarised at a time."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scaling: float = 1.0
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token, over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Cache:
+    """keys, values [layer, page, kv_head, slot, head_dim]: every (layer, head) keeps its own tokens, but the same
+    number of them, so that one table of pages serves all.
+
+    Beside them, allocated when a request first needs them: `summaries` [layer, page, kv_head, 1|2, head_dim] for
+    selectors, `ring` [layer, row, q_head, W, head_dim] of recent queries and `accumulated` fp32
+    [layer, row, kv_head, tokens] attention for evictors.
+    """
+
+    def __init__(self, shape: Shape, pages: int, page: int, rows: int, device: torch.device) -> None:
+        self.shape, self.page, self.rows, self.device = shape, page, rows, device
+        layout = (shape.layers, pages, shape.kv_heads, page, shape.head_dim)
+        self._blocks: dict[str, Block] = {}
+        self.generation = 0
+        """Counts allocations: graphs captured before the last one hold dead addresses."""
+        both = self._allocate("kv", (2, *layout), shape.dtype)
+        self.keys, self.values = both[0], both[1]
+        self.summaries: Tensor | None = None
+        self.ring: Tensor | None = None
+        self.accumulated: Tensor | None = None
+
+    def prepare(self, *, summary_kinds: int, ring: int, accumulated_tokens: int) -> None:
+        """Make room for what the requests of a call need beside KV."""
+        s, page_count = self.shape, self.keys.shape[1]
+        if summary_kinds and (self.summaries is None or self.summaries.shape[3] != summary_kinds):
+            kinds = (s.layers, page_count, s.kv_heads, summary_kinds, s.head_dim)
+            self.summaries = self._allocate("summaries", kinds, s.dtype)
+        if ring and (self.ring is None or self.ring.shape[3] < ring):
+            self.ring = self._allocate("ring", (s.layers, self.rows, s.q_heads, ring, s.head_dim), s.dtype)
+        if accumulated_tokens and (self.accumulated is None or self.accumulated.shape[3] < accumulated_tokens):
+            sums = (s.layers, self.rows, s.kv_heads, accumulated_tokens)
+            self.accumulated = self._allocate("accumulated", sums, torch.float32)
+
+    def _allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._blocks.pop(name, None)
+        block = self._blocks[name] = Block(math.prod(layout) * dtype.itemsize, self.device)
+        self.generation += 1
+        return block.tensor.view(dtype).view(layout)
+
+    @property
+    def resident(self) -> bool:
+        return all(block.resident for block in self._blocks.values())
+
+    def summarise(self, pages: Tensor) -> None:
+        """Write the summaries of pages that were filled other than token by token."""
+        assert self.summaries is not None
+        if len(pages):
+            each = len(pages) * self.page * self.shape.token_bytes // (2 * self.shape.layers)
+            together = max(1, SUMMARISED_BYTES // each)
+            for first in range(0, self.shape.layers, together):  # a prompt's pages are many, an eviction's few
+                layers = slice(first, first + together)
+                found = summarise(self.keys[layers, pages], self.summaries.shape[3])
+                self.summaries[layers, pages] = found.to(self.summaries.dtype)
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
+    def sleep(self) -> None:
+        for block in self._blocks.values():
+            block.release()
+
+    def wake(self) -> None:
+        for block in self._blocks.values():
+            block.restore()
+
+
+def pages_in(memory: int, shape: Shape, page: int) -> int:
+    pages = memory // (page * shape.token_bytes)
+    require(
+        pages >= 4,
+        f"kv_memory={memory} bytes holds {pages} pages of {page} tokens ({page * shape.token_bytes} bytes each); "
+        "give it at least 4 pages.",
+    )
+    return pages
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """'60GiB', '512MiB', '1.5e9' or a number of bytes."""
+    if isinstance(text, (int, float)):
+        return int(text)
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+    for unit, factor in units.items():
+        if text.strip().endswith(unit):
+            number, scale = text.strip().removesuffix(unit), factor
+            break
+    else:
+        number, scale = text, 1
+    try:
+        return int(float(number) * scale)
+    except ValueError:
+        from alula.errors import SettingError
+
+        raise SettingError(f"kv_memory={text!r}: write a size such as 60GiB, 512MiB or a number of bytes.") from None

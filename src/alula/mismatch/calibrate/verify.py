@@ -1,0 +1,137 @@
+"""A policy measured on rollouts of its own: a trajectory under a fixed budget is not a scheduled one.
+
+Two things decide: the tail of acceptance in every bin, which says that the policy is near the dense one token by token,
+and the share of vetoed rollouts, which says how many answers hold a token that the dense policy would not have written.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from alula.engine.engine import Engine
+from alula.errors import SettingError, require
+from alula.mismatch.calibrate.calibrate import Text
+from alula.mismatch.calibrate.file import Configuration, Kind, tail_to_dict
+from alula.mismatch.control.monitor import budget_of, controlled
+from alula.mismatch.measure import Bins, own_rollouts
+from alula.mismatch.savings import Savings
+from alula.mismatch.tail import MIN_PROMPTS, Estimate, Tail
+from alula.objective.veto import TOO_MANY, Share
+from alula.sparsity.evict import METHODS as EVICTORS
+from alula.sparsity.policy import Sparsity
+from alula.sparsity.schedule import Schedule
+from alula.sparsity.select import METHODS as SELECTORS
+from alula.sparsity.text import parse_sparsity
+
+
+@dataclass(frozen=True)
+class Verification:
+    schedule: Schedule
+    tau: float | None
+    """None: the tail is reported and not judged."""
+    tail: Tail
+    vetoed: Share
+    kv: Savings
+
+    @property
+    def violated(self) -> list[int]:
+        """Bins whose tail is confidently below tau: even its simultaneous upper bound is."""
+        tau = 0.0 if self.tau is None else self.tau
+        return [j for j, bin_ in enumerate(self.tail) if bin_.enough and bin_.upper < tau]
+
+    @property
+    def too_many_vetoed(self) -> bool:
+        """Confidently: even the lower bound is above what a run warns of."""
+        return self.vetoed.interval[0] > TOO_MANY
+
+    @property
+    def holds(self) -> bool:
+        """Nothing speaks against the policy, and something was tested."""
+        return not self.violated and not self.too_many_vetoed and self.kv.sparse > 0
+
+    def verdict(self, bin_: Estimate) -> str:
+        if self.kv.sparse == 0:
+            return "never sparse"
+        if not bin_.enough:
+            return f"fewer than {MIN_PROMPTS} prompts"
+        if self.tau is None:
+            return ""
+        if bin_.upper < self.tau:
+            return "below tau"
+        return "above tau" if bin_.lower >= self.tau else "not told apart from tau"
+
+    def table(self) -> str:
+        band = f"{100 * self.tail.confidence:g}% band"
+        lines = [
+            f"| length | budget | tail | {band} | prompts | tokens | verdict |",
+            "|---:|---:|---:|---|---:|---:|---|",
+        ]
+        for j, (budget, bin_) in enumerate(zip(self.schedule.budgets, self.tail)):
+            start = j * self.schedule.width
+            where = f"{start}-{start + self.schedule.width}"
+            numbers = f"{bin_.value:.4f} | {bin_.lower:.4f}-{bin_.upper:.4f}" if bin_.tokens else "|"
+            lines.append(f"| {where} | {budget} | {numbers} | {bin_.prompts} | {bin_.tokens} | {self.verdict(bin_)} |")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        lower, upper = self.vetoed.interval
+        return {
+            "schedule": self.schedule.to_dict(),
+            "tau": self.tau,
+            "tail": tail_to_dict(self.tail),
+            "violated": self.violated,
+            "vetoed": {"rollouts": self.vetoed.count, "of": self.vetoed.of, "lower": lower, "upper": upper},
+            "kv": asdict(self.kv),
+        }
+
+
+def verify(
+    engine: Engine,
+    schedule: Schedule,
+    policy: Sparsity,
+    text: Text,
+    tau: float | None,
+    *,
+    quantile: float = 0.05,
+    confidence: float = 0.95,
+    progress: bool = False,
+) -> Verification:
+    """On rollouts that `policy` makes of the text's prompts, in the bins of its schedule."""
+    rollouts, alphas = own_rollouts(engine, text.prompts, text.sampling, policy, progress=progress)
+    bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
+    vetoed = Share.vetoed(rollouts, engine.score(rollouts), text.samples)
+    kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.shape.layers)
+    return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed, kv)
+
+
+def named(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:
+    """What to verify: a schedule's file or preset, or a policy as the command line spells it (`rkv:512+128`)."""
+    spells_a_policy = ":" in text or text.strip() in ("dense", *EVICTORS, *SELECTORS)
+    if not spells_a_policy or Path(text).exists():
+        schedule = Schedule.load(text)
+        return schedule, policy_of(schedule)
+    policy = parse_sparsity(text)
+    budget = budget_of(policy, controlled(policy))
+    if budget is None:
+        raise SettingError("verify=dense: it is what others are measured against; name a sparse policy (rkv:512+128).")
+    if isinstance(budget, Schedule):
+        return budget, policy
+    return Schedule((budget,) * -(-length // width), width, text), policy
+
+
+def policy_of(schedule: Schedule) -> Sparsity:
+    """The policy that a planned schedule was made for: its method with the settings in its notes."""
+    if schedule.method is None:
+        raise SettingError(f"schedule {schedule.name!r} names no method; plan it with `alula plan`.")
+    require(
+        schedule.method in SELECTORS or schedule.method in EVICTORS,
+        f"schedule {schedule.name!r}: its method {schedule.method!r} is neither a selector nor an evictor.",
+    )
+    kind: Kind = "select" if schedule.method in SELECTORS else "evict"
+    options = dict(schedule.notes.get("options", {}))
+    beside = schedule.notes.get("beside", {}).get("evict", "none")
+    if beside != "none":
+        options["evict"] = beside
+    if kind == "select" and schedule.block is not None:
+        options["block"] = schedule.block
+    return Configuration(kind, schedule.method, max(schedule.budgets), tuple(options.items())).sparsity(schedule)

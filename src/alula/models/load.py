@@ -1,0 +1,293 @@
+"""Any Hugging Face causal LM: a hub id, a local folder, a GGUF file, or a bare shape with random weights."""
+
+import copy
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_gguf_pytorch_utils,
+)
+
+from alula.errors import SettingError, require
+from alula.models.residual import widen_like, widen_residual
+from alula.models.shapes import shape
+from alula.models.supported import refuse_after_dry_run, refuse_unsupported
+
+__all__ = ["LoadedModel", "lm_logits", "load_model", "refuse_unsupported", "share_weights"]
+
+SHAPE = "shape:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass
+class LoadedModel:
+    """A model in evaluation mode and what is needed to talk to it."""
+
+    model: PreTrainedModel
+    tokenizer: Any | None
+    """None for a bare shape and for a folder without one: prompts are then token ids."""
+    name: str
+    eos_ids: tuple[int, ...]
+    """Every token that ends a sequence, by generation config, config or tokenizer."""
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    seed: int = 0,
+    residual: str | None = None,
+) -> LoadedModel:
+    """Load plain dense weights (safetensors or GGUF, no remote code), or draw random ones for `shape:<name>`.
+
+    `dtype` is float32 on the CPU and bfloat16 on CUDA unless given. The model is *built* in it: casting a
+    finished model would round RoPE's frequencies as well, which must stay float32. `residual="float32"` keeps the
+    residual stream of a 16-bit model in float32 (`alula.models.residual`).
+    """
+    require(
+        residual in (None, "float32"), f"residual={residual}: must be float32, or left out for that of the weights."
+    )
+    source, device = os.fspath(source), checked_device(device)
+    dtype = _dtype(dtype, device)
+    if source.startswith(SHAPE):
+        model, tokenizer = _random_model(source.removeprefix(SHAPE), device, dtype, seed), None
+    else:
+        model, tokenizer = _pretrained(source, dtype)
+        model = model.to(device=device)  # type: ignore[call-arg]
+    model.eval()
+    refuse_after_dry_run(model, share_weights(model))
+    if residual is not None:
+        widen_residual(model)
+    return LoadedModel(model, tokenizer, short_name(source), _eos_ids(model, tokenizer))
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model on the very parameters of the first, with a config of its own.
+
+    transformers keeps the choice of attention on the config object, so the sampler and the learner need one
+    each. Tied weights stay tied; buffers (RoPE's frequencies) are copied as they are; a float32 residual stream
+    (`alula.models.residual`) is one in the twin too.
+    """
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _put(twin, name, parameter)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        _put(twin, name, buffer.clone())
+    twin.generation_config = copy.deepcopy(model.generation_config)
+    widen_like(model, twin)
+    return twin.train(model.training)
+
+
+def lm_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Float32 logits `[..., vocabulary]` of `hidden [..., width]` and the head `weight [vocabulary, width]`.
+
+    Logits rounded to bfloat16 are 0.125 apart between 16 and 32, which moves log-probs by more than sparsity
+    does. On CUDA the product is taken in bfloat16 and accumulated and returned in float32, at the same speed.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        logits = _WideProduct.apply(rows, weight)
+    else:
+        logits = rows.float() @ weight.float().T
+    if bias is not None:
+        logits = logits + bias.float()
+    return logits.view(*hidden.shape[:-1], weight.shape[0])
+
+
+class _WideProduct(torch.autograd.Function):
+    """`rows @ weight.T` of 16-bit matrices with a float32 result; its gradients are 16-bit products."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.mm(rows, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        rows, weight = ctx.saved_tensors
+        gradient = gradient.to(rows.dtype)
+        wants_rows, wants_weight = ctx.needs_input_grad
+        return (gradient @ weight if wants_rows else None, gradient.T @ rows if wants_weight else None)
+
+
+def find_pretrained(source: str) -> dict[str, Any]:
+    """Where transformers finds a model that is no bare shape. What lies here and is none is refused."""
+    path = Path(source).expanduser()
+    is_gguf = path.suffix == ".gguf"
+    looks_local = is_gguf or path.is_absolute() or source.startswith((".", "~"))
+    require(
+        path.exists() or not looks_local,
+        f"model {source!r}: no such file or folder; give a hub id, a folder, a .gguf file or {SHAPE}<name>.",
+    )
+    require(
+        is_gguf or not path.is_file(),
+        f"model {source!r}: of single files Alula reads .gguf; for safetensors give the folder with its config.json.",
+    )
+    if is_gguf:
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    require(
+        not path.is_dir() or any(path.glob("*.safetensors")),
+        f"model {source!r}: the folder has no .safetensors file; Alula reads safetensors and GGUF only.",
+    )
+    return {"pretrained_model_name_or_path": str(path) if path.is_dir() else source}
+
+
+def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any | None]:
+    place = find_pretrained(source) | {"trust_remote_code": False}
+    path, is_gguf = Path(source).expanduser(), "gguf_file" in place
+    with bars_on_terminals_only():
+        try:
+            config = AutoConfig.from_pretrained(**place)
+            refuse_unsupported(config)
+            # A GGUF file would otherwise keep its packed blocks wherever a kernel for them is installed.
+            dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if is_gguf else {}
+            load: Any = AutoModelForCausalLM.from_pretrained  # its types do not know of the second result
+            model, found = load(
+                config=config,
+                dtype=dtype,
+                use_safetensors=None if is_gguf else True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                output_loading_info=True,
+                **dense,
+                **place,
+            )
+            has_tokenizer = not path.is_dir() or any((path / name).exists() for name in TOKENIZER_FILES)
+            tokenizer = AutoTokenizer.from_pretrained(**place) if has_tokenizer else None
+            if is_gguf:
+                _mend_gguf_tokenizer(tokenizer, config)
+        except SettingError:
+            raise
+        except ImportError as error:
+            raise SettingError(f"model {source!r} needs a package: {_first_line(error)}") from error
+        except (OSError, ValueError, SafetensorError) as error:
+            raise SettingError(f"model {source!r} cannot be loaded: {_first_line(error)}") from error
+    # transformers draws such weights at random and goes on
+    absent = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    require(
+        not absent,
+        f"model {source!r}: {len(absent)} weights of {type(model).__name__} are not in its files or have another "
+        f"shape there ({', '.join(absent[:2])}{', ...' * (len(absent) > 2)}); give a complete causal language model.",
+    )
+    return model, tokenizer
+
+
+def _mend_gguf_tokenizer(tokenizer: Any, config: PreTrainedConfig) -> None:
+    """transformers 5.17 guesses the end token of a GGUF tokenizer, and eats spaces when decoding BPE.
+
+    The file's metadata, which is what the config was read from, names the right tokens.
+    """
+    for role in ("bos", "eos", "pad"):
+        token_id = getattr(config, f"{role}_token_id", None)
+        if isinstance(token_id, int):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.clean_up_tokenization_spaces = False
+
+
+def _random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Matrices and biases normal with the config's std (0.02 in published shapes), norms one.
+
+    The weights are drawn where they will live: no copy on the host, no second initialisation.
+    """
+    settings = copy.deepcopy(shape(name))
+    config: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype=dtype)
+    refuse_unsupported(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn: dict[int, nn.Parameter] = {}
+    for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in drawn:
+            value = torch.empty_like(parameter, device=device)
+            if parameter.dim() > 1 or path.endswith("bias"):
+                value.normal_(0.0, config.initializer_range, generator=generator)
+            else:
+                value.fill_(1.0)
+            drawn[id(parameter)] = nn.Parameter(value)
+        _put(model, path, drawn[id(parameter)])
+    _rebuild_rotary(model, device)
+    return model
+
+
+def _rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
+    """RoPE's frequencies are computed, in float32, when the module is built: not so on the meta device."""
+    for path, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            with torch.device(device):
+                _put(model, path, type(module)(model.config))
+
+
+def _put(model: nn.Module, path: str, value: Any) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, value)
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    require(found.type in ("cpu", "cuda"), f"device={device}: must be cpu or cuda.")
+    require(
+        found.type == "cpu" or (found.index or 0) < torch.cuda.device_count(),
+        f"device={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or one that is there.",
+    )
+    return found
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    require(
+        found in (torch.float32, torch.bfloat16, torch.float16),
+        f"dtype={dtype}: must be float32, bfloat16 or float16.",
+    )
+    return found  # type: ignore[return-value]
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
+    found: set[int] = set()
+    for holder in (model.generation_config, model.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def short_name(source: str) -> str:
+    """What a model is called that was loaded from there."""
+    return source if source.startswith(SHAPE) else Path(source).name or source
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    logging = transformers.utils.logging
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    gguf_bar, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, logging.tqdm  # heeds no switch else
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+        modeling_gguf_pytorch_utils.tqdm = gguf_bar

@@ -1,0 +1,142 @@
+"""Weights and keep mask for a dense learner that trains on a sparse policy's rollouts.
+
+    ξ_t = p_dense_old(o_t) / p_sparse(o_t),  clamped to e^±20, never differentiated
+
+    per rollout   sequence ξ = Π_t ξ_t        geometric ξ = (Π_t ξ_t)^(1/|o|)
+    weights       1, or ξ at the level `weight`, at most `cap`, divided by their mean where `batch_normalise`
+    mask          drop where ξ at the level `mask` is outside [mask_low, mask_high]
+    veto          drop a whole rollout when any ξ_t < veto
+
+Every preset's numbers and sources: docs/corrections.md.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from alula.objective import ragged
+from alula.objective.mismatch_metrics import Reduce, mismatch_metrics
+from alula.objective.settings import PRESETS, Correction
+from alula.objective.veto import below_veto
+
+__all__ = ["PRESETS", "Corrected", "Correction", "correct"]
+
+
+@dataclass(frozen=True)
+class Corrected:
+    weights: Tensor
+    """[T] (or [N, L] as given): what multiplies a token's clipped objective; 0 where dropped. No gradient."""
+    keep: Tensor
+    """bool [N]: rollouts not dropped whole."""
+    token_keep: Tensor
+    """bool, as `weights`: tokens not dropped; false in padding."""
+    first_vetoed: Tensor
+    """int64 [N]: index within the rollout of its first token with ξ < veto, -1 where there is none."""
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def correct(
+    dense_old_logprobs: Tensor,
+    sparse_logprobs: Tensor,
+    layout: Tensor,
+    correction: Correction,
+    *,
+    sequences: int | None = None,
+    step: Tensor | None = None,
+    reduce: Reduce | None = None,
+) -> Corrected:
+    """Apply `correction` to log-probs [T] with `layout` = sequence [T], or padded [N, L] with a mask [N, L].
+
+    `step` [N] names the optimizer step that each rollout goes into (default: one for all; as many on every
+    rank) and `reduce` sums a tensor over ranks; `batch_normalise` takes its mean over both, so packing changes
+    nothing. The metrics are those of `mismatch_metrics`, taken before anything is dropped, and the shares
+    `rejected_rate` (of rollouts dropped whole), `masked_token_rate` and `capped_token_rate`.
+    """
+    if dense_old_logprobs.dim() == 2:
+        sequence, dense, sparse = ragged.flatten(layout, dense_old_logprobs, sparse_logprobs)
+        flat = correct(dense, sparse, sequence, correction, sequences=len(layout), step=step, reduce=reduce)
+        token_keep = ragged.unflatten(flat.token_keep, layout)
+        return replace(flat, weights=ragged.unflatten(flat.weights, layout), token_keep=token_keep)
+
+    sequence = layout
+    if sequences is None:
+        sequences = int(sequence.max()) + 1 if len(sequence) else 0
+    log_ratio = dense_old_logprobs - sparse_logprobs
+
+    weights = torch.ones_like(log_ratio)
+    capped = torch.zeros_like(log_ratio, dtype=torch.bool)
+    if correction.weight != "none":
+        weights = _ratio(log_ratio, sequence, sequences, correction.weight, correction.clamp)
+        if correction.cap is not None:
+            capped = weights > correction.cap
+            weights = weights.clamp(max=correction.cap)
+        if correction.batch_normalise:
+            weights = weights / _mean_weight(weights, sequence, sequences, correction.weight, step, reduce)
+
+    token_keep = torch.ones_like(capped)
+    if correction.mask != "none":
+        ratio = _ratio(log_ratio, sequence, sequences, correction.mask, correction.clamp)
+        low, high = correction.mask_low or 0.0, correction.mask_high or math.inf
+        token_keep = (ratio >= low) & (ratio <= high)
+    first_vetoed = torch.full((sequences,), -1, device=sequence.device)
+    if correction.veto is not None:
+        first_vetoed = ragged.first(below_veto(log_ratio, correction.veto), sequence, sequences)
+        spared = first_vetoed[sequence] < 0
+        if correction.prefix_only:
+            spared |= ragged.position(sequence, sequences) < first_vetoed[sequence]
+        token_keep &= spared
+
+    keep = _kept(token_keep, first_vetoed, sequence, correction)
+    metrics = mismatch_metrics(log_ratio, sequence, sequences, correction.veto, correction.clamp, reduce)
+    metrics |= _dropped(keep, token_keep, capped, reduce)
+    return Corrected(torch.where(token_keep, weights, 0), keep, token_keep, first_vetoed, metrics)
+
+
+def _kept(token_keep: Tensor, first_vetoed: Tensor, sequence: Tensor, correction: Correction) -> Tensor:
+    """A rollout is dropped whole by a veto or by a mask of its own level, not by losing single tokens."""
+    keep = first_vetoed != 0 if correction.prefix_only else first_vetoed < 0
+    if correction.mask in ("sequence", "geometric"):
+        keep[sequence[~token_keep]] = False
+    return keep
+
+
+def _ratio(log_ratio: Tensor, sequence: Tensor, sequences: int, level: str, clamp: float) -> Tensor:
+    """ξ [T] at a level; a rollout's ξ stands at each of its tokens."""
+    if level != "token":
+        rollout = ragged.total(log_ratio, sequence, sequences)
+        if level == "geometric":
+            rollout = rollout / ragged.count(sequence, sequences).clamp(min=1)
+        log_ratio = rollout[sequence]
+    return log_ratio.clamp(-clamp, clamp).exp()
+
+
+def _mean_weight(
+    weights: Tensor, sequence: Tensor, sequences: int, level: str, step: Tensor | None, reduce: Reduce | None
+) -> Tensor:
+    """The mean weight of each token's optimizer step, [T]: over its tokens, or over its rollouts."""
+    step = torch.zeros(sequences, dtype=torch.int64, device=sequence.device) if step is None else step
+    steps = int(step.max()) + 1 if sequences else 1
+    share = torch.ones_like(weights, dtype=torch.float64)
+    if level != "token":
+        share /= ragged.count(sequence, sequences)[sequence]
+    token_step = step[sequence]
+    sums = torch.stack([ragged.total(share * weights, token_step, steps), ragged.total(share, token_step, steps)])
+    sums = reduce(sums) if reduce else sums
+    mean = sums[0] / sums[1].clamp(min=1)
+    return torch.where(mean > 1e-8, mean, 1.0).to(weights.dtype)[token_step]
+
+
+def _dropped(keep: Tensor, token_keep: Tensor, capped: Tensor, reduce: Reduce | None) -> dict[str, float]:
+    sums = torch.stack(
+        [flags.double().sum() for flags in (~keep, ~token_keep, capped)]
+        + [torch.tensor(flags.numel(), dtype=torch.float64, device=keep.device) for flags in (keep, token_keep)]
+    )
+    rejected, masked, over, rollouts, tokens = (reduce(sums) if reduce else sums).tolist()
+    return {
+        "rejected_rate": rejected / max(rollouts, 1),
+        "masked_token_rate": masked / max(tokens, 1),
+        "capped_token_rate": over / max(tokens, 1),
+    }

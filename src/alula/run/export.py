@@ -1,0 +1,45 @@
+"""A trained model as a Hugging Face folder that transformers loads."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alula.distributed import World
+from alula.models.load import bars_on_terminals_only
+
+
+def export(
+    folder: Path | str,
+    model: PreTrainedModel,
+    parameters: Iterable[tuple[str, Tensor]],
+    tokenizer: Any | None = None,
+    world: World | None = None,
+) -> Path:
+    """Write `parameters` (see `Learner.full_parameters`) under the config of `model`, in the dtype they have.
+
+    Every rank must call it, the first writes. A folder of that name is replaced once the new one is whole.
+    """
+    world, final = world or World(), Path(folder)
+    state: dict[str, Tensor] = {}
+    for name, value in parameters:
+        if world.rank == 0:
+            state[name] = value.detach().cpu().contiguous()
+    if world.rank == 0:
+        aside, old = (final.with_name(f".{kind}-{final.name}") for kind in ("aside", "old"))
+        for leftover in (aside, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        aside.mkdir(parents=True)
+        with bars_on_terminals_only():
+            model.save_pretrained(aside, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        if final.exists():
+            final.rename(old)
+        aside.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    world.barrier()
+    return final

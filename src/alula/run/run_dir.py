@@ -1,0 +1,175 @@
+"""The record of a run: a folder of JSON lines that a person, a report and a resumed run can all read.
+
+    metrics.jsonl      one object per training step: `step` and flat numbers (docs/metrics.md explains each)
+    evals.jsonl        one object per held-out evaluation: step, name, policy (dense | sparse), n, accuracy, …
+    completions.jsonl  sampled completions: step, prompt, completion, reward, finish, vetoed
+    events.jsonl       health warnings and other notes: step, kind, message, advice
+    status.json        whether the run is going, finished or stopped, and how many steps it wants
+
+A line is written whole and at once. A run that continues from the checkpoint of step k first drops every line
+after step k, and every line that the checkpoint does not count: an evaluation of step k that came later is done again.
+Then the files end as an uninterrupted run's do, apart from clocks: the keys under `time/` and `speed/`.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from alula.errors import SettingError, require
+from alula.run.sinks import Sink, open_sink
+
+LINES = ("metrics.jsonl", "evals.jsonl", "completions.jsonl", "events.jsonl")
+CLOCKS = ("time/", "speed/")
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+def check_folder(run_dir: Path, *, new: bool, way: str = "out=FOLDER") -> None:
+    """Refuse a run's folder that cannot be made, and for a new run one that holds a run."""
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.exists(path))
+    require(place.is_dir() or place != run_dir, f"out={run_dir}: is a file; name a folder.")
+    require(place.is_dir(), f"out={run_dir}: cannot be made, as {place} is a file; name another folder.")
+    require(
+        os.access(place, os.W_OK | os.X_OK),
+        f"out={run_dir}: cannot be written, as {place} may only be read; name another folder.",
+    )
+    if new and any(os.path.exists(path) and path.stat().st_size for path in (run_dir / name for name in LINES)):
+        raise SettingError(
+            f"run folder {run_dir} already holds a run; continue it with --resume, or choose another folder: {way}."
+        )
+
+
+class MetricsWriter:
+    """Writes a run's folder, and the same numbers to `sinks`: any of tensorboard, wandb, trackio.
+
+    `resume_from` is the step of the checkpoint that the run continues from; -1 starts again in a folder whose
+    run had no checkpoint yet; None is a new run, which refuses a folder that already holds one. `lines` is what
+    `MetricsWriter.lines` was when that checkpoint was made.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        sinks: Sequence[str] = (),
+        *,
+        resume_from: int | None = None,
+        lines: Mapping[str, int] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        check_folder(self.run_dir, new=resume_from is None)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"out={run_dir}: cannot be made ({error.strerror}); name another folder.") from error
+        paths = [self.run_dir / name for name in LINES]
+        last, most = -1 if resume_from is None else resume_from, lines or {}
+        self.lines = {path.name: drop_after(path, last, most.get(path.name)) for path in paths}
+        """How many each file holds."""
+        self.sinks: list[Sink] = [open_sink(name, self.run_dir, resume_from, settings or {}) for name in sinks]
+        self._files = {path.name: path.open("ab") for path in paths}
+        self._total_steps = total_steps
+        self._write_status("running")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One training step. Values are numbers or 0-d tensors; one that is not finite is written as null."""
+        row = {name: _number(value) for name, value in metrics.items() if name != "step"}
+        self._append("metrics.jsonl", {"step": step} | row)
+        self._send(step, row)
+
+    def log_eval(
+        self,
+        step: int,
+        name: str,
+        policy: Literal["dense", "sparse"],
+        *,
+        accuracy: float,
+        n: int,
+        stderr: float,
+        **numbers: float,
+    ) -> None:
+        """One held-out evaluation under one policy; `length` is the usual further number."""
+        measured = {"accuracy": accuracy, "stderr": stderr} | numbers
+        row = {key: _number(value) for key, value in measured.items()}
+        self._append("evals.jsonl", {"step": step, "name": name, "policy": policy, "n": n} | row)
+        self._send(step, {f"eval/{name}/{policy}/{key}": value for key, value in row.items()})
+
+    def log_completions(self, step: int, completions: Iterable[Mapping[str, Any]]) -> None:
+        """Sampled completions: prompt, completion, reward, finish, vetoed."""
+        for completion in completions:
+            self._append("completions.jsonl", {"step": step} | dict(completion))
+
+    def log_event(self, step: int, kind: str, message: str, advice: str = "") -> None:
+        self._append("events.jsonl", {"step": step, "kind": kind, "message": message, "advice": advice})
+
+    def close(self, state: State = "finished") -> None:
+        self._write_status(state)
+        for file in self._files.values():
+            file.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
+        self.close("stopped" if stopped else "failed" if kind else "finished")
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self._files[name].flush()
+        self.lines[name] += 1
+
+    def _send(self, step: int, row: Mapping[str, float | int | None]) -> None:
+        finite = {name: value for name, value in row.items() if value is not None}
+        for sink in self.sinks:
+            sink.log(step, finite)
+
+    def _write_status(self, state: State) -> None:
+        temporary = self.run_dir / "status.json.tmp"
+        temporary.write_text(json.dumps({"state": state, "total_steps": self._total_steps}) + "\n")
+        os.replace(temporary, self.run_dir / "status.json")
+
+
+def drop_after(path: Path, step: int, most: int | None = None) -> int:
+    """Cut a file of JSON lines before its first line that is later than `step` or was not written whole, and after
+    `most` lines; how many are left."""
+    if not path.exists():
+        return 0
+    lines = size = 0
+    with path.open("rb") as file:
+        for line in islice(file, most):
+            row = parse_line(line)
+            if row is None or row["step"] > step:
+                break
+            lines, size = lines + 1, size + len(line)
+    os.truncate(path, size)
+    return lines
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line's object, or None for a line that a kill cut short."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of metrics less the keys that no two runs share: what 'identical, timings aside' compares."""
+    return {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, bool | int):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None

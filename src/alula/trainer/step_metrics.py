@@ -1,0 +1,166 @@
+"""The numbers of one training step over all ranks; docs/metrics.md says what each means.
+
+Seconds per phase of a step."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+
+import torch
+
+from alula.config.run import RunConfig
+from alula.distributed import World
+from alula.engine.rollout import Rollout
+from alula.learner.learner import Update
+from alula.trainer.batch import Experience
+from alula.trainer.update import Learned
+
+
+class Clock:
+    """Phases may come several times; their seconds add up. A phase inside another is not counted twice."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = self._now()
+        self._start = self._since
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._settle()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._open.pop()
+
+    @property
+    def total(self) -> float:
+        return self._now() - self._start
+
+    def _settle(self) -> None:
+        now = self._now()
+        if self._open:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
+        self._since = now
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+MISMATCH = {
+    "veto_rate": "veto_rate",
+    "veto_token_rate": "veto_rate_token",
+    "mismatch_kl_k1": "kl_k1",
+    "mismatch_kl_k3": "kl_k3",
+    "ess": "ess",
+    "xi_p1": "xi_p01",
+    "xi_p5": "xi_p05",
+    "xi_p50": "xi_p50",
+    "xi_p95": "xi_p95",
+    "xi_p99": "xi_p99",
+    "rejected_rate": "rejected",
+    "masked_token_rate": "masked_token",
+    "capped_token_rate": "capped_token",
+}
+POLICY = {"entropy": "entropy", "clip_fraction": "clip_fraction", "update_kl": "update_kl", "kl": "kl_ref"}
+
+
+def step_metrics(
+    config: RunConfig,
+    batch: Experience,
+    learned: Learned,
+    clock: Clock,
+    world: World,
+    *,
+    peak_bytes: int,
+    epoch: float,
+    matrix_rate: float | None,
+) -> dict[str, float]:
+    """The same on every rank, clocks aside, which are this rank's."""
+    metrics = rollout_metrics(config, batch, world, peak_bytes) | update_metrics(learned.updates)
+    metrics["policy/taught"] = whole_sum(world, learned.taught) / whole_sum(world, len(batch.rollouts))
+    metrics |= {f"mismatch/{ours}": learned.mismatch[theirs] for theirs, ours in MISMATCH.items()}
+    metrics["data/epoch"] = epoch
+    metrics |= {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+    metrics["time/step"] = clock.total
+    metrics["speed/tokens_per_s"] = whole_sum(world, batch.drawn_tokens) / max(clock.seconds["rollout"], 1e-9)
+    if matrix_rate:
+        metrics["speed/mfu"] = learned.flops / max(clock.seconds["update"], 1e-9) / matrix_rate
+    return metrics
+
+
+def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_bytes: int) -> dict[str, float]:
+    rollouts = batch.rollouts
+    judge = config.rewards.correct or next(iter(batch.parts))
+    right = [value >= config.rewards.threshold - 1e-9 for value in batch.parts[judge]]
+    sums = {
+        "reward/mean": sum(batch.rewards),
+        "reward/accuracy": sum(right),
+        "reward/failed": sum(map(bool, batch.failures)),
+        "response/length_mean": sum(len(r) for r in rollouts),
+        "response/truncated": sum(r.finish == "length" for r in rollouts),
+        "kv/tokens_mean": sum(r.kv.mean_tokens for r in rollouts),
+    }
+    if len(batch.parts) > 1:
+        sums |= {f"reward/part/{name}": sum(values) for name, values in batch.parts.items()}
+    if batch.rerolled:
+        sums["mismatch/rerolled"] = sum(batch.rerolled)
+    extra = {
+        "count": len(rollouts),
+        "groups": batch.drawn_groups,
+        "silent": batch.silent_groups,
+        "held": sum(r.kv.mean_tokens * len(r) for r in rollouts),
+        "dense": sum(r.kv.dense_mean_tokens * len(r) for r in rollouts),
+        "bytes": peak_bytes,
+        "dense_bytes": dense_peak_bytes(rollouts, config.engine.max_rows),
+    }
+    total = added([*world.gather(sums | extra)])
+    metrics = {name: total[name] / total["count"] for name in sums}
+    metrics["groups/no_signal"] = total["silent"] / total["groups"]
+    if config.sampling.dynamic:
+        metrics["groups/drawn"] = total["groups"]
+    metrics["kv/saved"] = 1 - total["held"] / total["dense"] if total["dense"] else 0.0
+    metrics["kv/bytes_peak"] = total["bytes"]
+    metrics["kv/bytes_saved"] = total["dense_bytes"] - total["bytes"]
+    return metrics
+
+
+def dense_peak_bytes(rollouts: Sequence[Rollout], rows: int) -> float:
+    """KV of dense rollouts of the same answers, `rows` of them at their longest at once. Those of a prompt share it."""
+    if not rollouts:
+        return 0.0
+    prompts = {tuple(rollout.prompt_ids) for rollout in rollouts}
+    tokens = sum(map(len, prompts)) + sum(len(rollout) - 1 for rollout in rollouts)
+    token_bytes = rollouts[0].kv.peak_bytes / rollouts[0].kv.peak_tokens
+    return tokens * token_bytes * min(1.0, rows / len(rollouts))
+
+
+def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Means over the tokens of all optimizer steps; norms and losses are means over the steps that were taken."""
+    metrics: dict[str, float] = {}
+    measured = [update.metrics for update in updates if update.metrics]
+    tokens = sum(one["tokens"] for one in measured)
+    for theirs, ours in POLICY.items():
+        if measured and theirs in measured[0]:
+            metrics[f"policy/{ours}"] = sum(one[theirs] * one["tokens"] for one in measured) / tokens
+    taken = [update for update in updates if update.taken]
+    metrics["policy/loss"] = fmean(update.loss for update in taken) if taken else math.nan
+    metrics["policy/grad_norm"] = fmean(update.grad_norm for update in taken) if taken else math.nan
+    metrics["policy/lr"] = updates[-1].lr
+    metrics["policy/skipped"] = len(updates) - len(taken)
+    return metrics
+
+
+def added(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(one[name] for one in dictionaries) for name in dictionaries[0]}
+
+
+def whole_sum(world: World, value: float) -> float:
+    return sum(world.gather(value))

@@ -1,0 +1,108 @@
+"""Options that several commands share: what of them reaches the model and the prompts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import alula.data
+from alula.cli.main import app
+from alula.data.tasks import build
+from alula.data.tasks.tokenizer import task_tokenizer
+from alula.models.load import load_model
+from alula.sparsity.schedule import Schedule
+from alula.trainer.build import with_tokenizer
+
+SHAPE = "shape:tiny-llama"
+SPARSE = ("--sparsity", "streaming:8+2,window=2,sinks=1")
+COMMANDS = {
+    "generate": (),
+    "eval": ("--data", "task:copy-last"),
+    "calibrate": ("--data", "task:copy-last", "--length", 64),
+    "distill": ("--data", "task:copy-last", *SPARSE),
+}
+
+
+class Reached(Exception):
+    """As far as a test goes: the work itself is not done."""
+
+
+def alula_says(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        app([*map(str, words)])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_float32_residual_stream_is_asked_for(command, tmp_path, monkeypatch, capsys):
+    def stop(model):
+        raise Reached(model.dtype)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("alula.models.load.widen_residual", stop)
+    prompt = ["a"] if command == "generate" else []
+    words = [command, SHAPE, *prompt, *COMMANDS[command], "--device", "cpu", "--dtype", "bfloat16", "--residual"]
+    with pytest.raises(Reached) as reached:
+        app([*map(str, words), "float32"])
+    assert reached.value.args == (torch.bfloat16,)
+    assert "residual=float64: must be float32, or left out" in alula_says(capsys, *words, "float64")
+
+
+def test_distill_refuses_a_used_folder_in_its_own_words_before_it_loads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("alula.models.load.load_model", None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    said = alula_says(capsys, "distill", SHAPE, *COMMANDS["distill"], "--out", tmp_path)
+    assert said.rstrip().endswith("continue it with --resume, or choose another folder: --out FOLDER.")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model whose tokenizer has a chat template, and prompts for it."""
+    tokenizer = task_tokenizer(build("copy-last"))
+    tokenizer.add_tokens(["user", "assistant"])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %} {{ m['role'] }} {{ m['content'] }}{% endfor %} assistant"
+    )
+    loaded = with_tokenizer(load_model(SHAPE), tokenizer, cut=True)
+    loaded.model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a b"}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_schedule_of_another_model_is_told_once_for_each_model(command, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    Schedule((48, 64), 16, "planned", notes={"model": "who/tiny-qwen3"}).save("planned.json")
+    where = ("--file", "prompts.jsonl") if command == "generate" else ("--data", "task:copy-last", "--limit", 1)
+    twice = () if command == "generate" else ("--sparsity", "quest:planned.json")
+    words = [command, "model", *where, "--max-new-tokens", 2, "--sparsity", "block-topk:planned.json", *twice]
+    for origin, notes in (("tiny-qwen3", 1), ("tiny-llama", 0)):
+        Path("planned.json").write_text(Path("planned.json").read_text().replace("tiny-qwen3", origin))
+        with pytest.raises(SystemExit) as ended:
+            app([*map(str, words)])
+        printed = capsys.readouterr()
+        assert not ended.value.code
+        said = "note: Schedule 'planned' was made for who/tiny-qwen3 (model_type=qwen3, here llama): "
+        assert printed.err.count(said) == printed.err.count("note: ") == notes
+        assert "note: " not in printed.out
+
+
+@pytest.mark.parametrize("command", ["calibrate", "distill"])
+def test_prompts_are_put_with_and_without_the_chat_template(command, folder, monkeypatch):
+    plain, chat = ["<bos>", "a", "b"], ["<bos>", "user", "a", "b", "assistant"]
+    prepare = alula.data.prepare
+
+    def stop(dataset, tokenizer, **options):
+        (example,) = prepare(dataset, tokenizer, **options)
+        raise Reached(tokenizer.convert_ids_to_tokens(list(example.prompt_ids)))
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(alula.data, "prepare", stop)
+    words = [command, "model", *COMMANDS[command], "--data", "prompts.jsonl", "--device", "cpu"]
+    for option, expected in (([], chat), (["--chat"], chat), (["--no-chat"], plain)):
+        with pytest.raises(Reached) as reached:
+            app([*map(str, words), *option])
+        assert reached.value.args == (expected,), option

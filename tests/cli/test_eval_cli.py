@@ -1,0 +1,216 @@
+"""`alula eval` from the command line: several policies, one table, results on disk."""
+
+import gc
+import json
+import shutil
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from alula.cli.main import app
+from alula.data.tasks import build
+from alula.data.tasks.tokenizer import task_tokenizer
+from alula.engine.engine import Engine
+from alula.models.lora import fresh
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model that speaks the task's language, as a Hugging Face folder."""
+    tokenizer = task_tokenizer(build("copy-last"))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run(*words):
+    try:
+        app([str(word) for word in words])
+    except SystemExit as done:
+        return done.code
+    return 0
+
+
+def test_several_policies_in_one_table(folder, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    code = run(
+        "eval",
+        folder,
+        "--data",
+        "task:copy-last",
+        "--limit",
+        6,
+        "--max-new-tokens",
+        4,
+        "--k",
+        2,
+        "--temperature",
+        1,
+        "--sparsity",
+        "dense",
+        "--sparsity",
+        "streaming:6+2,window=2,sinks=1",
+        "--kv-memory",
+        "8MiB",
+        "--out",
+        out,
+    )
+    assert code in (0, None)
+    results = json.loads(out.read_text())
+    assert [r["sparsity"] for r in results] == ["dense", "streaming 6+2"]
+    assert all(r["problems"] == 6 and r["k"] == 2 and 0 <= r["accuracy"] <= 1 for r in results)
+    assert results[0]["kv"]["saved"] == 0 < results[1]["kv"]["saved"]
+    shown = capsys.readouterr().out
+    assert "streaming" in shown
+    assert "maj@2" in shown
+
+
+def test_pool_and_weights_are_given_back_before_the_next_model_is_loaded(folder, monkeypatch):
+    """The next pool would be made of what the last one left."""
+    made, held, load = [], [], Engine.load.__func__
+
+    def loaded(cls, *arguments, **options):
+        gc.collect()
+        held.append((sum(cache.resident for cache, _ in made), sum(weight() is not None for _, weight in made)))
+        engine = load(cls, *arguments, **options)
+        made.append((engine.cache, weakref.ref(next(engine.model.parameters()))))
+        return engine
+
+    monkeypatch.setattr(Engine, "load", classmethod(loaded))
+    code = run(
+        "eval",
+        folder,
+        folder,
+        folder,
+        "--data",
+        "task:copy-last",
+        "--limit",
+        2,
+        "--max-new-tokens",
+        2,
+        "--kv-memory",
+        "8MiB",
+    )
+    assert code in (0, None)
+    assert held == [(0, 0)] * 3
+
+
+def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
+    adapter = fresh(LlamaForCausalLM.from_pretrained(folder), 4, 8.0, ["all"], 0)
+    for _, b in adapter.weights.values():
+        b.normal_(generator=torch.Generator().manual_seed(1))
+    adapter.save(tmp_path / "phi")
+    found = []
+    for words in ((), ("--sparse-adapter", tmp_path / "phi")):
+        out = tmp_path / "found.json"
+        run(
+            "eval",
+            folder,
+            "--data",
+            "task:copy-last",
+            "--limit",
+            6,
+            "--max-new-tokens",
+            6,
+            "--sparsity",
+            "dense",
+            "--sparsity",
+            "streaming:6+2,window=2,sinks=1",
+            "--kv-memory",
+            "8MiB",
+            "--out",
+            out,
+            *words,
+        )
+        found.append(json.loads(out.read_text()))
+    (dense, sparse), (dense_again, adapted) = found
+    assert [r["sparsity"] for r in found[1]] == ["dense", "streaming 6+2, with its adapter"]
+    assert dense_again == dense
+    assert adapted["lengths"] != sparse["lengths"]
+
+
+def test_models_are_named_as_they_were_given_and_tasks_take_options(folder, tmp_path):
+    """Every run exports a folder called `model`: its name alone would put two of them into one row."""
+    other = tmp_path / "other" / "model"
+    shutil.copytree(folder, other)
+    out = tmp_path / "new" / "found.json"
+    run(
+        "eval",
+        folder,
+        other,
+        "--data",
+        "task:copy-last",
+        "--option",
+        "symbols=4",
+        "--option",
+        "prefix=2",
+        "--limit",
+        6,
+        "--max-new-tokens",
+        2,
+        "--kv-memory",
+        "8MiB",
+        "--out",
+        out,
+    )
+    assert [r["model"] for r in json.loads(out.read_text())] == [str(folder), str(other)]
+
+
+def test_a_file_of_other_fields_takes_a_template(folder, tmp_path, capsys):
+    data, out = tmp_path / "rows.jsonl", tmp_path / "found.json"
+    data.write_text('{"question": "a b", "answer": "b"}\n')
+    words = ("eval", folder, "--data", data, "--max-new-tokens", 2, "--kv-memory", "8MiB", "--out", out)
+    assert run(*words) == 2
+    assert "--prompt" in capsys.readouterr().err
+    assert run(*words, "--prompt", "{question}") in (0, None)
+    assert json.loads(out.read_text())[0]["problems"] == 1
+
+
+def test_reasoning_gym_is_graded_by_its_own_verifier(folder, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    out = tmp_path / "found.json"
+    run(
+        "eval",
+        folder,
+        "--data",
+        "reasoning-gym:chain_sum",
+        "--limit",
+        2,
+        "--max-new-tokens",
+        2,
+        "--kv-memory",
+        "8MiB",
+        "--out",
+        out,
+    )
+    assert list(json.loads(out.read_text())[0]["parts"]) == ["reasoning-gym:chain_sum"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--data", "task:copy-lost"), "did you mean 'copy-last'"),
+        (("--data", "task:copy-last", "--sparsity", "rvk:64"), "did you mean 'rkv'"),
+        (("--data", "task:copy-last", "--k", 4), "--temperature"),
+        (("--data", "task:copy-last", "--option", "symbls=4"), "did you mean 'symbols'"),
+        (("--data", "task:copy-last", "--option", "symbols"), "name=value"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence(folder, capsys, words, said):
+    assert run("eval", folder, *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error

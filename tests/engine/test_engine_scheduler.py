@@ -1,0 +1,136 @@
+"""The scheduler and the page pool on their own: every plan runs on a simulated device that checks each page."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alula.engine.block_manager import PagePool
+from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
+from alula.sparsity.schedule import Schedule
+from simulated import Arrival, Simulation
+
+PAGES = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def evictions(draw):
+    window, sinks = draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    budgets = draw(st.lists(st.integers(window + sinks, 14), min_size=1, max_size=3))
+    budget = budgets[0] if len(budgets) == 1 else Schedule(tuple(budgets), width=draw(st.integers(1, 12)))
+    return Evict(
+        draw(st.sampled_from(["streaming", "knorm"])),
+        budget,
+        buffer=draw(st.integers(1, 6)),
+        window=window,
+        sinks=sinks,
+        protect_prompt=draw(st.booleans()),
+    )
+
+
+@st.composite
+def arrivals(draw, page):
+    new = draw(st.integers(1, 24))
+    kind = draw(st.sampled_from(["dense", "dense", "evict", "evict", "select", "both"]))
+    select = Select("quest", 3 * page, block=page) if kind in ("select", "both") else None
+    evict = draw(evictions()) if kind in ("evict", "both") else None
+    return Arrival(
+        at=draw(st.integers(0, 12)),
+        prompt=draw(st.integers(1, 18)),
+        new=new,
+        stops=draw(st.lists(st.integers(1, new) | st.just(new), min_size=1, max_size=4)),
+        sparsity=Sparsity(evict, select),
+        abort_at=draw(st.none() | st.none() | st.integers(0, 20)),
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_pages_are_conserved_and_everybody_finishes(data):
+    page = data.draw(PAGES)
+    simulation = Simulation(
+        pages=data.draw(st.integers(8, 60)),
+        page=page,
+        rows=data.draw(st.integers(1, 6)),
+        lookahead=data.draw(st.integers(1, 7)),
+        ahead=data.draw(st.integers(0, 1)),
+        prefill_tokens=data.draw(st.sampled_from([1, 20, 1000])),
+    )
+    simulation.run(data.draw(st.lists(arrivals(page), min_size=1, max_size=6)))
+
+
+SMALL = Sparsity(Evict("streaming", 4, buffer=2, window=1, sinks=1))
+OLD_AND_NEW = {"rows": 4, "lookahead": 1, "ahead": 0, "page": 1}
+
+
+def test_dense_sequences_are_swapped_out_and_come_back():
+    for ahead in (0, 1):
+        simulation = Simulation(pages=30, page=2, rows=6, lookahead=4, ahead=ahead)
+        simulation.run([Arrival(0, 8, 30, [30, 30, 30, 9], DENSE), Arrival(2, 5, 30, [30, 30], DENSE)])
+        assert simulation.swaps > 0
+        assert simulation.refused == 0
+
+
+def test_the_last_sequence_takes_back_the_pages_of_a_waiting_prompt():
+    """It was swapped out while its own prompt stays cached for rollouts that have yet to start."""
+    for pages in range(26, 45):
+        simulation = Simulation(pages=pages, page=1, rows=3, lookahead=4, ahead=0)
+        simulation.run([Arrival(0, 8, 16, [16, 16, 16, 3], DENSE), Arrival(0, 8, 16, [16, 16, 16, 3], DENSE)])
+        assert simulation.refused == 0
+
+
+def test_rollouts_of_one_token_do_not_push_out_the_old():
+    """They reserve as others do, but their only token came with the prompt."""
+    for pages in range(22, 40):
+        simulation = Simulation(pages=pages, **OLD_AND_NEW)
+        simulation.run([Arrival(0, 4, 16, [16], DENSE), Arrival(3, 4, 1, [1], SMALL), Arrival(3, 6, 1, [1], SMALL)])
+        assert simulation.swaps == simulation.refused == 0
+
+
+def test_what_is_let_in_is_not_thrown_out_at_once():
+    """Six rollouts whose prompt fills its pages exactly: they start only as fast as their next pages exist."""
+    simulation = Simulation(pages=12, page=4, rows=8, lookahead=4, ahead=0)
+    simulation.run([Arrival(0, 16, 5, [5] * 6, DENSE)])
+    assert simulation.swaps == 0
+
+
+def test_long_and_short_sequences_mixed():
+    """A long sequence under churn of short ones is served all the time: nobody waits for it, it for nobody."""
+    simulation = Simulation(pages=40, page=2, rows=4, lookahead=2, ahead=1)
+    short = [Arrival(i, 4, 4, [4, 3], DENSE if i % 2 else SMALL) for i in range(20)]
+    simulation.run([Arrival(0, 6, 60, [60], DENSE), *short])
+    assert simulation.launches <= 45  # 60 tokens in chunks of two, and a few for the stragglers
+
+
+def test_evicting_sequences_share_a_prompt_and_free_it():
+    simulation = Simulation(pages=60, page=2, rows=8, lookahead=3, ahead=0)
+    evict = Sparsity(Evict("streaming", 6, buffer=3, window=2, sinks=1))
+    simulation.run([Arrival(0, 17, 40, [40] * 4, evict)])
+    assert simulation.evictions >= 12
+    assert simulation.swaps == 0
+    assert simulation.pool.peak <= 9 + 4 * 9
+
+
+def test_many_evictions_at_once_are_batched_and_need_little_scratch():
+    """Twelve sequences in step: as few launches as free pages allow, never none."""
+    simulation = Simulation(pages=100, page=2, rows=12, lookahead=4, ahead=0)
+    evict = Sparsity(Evict("streaming", 6, buffer=2, window=2, sinks=1))
+    simulation.run([Arrival(0, 5, 41, [41] * 12, evict)])
+    assert simulation.launches < simulation.evictions < 12 * 20
+
+
+def test_the_pool_counts_references():
+    pool = PagePool(6)
+    assert (pool.usable, pool.free, pool.in_use) == (5, 5, 0)
+    first, second = pool.take(2), pool.take(1)
+    assert 0 not in first + second
+    pool.share(first)
+    assert [pool.references(p) for p in first + second] == [2, 2, 1]
+    assert pool.drop(first) == 0
+    assert pool.drop(first + second) == 3
+    assert (pool.free, pool.peak) == (5, 3)
+    with pytest.raises(AssertionError, match="6 pages wanted, 5 free"):
+        pool.take(6)
+    with pytest.raises(AssertionError, match="is free"):
+        pool.drop(first)
+    with pytest.raises(AssertionError, match="is free"):
+        pool.share(second)

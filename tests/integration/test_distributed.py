@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from alula.distributed import World, start
+from alula.learner.learner_config import LoRA
+from alula.run.checkpoint import Checkpoints
+from distributed_worker import learner, rollouts, step, summary
+from two_ranks import run_on_two_ranks
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).parents[1] / "support" / "distributed_worker.py"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Two gloo processes on the CPU, all scenarios in one launch; first a checkpoint of one process for them."""
+    out = tmp_path_factory.mktemp("two-ranks")
+    alone = learner(World())
+    step(alone)
+    Checkpoints(out / "single").save(1, alone.tensors(), {"learner": alone.state()})
+    run_on_two_ranks(WORKER, out, timeout=180)
+    return out, json.loads((out / "report.json").read_text())
+
+
+def close(found, parameters, atol=1e-6):
+    expected = dict(parameters)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.detach(), atol=atol, rtol=0)
+
+
+def test_same_loss_and_same_parameters_as_one_process(two_ranks):
+    out, report = two_ranks
+    alone = learner(World(), reference=True)
+    for number, found in enumerate(report["steps"], start=1):
+        expected = summary(step(alone))
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-6)
+        assert found["grad_norm"] > 0.1  # so that clipping, too, is over both ranks
+        for count in ("taken", "tokens", "scored_tokens"):
+            assert found[count] == expected[count]
+        if number > 1:
+            close(load_file(out / f"after-{['two', 'three'][number - 2]}.safetensors"), alone.full_parameters())
+    scores, references = alone.score(rollouts()), alone.score(rollouts(), reference=True)
+    for (found, reference), a, b in zip(report["scores"], scores, references):
+        assert found == pytest.approx(a.logprobs.tolist(), abs=1e-5)
+        assert reference == pytest.approx(b.logprobs.tolist(), abs=1e-5)
+
+
+def test_resume_on_two_ranks_is_bit_exact(two_ranks):
+    _, report = two_ranks
+    assert [r["rank"] for r in report["resumed"]] == [0, 1]
+    assert all(r["equal"] and r["tensors"] > 20 for r in report["resumed"])
+
+
+def test_checkpoints_move_between_one_process_and_two(two_ranks):
+    out, _ = two_ranks
+    checkpoints = Checkpoints(out / "checkpoints")
+    files = {p.suffix for p in checkpoints.latest().iterdir()}
+    assert files == {".safetensors", ".json", ""}
+    alone = learner(World())
+    alone.resume(checkpoints.load(checkpoints.latest(), alone.tensors())["learner"])
+    assert alone.steps == 2
+    after_two = load_file(out / "after-two.safetensors")
+    for name, parameter in alone.full_parameters():
+        assert torch.equal(parameter, after_two[name])
+    step(alone)
+    close(load_file(out / "after-three.safetensors"), alone.full_parameters())
+
+    one = learner(World())
+    step(one)
+    for name, parameter in load_file(out / "from-one.safetensors").items():
+        assert torch.equal(parameter, dict(one.full_parameters())[name])
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_both(two_ranks):
+    _, report = two_ranks
+    assert report["poisoned"] == [False, False]
+    assert report["untouched"]
+
+
+def test_lora_and_half_precision(two_ranks):
+    out, report = two_ranks
+    alone = learner(World(), lora=LoRA(rank=2, alpha=4))
+    step(alone)
+    close(load_file(out / "lora.safetensors"), alone.full_parameters())
+    for dtype in ("bfloat16", "float16"):
+        expected = summary(step(learner(World(), dtype=dtype)))
+        assert report[dtype]["loss"] == pytest.approx(expected["loss"], rel=0.02)
+        assert report[dtype]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
+        assert report[dtype]["dtypes"] == [f"torch.{dtype}"]
+
+
+def test_a_float32_residual_stream_is_not_cast_between_layers(two_ranks):
+    _, report = two_ranks
+    expected = summary(step(learner(World(), dtype="bfloat16", residual="float32")))
+    assert report["residual"]["streams"] == ["torch.float32"]
+    for name in ("loss", "grad_norm"):
+        assert report["residual"][name] == pytest.approx(expected[name], rel=0.02)
+
+
+def test_export_from_two_ranks(two_ranks):
+    out, _ = two_ranks
+    loaded = AutoModelForCausalLM.from_pretrained(out / "exported")
+    for name, value in load_file(out / "after-three.safetensors").items():
+        assert torch.equal(loaded.get_parameter(name), value)
+
+
+def test_a_world_of_one_needs_no_process_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world = start("cpu")
+    assert (world.rank, world.size, world.many) == (0, 1, False)
+    assert world.largest(3) == 3
+    assert world.gather("x") == ["x"]
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,201 @@
+"""The evidence pipeline in miniature: warm-up, probe, runs side by side, raw lines, tables, figures."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
+import figures
+import judge
+import run
+import tables
+from arms import QUESTIONS
+from beds import BEDS, GSM8K, TINY, solution
+from choice import chosen_budgets
+
+from alula.config.load import load_config
+from alula.demo.tiny_model import WarmUp
+
+BUDGETS = {"rkv": 32, "snapkv": 32, "streaming": 32, "keydiff": 32}
+
+
+def outcome(seed, *accuracy):
+    evals = [{"step": 8 * i, "policy": "dense", "accuracy": a} for i, a in enumerate(accuracy)]
+    return {"seed": seed, "evals": evals}
+
+
+def test_collapse_is_two_evaluations_below_the_start():
+    assert not judge.collapsed(outcome(0, 0.8, 0.7, 0.9, 0.9))
+    assert judge.collapsed(outcome(0, 0.8, 0.7, 0.9, 0.79))
+    assert not judge.collapsed(outcome(0, 0.8, 0.8, 0.8, 0.8))
+
+
+def test_intervals_over_seeds():
+    values = [0.5, 0.6, 0.9]
+    mean, half = judge.interval(values)
+    assert mean == pytest.approx(np.mean(values))
+    assert half == pytest.approx(4.302653 * np.std(values, ddof=1) / np.sqrt(3), rel=1e-4)
+    assert judge.interval([0.5])[1] == float("inf")
+    dense = [outcome(seed, 0.7, 0.9 + 0.01 * seed) for seed in range(3)]
+    near = [outcome(seed, 0.7, 0.89 + 0.01 * seed) for seed in range(3)]
+    assert judge.equivalent(judge.against(near, dense))
+    assert not judge.equivalent(judge.against([outcome(seed, 0.7, 0.8) for seed in range(3)], dense))
+    assert not judge.equivalent(judge.against(near[:2], dense))  # two seeds show nothing of a spread
+
+
+@pytest.mark.parametrize("bed", BEDS.values(), ids=BEDS)
+def test_every_arm_is_a_valid_recipe_of_its_own(bed):
+    for question, arms_of in QUESTIONS.items():
+        arms = arms_of(bed, dict.fromkeys(BUDGETS, bed.budgets[3]))
+        configs = [load_config(bed.recipe, ["model.source=x", "data.source=x", "out=x", *arm.settings]) for arm in arms]
+        assert len({arm.name for arm in arms}) == len(arms), question
+        assert len({config.model_dump_json() for config in configs}) == len(arms), question
+
+
+def test_arms_are_chosen_by_name_or_label():
+    arms = {arm.label: arm for arm in QUESTIONS["distill"](TINY, BUDGETS)}
+    arm = arms["tis, distilled first"]
+    assert arm.name == "rkv-32-tis-distill-first"
+    for pattern in ("", "tis", "^rkv-32", "distill-first$", "^tis, ", "distilled first$", "-32-tis|nothing"):
+        assert arm.matches(pattern), pattern
+    for pattern in ("naive", "^32", "^distill", "tis$", "distill$", "^tis-distill", "first, tis"):
+        assert not arm.matches(pattern), pattern
+    chosen = [label for label, arm in arms.items() if arm.matches("^(tis|rkv-32-naive)$")]
+    assert chosen == ["naive", "tis"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--methods", "snapkv", "--question", "compressors,collapse"],
+            "--methods snapkv: --question collapse is about rkv; add rkv, or ask --question compressors",
+        ),
+        (["--methods", "rkv,snapvk", "--question", "collapse"], "in --methods 'snapvk'; did you mean 'snapkv'?"),
+        (["--question", "colapse"], "unknown --question 'colapse'; did you mean 'collapse'?"),
+        (["--question", "budget", "--bed", "gsm8k"], "--question budget: needs a probe of its budgets"),
+    ],
+    ids=["rkv missing", "compressor", "question", "probe"],
+)
+def test_what_cannot_be_asked_is_refused_before_the_warm_up(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.setattr(run, "in_a_child", lambda *_: pytest.fail("the work has begun"))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--bed", "tiny", "--work", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as refused:
+        run.main()
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_budget_is_the_largest_that_tempts(tmp_path):
+    rows = [
+        {"seed": seed, "sparsity": TINY.evictor("rkv", budget), "careful": budget / 100 + seed * 0.05}
+        for seed in range(2)
+        for budget in TINY.budgets
+    ]
+    (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # hint 0.5: tempting below 0.35, which the second model reaches with less KV
+    assert [chosen_budgets(TINY, seed, tmp_path)["rkv"] for seed in range(2)] == [32, 28]
+
+
+def test_gsm8k_as_it_is_learned_and_asked(tmp_path, monkeypatch):
+    row = {"question": "6 and 7?", "answer": "6 * 7 = <<6*7=42>>42 of them.\n#### 1,042"}
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setenv("ALULA_DATA", str(tmp_path))
+    assert solution(row["answer"]) == "6 * 7 = 42 of them.\nThe answer is \\boxed{1,042}."
+    GSM8K.write_data(0, tmp_path)
+    for name in ("train.jsonl", "held.jsonl"):
+        assert json.loads((tmp_path / name).read_text()) == {"prompt": "6 and 7?", "answer": "1,042"}
+    assert chosen_budgets(GSM8K, 0, tmp_path)["rkv"] == 64
+
+
+WARM = WarmUp(problems=32, batch=8, careful_steps=2, mixture_steps=2)
+SMALL = replace(TINY, warm=WARM, budgets=(16, 24, 32), train_problems=32, held_out=8, probe_prompts=2)
+
+
+@pytest.mark.slow
+def test_from_warm_up_to_figure(tmp_path, monkeypatch):
+    monkeypatch.setitem(BEDS, "tiny", SMALL)
+    for module in (tables, figures):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    command = [
+        "run.py",
+        "--bed",
+        "tiny",
+        "--question",
+        "collapse",
+        "--seeds",
+        "1",
+        "--jobs",
+        "2",
+        "--arms",
+        "dense-naive|reroll",
+        "--work",
+        str(tmp_path / "work"),
+        "--out",
+        str(tmp_path / "results"),
+        "steps=2",
+        "sampling.prompts=2",
+        "eval.every=1",
+        "eval.size=4",
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    run.main()
+
+    found = {row["arm"]: row for row in tables.raw("collapse", "tiny")}
+    assert list(found) == ["dense", "rkv reroll"]
+    assert all(row["state"] == "finished" and len(row["steps"]["reward/mean"]) == 2 for row in found.values())
+    dense, reroll = found.values()
+    assert dense["evals"][0] == reroll["evals"][0]  # the same model and problems
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("metrics.jsonl")}
+    run.main()
+    assert {path: path.stat().st_mtime_ns for path in written} == written  # finished runs are left alone
+
+    page = tmp_path / "results" / "collapse.md"
+    page.write_text("<!-- table outcome tiny collapse -->\nold\n<!-- end -->\n")
+    tables.fill(page)
+    assert "| dense |" in page.read_text()
+    assert "old" not in page.read_text()
+    for question in ("collapse", "probe"):
+        figures.draw(question, "tiny")
+    assert {path.stem for path in (tmp_path / "results").rglob("*.svg")} == {
+        "tiny-accuracy",
+        "tiny-reward",
+        "tiny-length",
+        "tiny-careful",
+        "tiny-tail",
+    }
+
+
+class Flaky:
+    """Fails as often as it is told to, then finishes; every attempt is a line of its log."""
+
+    def __init__(self, folder, failures):
+        self.folder, self.failures, self.log = folder, failures, folder.with_suffix(".log")
+
+    @property
+    def attempts(self):
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+    @property
+    def finished(self):
+        return self.attempts > self.failures
+
+    def __call__(self):
+        with self.log.open("a") as log:
+            log.write(f"{self.folder.name}\n")
+        raise SystemExit(int(not self.finished))
+
+
+def test_a_run_that_failed_is_tried_once_more_after_the_others(tmp_path, capsys):
+    flaky = [Flaky(tmp_path / f"fails-{count}", count) for count in (0, 1, 2)]
+    run.run_all(flaky, jobs=1, deadline=float("inf"))
+    assert [each.attempts for each in flaky] == [1, 2, 2]
+    ended = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert ended == ["fails-0: done", "fails-1: failed", "fails-2: failed", "fails-1: done", "fails-2: failed"]

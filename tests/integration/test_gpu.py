@@ -1,0 +1,66 @@
+"""On a CUDA device: captured and compiled steps give what eager ones give, and the CPU's reference too."""
+
+import numpy as np
+import pytest
+import torch
+
+from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.models.load import load_model
+
+pytestmark = pytest.mark.gpu
+
+POLICIES = {
+    "dense": Sparsity(),
+    "rkv": Sparsity(evict=Evict("rkv", budget=48, buffer=16)),
+    "h2o": Sparsity(evict=Evict("h2o", budget=48, buffer=16)),
+    "block-topk": Sparsity(select=Select("block-topk", budget=64)),
+    "quest & snapkv": Sparsity(Evict("snapkv", budget=96, buffer=16), Select("quest", budget=64)),
+}
+
+
+def rollouts(device: str, policy: Sparsity, prompts: list[list[int]], new_tokens: int, **options):
+    loaded = load_model("shape:tiny-qwen3", dtype="float32")
+    loaded.model.to(device)
+    longest = max(map(len, prompts)) + new_tokens + 64
+    engine = Engine(loaded, kv_memory="512MiB", max_rows=8, max_length=longest, **options)
+    made = engine.generate(prompts, Sampling(n=2, max_new_tokens=new_tokens, ignore_eos=True), policy, progress=False)
+    assert engine.pool.in_use == 0
+    return made
+
+
+def assert_same(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert x.token_ids == y.token_ids
+        torch.testing.assert_close(x.logprobs, y.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_captured_and_compiled_steps_equal_eager_ones_and_the_cpu(name):
+    prompts = [[3, 4, 5], list(range(2, 90))]
+    eager = rollouts("cuda", POLICIES[name], prompts, 300, graphs=False, compiled=False)
+    assert_same(eager, rollouts("cuda", POLICIES[name], prompts, 300))
+    assert_same(eager, rollouts("cpu", POLICIES[name], prompts, 300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_graphs_equal_eager_at_16k_tokens(name):
+    prompt = np.random.default_rng(0).integers(2, 128, 16000).tolist()
+    eager = rollouts("cuda", POLICIES[name], [prompt], 600, graphs=False, compiled=False)
+    assert_same(eager, rollouts("cuda", POLICIES[name], [prompt], 600))
+    if POLICIES[name].evict:
+        assert eager[0].kv.evictions > 30
+
+
+def test_sleep_gives_the_memory_back_and_graphs_survive_it():
+    loaded = load_model("shape:tiny-llama", device="cuda", dtype="float32")
+    engine = Engine(loaded, kv_memory="4GiB", max_rows=8, compiled=False)
+    ask = ([[1, 2, 3]], Sampling(max_new_tokens=40, ignore_eos=True), POLICIES["rkv"])
+    before = engine.generate(*ask, progress=False)
+    graphs = len(engine.runner._graphs)
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] - free >= 4 << 30
+    engine.wake()
+    assert_same(before, engine.generate(*ask, progress=False))
+    assert len(engine.runner._graphs) == graphs

@@ -1,0 +1,466 @@
+"""Planning: against brute force on synthetic calibrations, refusals, forward plans for evictors, files, plots."""
+
+from dataclasses import asdict, replace
+from itertools import combinations_with_replacement
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alula.cli.main import app
+from alula.errors import SettingError
+from alula.mismatch.calibrate.families import parse_methods
+from alula.mismatch.calibrate.file import Calibration, Configuration, Measured
+from alula.mismatch.calibrate.label import family_label, label
+from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, Shape, features, generation
+from alula.mismatch.plan.evictor_schedule import plan_forward
+from alula.mismatch.plan.plan import GAP, Infeasible, Workload, cheapest_monotone, inherit_from, plan, reachable_tau
+from alula.mismatch.plan.plot import Line, chart, plot_pareto, plot_tails, ticks
+from alula.mismatch.plan.tradeoff import table, tradeoffs
+from alula.mismatch.tail import Estimate, Tail
+from alula.sparsity.policy import DENSE
+from alula.sparsity.schedule import Schedule
+from alula.sparsity.text import parse_sparsity
+
+SHAPE = Shape(1_720_000_000, 28, 16, 8, 128)
+COST = AnalyticCost(SHAPE, Hardware.named("h200"))
+BUDGETS = (64, 128, 256, 512, 1024)
+BINS, WIDTH = 6, 500
+WORK = Workload(new_tokens=BINS * WIDTH, batch=64)
+
+
+def make_tail(lower, prompts=50, spread=0.02) -> Tail:
+    low = np.asarray(lower, dtype=float)
+    counts = np.broadcast_to(np.asarray(prompts), low.shape).copy()
+    return Tail(low + spread, low, low + 2 * spread, counts * 100, counts, float(low.mean() + spread), WIDTH)
+
+
+def select(budget: int, **options) -> Configuration:
+    return Configuration("select", "block-topk", budget, tuple({"block": 16, **options}.items()))
+
+
+def evict(budget: int) -> Configuration:
+    return Configuration("evict", "streaming", budget, (("buffer", 16), ("window", 4)))
+
+
+def calibration(lower, prompts=50, make=select, budgets=BUDGETS) -> Calibration:
+    """`lower` [configuration, bin]: the lower bounds of the tails."""
+    measured = [Measured(make(b), make_tail(row, prompts)) for b, row in zip(budgets, lower)]
+    return Calibration("some/model", make_tail(np.full(len(lower[0]), 0.93), prompts), tuple(measured))
+
+
+def realistic(drop: float = 0.0) -> np.ndarray:
+    """Tails that fall with length and rise with the budget."""
+    ends = (np.arange(BINS) + 1) * WIDTH
+    return 0.95 - drop - 0.10 * np.sqrt(np.maximum(0, np.log(ends[None] / np.array(BUDGETS)[:, None])) / 2)
+
+
+def test_picks_the_cheapest_passing_budget_in_every_bin():
+    lower = realistic()
+    made = plan(calibration(lower), COST, WORK, tau=0.86)
+    for j, planned in enumerate(made.bins):
+        passing = [b for b, row in zip(BUDGETS, lower) if row[j] >= 0.86]
+        assert planned.budget == min(passing)
+        assert planned.tail.lower >= 0.86
+    assert len(set(made.schedule.budgets)) > 2
+    assert made.speedup > 1
+
+
+def test_the_schedule_says_what_it_is_for():
+    made = plan(calibration(realistic()), COST, WORK, tau=0.86, name="mine")
+    schedule = made.schedule
+    assert (schedule.name, schedule.model, schedule.method) == ("mine", "some/model", "block-topk")
+    assert (schedule.block, schedule.width) == (16, WIDTH)
+    assert schedule.notes["tau"] == 0.86
+    with pytest.raises(SettingError, match="block=16"):
+        schedule.check(method="block-topk", block=32)
+
+
+def test_default_threshold_is_the_floor_minus_the_papers_gap():
+    made = plan(calibration(realistic()), COST, WORK)
+    assert made.tau == pytest.approx(0.95 - GAP)
+
+
+def fastest_by_brute_force(cal: Calibration, tau: float) -> float:
+    best = 0.0
+    dense = generation(COST, DENSE, batch=WORK.batch, prompt=0, new_tokens=WORK.new_tokens)
+    for family in cal.families().values():
+        for rungs in combinations_with_replacement(range(len(family)), BINS):
+            if all(family[k].tail.lower[j] >= tau for j, k in enumerate(rungs)):
+                schedule = Schedule(tuple(family[k].configuration.budget for k in rungs), WIDTH)
+                policy = family[0].configuration.sparsity(schedule)
+                sparse = generation(COST, policy, batch=WORK.batch, prompt=0, new_tokens=WORK.new_tokens)
+                best = max(best, sparse.tokens_per_second / dense.tokens_per_second)
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.80, 0.93))
+def test_optimum_on_noisy_calibrations(seed, tau):
+    """Never below tau, monotone, and as fast as the best of all monotone schedules; else truly out of reach."""
+    rng = np.random.default_rng(seed)
+    cal = calibration(realistic()[1:4] + 0.02 * rng.normal(size=(3, BINS)), budgets=BUDGETS[1:4])
+    best = fastest_by_brute_force(cal, tau)
+    if best == 0.0:
+        with pytest.raises(Infeasible) as refused:
+            plan(cal, COST, WORK, tau=tau)
+        assert refused.value.reachable < tau
+        plan(cal, COST, WORK, tau=refused.value.reachable)
+        with pytest.raises(Infeasible):
+            plan(cal, COST, WORK, tau=refused.value.reachable + 1e-9)
+    else:
+        made = plan(cal, COST, WORK, tau=tau)
+        assert all(planned.tail.lower >= tau for planned in made.bins)
+        assert list(made.schedule.budgets) == sorted(made.schedule.budgets)
+        assert made.speedup == pytest.approx(best, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4))
+def test_cheapest_monotone_against_enumeration(seed, bins, choices):
+    rng = np.random.default_rng(seed)
+    cost = np.where(rng.random((bins, choices)) < 0.3, np.inf, rng.random((bins, choices)))
+    every = combinations_with_replacement(range(choices), bins)
+    best = min(sum(cost[j, k] for j, k in enumerate(path)) for path in every)
+    chosen = cheapest_monotone(cost)
+    if chosen is None:
+        assert best == np.inf
+    else:
+        assert chosen == sorted(chosen)
+        assert sum(cost[j, k] for j, k in enumerate(chosen)) == pytest.approx(best)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4))
+def test_reachable_against_enumeration(seed, bins, choices):
+    lower = np.random.default_rng(seed).random((bins, choices))
+    every = list(combinations_with_replacement(range(choices), bins))
+    assert reachable_tau(lower, True) == max(min(lower[j, k] for j, k in enumerate(path)) for path in every)
+    assert reachable_tau(lower, False) == max(min(lower[:, k]) for k in range(choices))
+
+
+def test_out_of_reach_names_the_best_reachable_and_the_bin():
+    lower = realistic(drop=0.05)
+    with pytest.raises(Infeasible, match=r"tau=0\.950 .* best reachable is 0\.\d+.*2500-3000.*budget 1024") as refused:
+        plan(calibration(lower), COST, WORK, tau=0.95)
+    assert refused.value.reachable == pytest.approx(lower[-1, -1])
+    with pytest.raises(SettingError, match=r"tau=1\.5"):
+        plan(calibration(lower), COST, WORK, tau=1.5)
+
+
+def test_an_empty_calibration_is_refused():
+    empty = Calibration("m", make_tail(np.full(BINS, 0.9)), ())
+    with pytest.raises(SettingError, match="no configuration"):
+        plan(empty, COST, WORK)
+
+
+def test_thin_bins_inherit_the_neighbours_larger_budget():
+    lower = realistic()
+    prompts = np.array([5, 50, 10, 50, 50, 3])
+    lower[:, [0, 2, 5]] = 0.0  # whatever a thin bin seems to say must not count
+    made = plan(calibration(lower, prompts), COST, WORK, tau=0.86)
+    budgets = made.schedule.budgets
+    assert (budgets[0], budgets[2], budgets[5]) == (budgets[1], budgets[3], budgets[4])
+    assert budgets[1] < budgets[3]
+    assert [planned.tail is None for planned in made.bins] == [True, False, True, False, False, True]
+    assert "lengths 0-500, 1000-1500: fewer than 20 prompts, so the budget is the neighbour's" in made.warnings[0]
+    assert "lengths from 2500 on" in made.warnings[1]
+    assert "without proof" in made.warnings[1]
+    assert made.schedule.notes["inherited_bins"] == [0, 2, 5]
+    with pytest.raises(SettingError, match="more prompts"):
+        plan(calibration(lower, 5), COST, WORK, tau=0.86)
+    assert inherit_from(np.array([False, True, False, True, False])).tolist() == [1, 1, 3, 3, 3]
+
+
+def test_lengths_past_the_calibration_are_announced():
+    made = plan(calibration(realistic()), COST, Workload(new_tokens=4000, batch=8), tau=0.86)
+    assert "3000-4000 were not measured" in made.warnings[0]
+
+
+def test_the_fastest_family_wins_and_the_others_are_reported():
+    better, worse = realistic(), realistic(drop=0.03)
+    cal = calibration(better)
+    cal = cal.with_measured(Measured(select(b, block=64), make_tail(row)) for b, row in zip(BUDGETS, worse) if b > 200)
+    cal = cal.with_measured([Measured(evict(64), make_tail(realistic(drop=0.2)[0]))])
+    made = plan(cal, COST, WORK, tau=0.86)
+    assert made.configuration.block == 16
+    assert len(made.rivals) == 2
+    assert "reaches 0." in dict(made.rivals)["streaming buffer=16 window=4"]
+
+
+def test_selecting_costs_more_than_reading_where_the_cache_is_short():
+    """With an expensive selection the first bin is read whole, although a smaller budget would pass."""
+    constants = dict.fromkeys(features(SHAPE, 1, 1, 1), 0.0) | {"fixed": 1.0, "kv_gb": 0.1, "select": 1.0}
+    made = plan(calibration(np.full((5, BINS), 0.95)), FittedCost(SHAPE, constants), WORK, tau=0.9)
+    assert min(made.schedule.budgets) >= 512
+    cheap = plan(calibration(np.full((5, BINS), 0.95)), COST, WORK, tau=0.9)
+    assert max(cheap.schedule.budgets) == 64
+
+
+def test_an_evictor_measured_at_fixed_budgets_gets_a_fixed_budget():
+    lower = realistic()
+    made = plan(calibration(lower, make=evict), COST, WORK, tau=0.86)
+    assert set(made.schedule.budgets) == {min(b for b, row in zip(BUDGETS, lower) if row.min() >= 0.86)}
+    assert made.schedule.block is None
+    assert made.sparse.peak_kv_bytes < made.dense.peak_kv_bytes
+
+
+def test_memory_that_an_evictor_frees_becomes_rows():
+    work = Workload(new_tokens=BINS * WIDTH, kv_bytes=8e9)
+    made = plan(calibration(np.full((5, BINS), 0.95), make=evict), COST, work, tau=0.9)
+    assert made.sparse.batch > 20 * made.dense.batch
+    with pytest.raises(SettingError, match="either batch or kv_bytes"):
+        Workload(new_tokens=10)
+
+
+# Forward plans
+
+
+class Evictor:
+    """A tail that depends on the smallest budget so far, weighted: what was evicted early hurts later."""
+
+    def __init__(self, prompts=50, memory: float = 0.5) -> None:
+        self.prompts, self.memory, self.calls = prompts, memory, 0
+
+    def __call__(self, before: tuple[int, ...], j: int, budget: int) -> Estimate:
+        self.calls += 1
+        assert len(before) == j
+        assert [*before, budget] == sorted((*before, budget))
+        past = np.mean([np.log2(b) for b in before]) if before else np.log2(budget)
+        effective = (1 - self.memory) * np.log2(budget) + self.memory * past
+        value = 0.90 - 0.03 * np.log2(j + 1) + 0.02 * (effective - 7)
+        prompts = self.prompts[j] if isinstance(self.prompts, list) else self.prompts
+        return Estimate(value, value - 0.01, value + 0.01, 1000, prompts)
+
+
+def sweep(measure: Evictor, tau: float) -> list[int]:
+    """Smallest passing budget bin by bin, by trying them all."""
+    budgets: list[int] = []
+    for j in range(BINS):
+        floor = budgets[-1] if budgets else 0
+        budgets.append(next(b for b in BUDGETS if b >= floor and measure(tuple(budgets), j, b).lower >= tau))
+    return budgets
+
+
+def test_forward_equals_a_sweep_with_fewer_measurements():
+    searched, swept = Evictor(), Evictor()
+    found = plan_forward(searched, BUDGETS, bins=BINS, width=WIDTH, tau=0.84)
+    assert [planned.budget for planned in found] == sweep(swept, 0.84)
+    assert len({planned.budget for planned in found}) > 1
+    assert all(planned.tail.lower >= 0.84 for planned in found)
+    assert searched.calls <= 3 * BINS
+
+
+def test_forward_raises_earlier_bins_where_one_bin_alone_is_not_enough():
+    measure, tau = Evictor(memory=0.9), 0.84
+    made = plan_forward(measure, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+    found = [planned.budget for planned in made]
+    assert found == sorted(found)
+    for j, b in enumerate(found):
+        under = measure(tuple(found[:j]), j, b)
+        assert under.lower >= tau
+        assert made[j].tail == under, "what is reported was measured under the schedule that came out"
+        smaller = [c for c in BUDGETS if (found[j - 1] if j else 0) <= c < b]
+        if smaller and j == BINS - 1:
+            assert measure(tuple(found[:j]), j, smaller[-1]).lower < tau, "a rung less would not do"
+    with pytest.raises(StopIteration):
+        sweep(Evictor(memory=0.9), tau)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.3, 0.9), st.floats(0, 0.3))
+def test_forward_never_picks_a_budget_under_tau(seed, tau, noise):
+    """Noise breaks the growth with the budget that the search relies on: what comes out still holds, everywhere."""
+    plain = Evictor(memory=0.9)
+
+    def noisy(before: tuple[int, ...], j: int, budget: int) -> Estimate:
+        rng = np.random.default_rng([seed, j, *before, budget])
+        lower = plain(before, j, budget).lower + noise * rng.standard_normal()
+        return Estimate(lower, lower, lower, 1000, 50)
+
+    try:
+        made = plan_forward(noisy, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+    except Infeasible:
+        return
+    found = tuple(planned.budget for planned in made)
+    assert list(found) == sorted(found)
+    for j, planned in enumerate(made):
+        assert planned.tail == noisy(found[:j], j, found[j])
+        assert planned.tail.lower >= tau
+
+
+def test_forward_out_of_reach():
+    with pytest.raises(Infeasible, match="out of reach at lengths") as refused:
+        plan_forward(Evictor(), BUDGETS, bins=BINS, width=WIDTH, tau=0.95)
+    assert refused.value.reachable < 0.95
+
+
+def test_forward_thin_bins_inherit():
+    measure = Evictor(prompts=[5, 50, 50, 5, 50, 5])
+    found = plan_forward(measure, BUDGETS, bins=BINS, width=WIDTH, tau=0.84)
+    budgets = [planned.budget for planned in found]
+    assert (budgets[0], budgets[3], budgets[5]) == (budgets[1], budgets[4], budgets[4])
+    assert [planned.tail is None for planned in found] == [True, False, False, True, False, True]
+
+
+# Files, tables, plots
+
+
+def test_calibration_file(tmp_path):
+    cal = calibration(realistic(), np.array([50, 50, 50, 50, 5, 0]))
+    cal.measured[0].tail.value[-1] = np.nan
+    cal = cal.with_measured([Measured(evict(64), make_tail(realistic()[0]))])
+    cal.save(tmp_path / "c.json")
+    again = Calibration.load(tmp_path / "c.json")
+    assert again.to_dict() == cal.to_dict()
+    assert [m.configuration for m in again.measured] == [m.configuration for m in cal.measured]
+    assert np.isnan(again.measured[0].tail.value[-1])
+    assert again.measured[0].tail.prompts.dtype == np.int64
+    assert list(tmp_path.iterdir()) == [tmp_path / "c.json"]
+
+
+def test_bad_calibration_files_are_refused(tmp_path):
+    with pytest.raises(SettingError, match="alula calibrate"):
+        Calibration.load(tmp_path / "none.json")
+    for text in ("{", '{"version": 0}', '{"version": 1}', '{"version": 1, "measured": [{"kind": "x"}]}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(SettingError, match="calibration file"):
+            Calibration.load(tmp_path / "bad.json")
+    with pytest.raises(SettingError, match="same bins"):
+        Calibration("m", make_tail(np.ones(3)), (Measured(select(64), make_tail(np.ones(4))),))
+
+
+def run_plan(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(["plan", *map(str, arguments)])
+    return ended.value.code or 0
+
+
+@pytest.fixture
+def calibration_file(tmp_path):
+    path = tmp_path / "calibration.json"
+    replace(calibration(realistic()), notes={"shape": asdict(SHAPE)}).save(path)
+    return path
+
+
+def test_the_command_makes_the_folder_of_its_output(calibration_file, tmp_path):
+    out = tmp_path / "no" / "such" / "s.json"
+    assert run_plan(calibration_file, "--out", out) == 0
+    assert Schedule.load(out).name == "s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch", "0"], "--batch 0: must be at least 1."),
+        (["--new-tokens", "0"], "--new-tokens 0: must be at least 1."),
+        (["--prompt", "-1"], "--prompt -1: must be at least 0."),
+        (["--batch", "4", "--kv-memory", "1GiB"], "--batch 4 and --kv-memory 1GiB: give one of them"),
+        (["--out", "/proc/none/s.json"], "--out /proc/none/s.json: cannot be written ("),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_command_refuses_in_one_sentence(calibration_file, capsys, arguments, said):
+    assert run_plan(calibration_file, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "", "before the work"
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_measured_again_replaces():
+    cal = calibration(realistic())
+    more = cal.with_measured([Measured(select(64), make_tail(np.zeros(BINS)))])
+    assert len(more.measured) == len(cal.measured)
+    assert more.families()[select(64).family][0].tail.lower.max() == 0
+
+
+def test_a_stricter_threshold_costs_speed():
+    rows = tradeoffs(calibration(realistic()), COST, WORK, taus=[0.80, 0.86, 0.87, 0.99])
+    assert [row.tau for row in rows] == [0.99, 0.87, 0.86, 0.80]
+    assert rows[0].plan is None
+    speeds = [row.plan.speedup for row in rows[1:]]
+    assert speeds == sorted(speeds)
+    text = table(rows)
+    assert "out of reach" in text.splitlines()[2]
+    assert f"{speeds[0]:.2f}x" in text.splitlines()[3]
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_plots_are_whole_svg():
+    cal = calibration(realistic(), np.array([50, 50, 50, 50, 50, 5]))
+    made = plan(cal, COST, WORK, tau=0.86)
+    tails = ElementTree.fromstring(plot_tails(cal, made))
+    space = {"s": "http://www.w3.org/2000/svg"}
+    assert len(tails.findall("s:polyline", space)) == len(BUDGETS) + 3  # the floor, tau and the plan
+    assert len(tails.findall("s:circle", space)) == 5  # the thin bin has no tail of its own
+    assert len(tails.findall("s:polygon", space)) == 1
+    pareto = ElementTree.fromstring(plot_pareto(tradeoffs(cal, COST, WORK, taus=[0.8, 0.86])))
+    assert len(pareto.findall("s:circle", space)) == 2
+
+
+def drawn_strokes(svg: str) -> tuple[ElementTree.Element, list[tuple[str, str | None]]]:
+    root = ElementTree.fromstring(svg)
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    return root, [(line.get("stroke"), line.get("stroke-dasharray")) for line in lines]
+
+
+def test_the_legend_of_many_long_policies_stays_inside_and_tells_all_lines_apart():
+    methods = "rkv:buffer=64:window=16:sinks=2:mix=0.25,snapkv:budget=2k:window=16:protect_prompt=true&block-topk"
+    tail = calibration(realistic(), np.full(6, 50)).floor
+    measured = [
+        Measured(replace(family, budget=budget), tail)
+        for family in parse_methods(methods, (16, 32))
+        for budget in range(512, 512 + 16 * 18, 16)
+    ]
+    root, strokes = drawn_strokes(plot_tails(Calibration("m", tail, tuple(measured))))
+    assert len(set(strokes)) == len(measured) + 1
+    *_, width, height = map(float, root.get("viewBox").split())
+    texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+    for text in texts:
+        if text.get("text-anchor") == "start":
+            assert float(text.get("x")) + 6.8 * len(text.text) < width, "a wide font has 6.8 units a letter"
+            assert float(text.get("y")) < height
+    places = [(t.get("x"), t.get("y")) for t in texts]
+    assert len(set(places)) == len(places)
+    words = [t.text for t in texts]
+    assert words.count("512") == 3, "one in each family, under its name"
+    assert words[words.index("512") - 2 : words.index("512")] == ["rkv:buffer=64:window=16:sinks=2:", "mix=0.25"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rkv:512+64,window=4,mix=0.25",
+        "snapkv:48+8,sinks=0 & block-topk:1024,block=32",
+        "h2o:40+128",
+        "quest:64,dense_layers=0",
+        "dense",
+    ],
+)
+def test_a_label_is_what_a_command_line_takes(text):
+    assert label(parse_sparsity(text)) == text
+
+
+@pytest.mark.parametrize("text", ["rkv:buffer=64:mix=0.25", "snapkv:budget=48:sinks=0&block-topk:block=32", "quest"])
+def test_the_label_of_a_family_is_what_methods_takes(text):
+    [family] = parse_methods(text, (16,))
+    assert family_label(family) == text
+
+
+def test_an_axis_of_names():
+    drawn = ElementTree.fromstring(chart("t", "", "y", [Line("a", [0, 2], [0.1, 0.3])], x_names=["p", "q & r", "s"]))
+    names = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert [name for name in names if name in ("p", "q & r", "s")] == ["p", "q & r", "s"]
+    assert "1.5" not in names, "no numbers beside them"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(-1e4, 1e4), st.floats(0, 1e4))
+def test_ticks_enclose(low, span):
+    marks = ticks(low, low + span)
+    assert marks[0] <= low + 1e-6 * max(1, abs(low))
+    assert marks[-1] >= low + span - 1e-6 * max(1, abs(low) + span)
+    assert 2 <= len(marks) <= 13

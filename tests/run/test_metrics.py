@@ -1,0 +1,234 @@
+"""The run folder: lines written whole, a resumed run's files equal to an uninterrupted one's."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alula.errors import SettingError
+from alula.run.console import LiveLine, describe, duration
+from alula.run.run_dir import LINES, MetricsWriter, drop_after, parse_line, without_clocks
+
+
+def train(run: Path, first: int, last: int, resume_from: int | None, clock: float = 0.0) -> None:
+    """Log the steps of a deterministic run; only the clocks depend on when it runs."""
+    writer = MetricsWriter(run, resume_from=resume_from, total_steps=last)
+    for step in range(first, last + 1):
+        noise = random.Random(step)
+        writer.log(step, {"reward/mean": noise.random(), "time/step": clock, "speed/mfu": clock})
+        if step % 3 == 0:
+            writer.log_eval(step, "held", "dense", accuracy=noise.random(), n=10, stderr=0.1, length=7.5)
+            writer.log_completions(step, [{"prompt": "é?\n", "completion": "42", "reward": 1.0}])
+        if step % 4 == 0:
+            writer.log_event(step, "rejection", "too much", "less")
+    writer.close()
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 17, 60])
+@pytest.mark.parametrize("checkpoint", [-1, 0, 3, 5, 11])
+def test_resumed_files_equal_the_uninterrupted_ones(tmp_path, checkpoint, cut):
+    train(tmp_path / "whole", 1, 12, None)
+    train(tmp_path / "killed", 1, 12, None, clock=3.0)
+    for name in LINES:  # a kill in the middle of a write leaves part of a line
+        path = tmp_path / "killed" / name
+        os.truncate(path, path.stat().st_size - cut)
+    train(tmp_path / "killed", max(checkpoint, 0) + 1, 12, checkpoint, clock=5.0)
+    for name in LINES:
+        whole, killed = rows(tmp_path / "whole" / name), rows(tmp_path / "killed" / name)
+        assert len(whole) > 2
+        assert list(map(without_clocks, whole)) == list(map(without_clocks, killed))
+        if name != "metrics.jsonl":
+            assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+
+
+def test_clocks_are_exactly_time_and_speed():
+    row = {"step": 1, "time/step": 2.0, "speed/mfu": 0.4, "timely": 1.0, "reward/time/": 1.0}
+    assert without_clocks(row) == {"step": 1, "timely": 1.0, "reward/time/": 1.0}
+
+
+def test_every_line_is_on_disk_at_once_even_when_killed(tmp_path):
+    script = (
+        "import os, signal\nfrom alula.run.run_dir import MetricsWriter\n"
+        f"writer = MetricsWriter({str(tmp_path / 'run')!r})\n"
+        "writer.log(1, {'a': 1.5}); writer.log(2, {'a': 2.5})\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -9
+    assert rows(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "a": 1.5}, {"step": 2, "a": 2.5}]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "running"
+
+
+def test_numbers_keep_every_bit_and_what_is_not_finite_is_null(tmp_path):
+    import torch
+
+    value = 0.1 + 0.2
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(1, {"a": value, "b": torch.tensor(0.5), "c": 3, "d": float("nan"), "e": float("inf")})
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "a": value, "b": 0.5, "c": 3, "d": None, "e": None}]
+
+
+def test_a_used_folder_is_not_overwritten(tmp_path):
+    train(tmp_path, 1, 3, None)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(SettingError, match="already holds a run"):
+        MetricsWriter(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(None, "finished"), (KeyboardInterrupt, "stopped"), (ValueError, "failed")]
+)
+def test_status_says_how_the_run_ended(tmp_path, error, state):
+    with contextlib.suppress(KeyboardInterrupt, ValueError), MetricsWriter(tmp_path, total_steps=7):
+        if error:
+            raise error
+    assert json.loads((tmp_path / "status.json").read_text()) == {"state": state, "total_steps": 7}
+
+
+def test_drop_after_stops_at_the_first_broken_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "a"\n{"step": 3}\n')
+    assert drop_after(path, 9) == 1
+    assert path.read_bytes() == b'{"step": 1}\n'
+    assert drop_after(path, 9, most=0) == 0
+    assert path.read_bytes() == b""
+    assert parse_line(b'{"step": 1}') is None
+    assert parse_line(b"[1]\n") is None
+
+
+def test_tensorboard_holds_the_resumed_curve(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_from, first in ((None, 1), (3, 4)):
+        with MetricsWriter(tmp_path, ["tensorboard"], resume_from=resume_from) as writer:
+            for step in range(first, 6):
+                writer.log(step, {"reward/mean": step / 10})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    curve = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
+    assert curve == [(step, step / 10) for step in range(1, 6)]
+
+
+def test_sinks_are_named_or_explained(tmp_path, monkeypatch):
+    with pytest.raises(SettingError, match="did you mean 'wandb'"):
+        MetricsWriter(tmp_path / "a", ["wandbb"])
+    monkeypatch.setitem(sys.modules, "trackio", None)  # what Python does for a package that is not there
+    with pytest.raises(SettingError, match=r"pip install 'alula\[trackio\]'"):
+        MetricsWriter(tmp_path / "b", ["trackio"])
+
+
+@pytest.mark.parametrize("sink", ["wandb", "trackio"])
+def test_hosted_sinks_run_without_a_server(tmp_path, monkeypatch, sink):
+    pytest.importorskip(sink)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for resume_from, first in ((None, 1), (3, 4)):
+        with MetricsWriter(tmp_path / "run", [sink], resume_from=resume_from, settings={"a": 1}) as writer:
+            for step in range(first, 6):
+                writer.log(step, {"reward/mean": step / 10, "nothing": float("nan")})
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+STEP = {
+    "reward/mean": 0.4567,
+    "response/length_mean": 311.6,
+    "mismatch/veto_rate": 0.071,
+    "mismatch/rejected": 0.25,
+    "kv/saved": 0.613,
+    "speed/tokens_per_s": 12345.6,
+}
+WORDS = "reward 0.457 · length 312 · vetoed 7.1% · rejected 25.0% · KV saved 61% · tok/s 12,346"
+
+
+def test_piped_output_is_one_plain_line_per_step():
+    now = iter([0.0, 10.0, 20.0, 30.0])
+    stream = io.StringIO()
+    with LiveLine(100, first_step=40, stream=stream, clock=lambda: next(now)) as live:
+        live.phase("rollout")
+        for step in (41, 42, 43):
+            live.update(step, STEP)
+        live.message("warning: [looks] like markup")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == f"step 41/100 · {WORDS} · 9 min 50 s left"
+    assert lines[2:] == [f"step 43/100 · {WORDS} · 9 min 30 s left", "warning: [looks] like markup"]
+
+
+def test_a_terminal_gets_one_live_line():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    os.environ.pop("NO_COLOR", None)
+    with LiveLine(4, stream=stream) as live:
+        live.console.width = 160
+        for step in (1, 2, 3, 4):
+            live.update(step, STEP)
+        live.message("a warning")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "step 4/4" in plain
+    assert WORDS in plain
+    assert "a warning" in plain
+    assert plain.rstrip().endswith("done")
+    assert plain.count("step 1/4") <= 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_live_line_never_wraps_and_keeps_the_step(width):
+    live = LiveLine(1000, stream=io.StringIO())
+    live.console.width = width
+    live.update(123, STEP)
+    with live.console.capture() as captured:
+        live.console.print(live._render())
+    (line,) = captured.get().splitlines()
+    assert line.startswith("step 123/1000")
+    assert len(line) <= width
+    assert "left · reward 0.457 · length 312" in line
+
+
+def test_what_was_not_measured_is_left_out():
+    assert describe({"reward/mean": 0.5}) == "reward 0.500"
+    assert describe({"reward/mean": None, "kv/saved": 0.0}) == "KV saved 0%"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59.4, "59 s"), (185, "3 min 05 s"), (7620, "2 h 07 min"), (97200, "1 d 03 h")],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_importing_needs_no_torch():
+    script = "import sys, alula.run.run_dir, alula.run.console, alula.trainer.health; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_glossary_knows_every_metric_that_is_shown_or_watched():
+    from alula.report.charts import MAIN, MORE, REWARD
+    from alula.trainer.health import WATCHED
+
+    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    names = {chart.metric for chart in (REWARD, *MAIN, *MORE)} | set(WATCHED)
+    assert [name for name in sorted(names) if f"`{name}`" not in glossary] == []
+
+
+def test_the_glossary_knows_every_warning():
+    from alula.trainer import health, signs
+
+    source = Path(signs.__file__).read_text() + Path(health.__file__).read_text()
+    kinds = set(re.findall(r'HealthWarning\(\s*"([a-z-]+)"', source))
+    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert len(kinds) == 9
+    assert [kind for kind in kinds if f"| `{kind}` |" not in glossary] == []

@@ -1,0 +1,192 @@
+"""Schedules: lookup, files, refusals, and the published presets."""
+
+import json
+import re
+
+import pytest
+
+from alula.errors import SettingError
+from alula.sparsity.policy import Evict, Select, Sparsity
+from alula.sparsity.schedule import PRESETS, Schedule
+from alula.sparsity.text import parse_sparsity
+from alula.trainer.memory_plan import shape_config
+from alula.trainer.preflight import made_for_another
+
+PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
+
+
+def test_lookup_is_by_length_and_the_last_bin_is_open():
+    schedule = Schedule((64, 128, 256), width=100)
+    assert [schedule.at(length) for length in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [
+        64,
+        64,
+        128,
+        128,
+        256,
+        256,
+        256,
+        256,
+    ]
+
+
+def test_a_file_brings_back_the_same_schedule(tmp_path):
+    schedule = Schedule((64, 128), width=50, name="x", model="m", method="rkv", block=None, notes={"tau": 0.9})
+    schedule.save(tmp_path / "x.json")
+    again = Schedule.load(tmp_path / "x.json")
+    assert again == schedule
+    assert again.notes == {"tau": 0.9}
+
+
+def test_another_use_is_refused_with_the_reason():
+    schedule = Schedule((64,), name="x", model="m", method="block-topk", block=16)
+    schedule.check(method="block-topk", block=16, model="m")
+    for wrong in (
+        {"method": "quest", "block": 16, "model": "m"},
+        {"method": "block-topk", "block": 32, "model": "m"},
+        {"method": "block-topk", "block": 16, "model": "n"},
+    ):
+        with pytest.raises(SettingError, match="was made for"):
+            schedule.check(**wrong)
+
+
+def test_bad_files_are_refused(tmp_path):
+    with pytest.raises(SettingError, match=r"did you mean 'qwen3-4b-0.86'"):
+        Schedule.load("qwen3-4b-086")
+    for text in ("{", '{"width": 3}', '{"budgets": [1], "colour": 2}', '{"budgets": []}', '{"budgets": [0]}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(SettingError):
+            Schedule.load(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rkv:-5", "budget '-5': must be a whole number of at least 1"),
+        ("rkv:64.5", "budget '64.5': must be a whole number of at least 1"),
+        ("quest:1e3", "budget '1e3': must be a whole number of at least 1"),
+        ("rkv:8+", "sparsity 'rkv:8+': the buffer is one whole number after one +"),
+        ("rkv:512+128+1", "sparsity 'rkv:512+128+1': the buffer is one whole number after one +"),
+        ("rkv:512+-3", "sparsity 'rkv:512+-3': the buffer is one whole number after one +"),
+        ("rkv:none.json", "schedule file none.json: there is no such file; `alula plan` writes one."),
+        ("rkv:plans/mine+64", "schedule file plans/mine: there is no such file"),
+        ("quest:qwen3-4b-086", "did you mean 'qwen3-4b-0.86'?"),
+    ],
+)
+def test_a_budget_that_is_none_is_answered_with_what_was_meant(text, said):
+    with pytest.raises(SettingError, match=re.escape(said)) as refused:
+        parse_sparsity(text)
+    assert "known:" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ['{"bandwidth": 1, "records": []}', '{"budgets": ["a"]}', "[{}]", "{"])
+def test_another_kind_of_file_is_named(tmp_path, text):
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=rf"schedule file {path}: not a schedule \(.*\); `alula plan` writes one\."):
+        parse_sparsity(f"rkv:{path}")
+
+
+def test_every_published_schedule_is_there():
+    published = {
+        "1.7b": ["0.75", "0.80", "0.83", "0.86", "0.88", "0.90", "0.92", "0.94"],
+        "4b": ["0.75", "0.80", "0.86", "0.88", "0.90", "0.92"],
+        "8b": ["0.75", "0.80", "0.86", "0.87", "0.92"],
+        "14b": ["0.86"],
+    }
+    assert sorted(f"qwen3-{size}-{tau}" for size, taus in published.items() for tau in taus) == PRESET_NAMES
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_a_preset_is_well_formed(name):
+    schedule = Schedule.load(name)
+    assert schedule.name == name
+    assert (schedule.method, schedule.block, schedule.width) == ("block-topk", 16, 2000)
+    assert len(schedule.budgets) == 20
+    assert list(schedule.budgets) == sorted(schedule.budgets)
+    assert all(budget % 16 == 0 for budget in schedule.budgets)
+    assert schedule.notes["model"].lower() == f"qwen/qwen3-{name.split('-')[1]}"
+    assert schedule.notes["tau"] == float(name.split("-")[2])
+
+
+def repeat(*runs: tuple[int, int]) -> list[int]:
+    return [pages for pages, bins in runs for _ in range(bins)]
+
+
+PAGES = {
+    "qwen3-1.7b-0.86": repeat((32, 1), (64, 1), (96, 2), (128, 1), (160, 1), (192, 1), (224, 2), (256, 11)),
+    "qwen3-4b-0.86": repeat(
+        (32, 1),
+        (48, 1),
+        (64, 1),
+        (80, 1),
+        (96, 1),
+        (128, 1),
+        (160, 1),
+        (224, 1),
+        (256, 2),
+        (320, 4),
+        (384, 4),
+        (512, 2),
+    ),
+    "qwen3-8b-0.86": repeat(
+        (32, 1),
+        (48, 1),
+        (64, 1),
+        (80, 1),
+        (128, 1),
+        (160, 1),
+        (192, 1),
+        (256, 4),
+        (320, 6),
+        (384, 1),
+        (448, 2),
+    ),
+    "qwen3-14b-0.86": repeat((32, 1), (48, 1), (80, 1), (128, 1), (256, 1), (384, 10), (512, 1), (640, 2), (896, 2)),
+    "qwen3-1.7b-0.75": repeat((32, 2), (48, 2), (64, 2), (80, 2), (96, 12)),
+    "qwen3-4b-0.92": repeat(
+        (48, 1),
+        (96, 1),
+        (160, 1),
+        (192, 1),
+        (256, 1),
+        (384, 1),
+        (448, 1),
+        (768, 1),
+        (896, 1),
+        (1024, 2),
+        (1152, 9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_published_pages(name):
+    assert [budget // 16 for budget in Schedule.load(name).budgets] == PAGES[name]
+
+
+@pytest.mark.parametrize(("size", "share"), [("1.7b", 0.17), ("4b", 0.21), ("8b", 0.20), ("14b", 0.31)])
+def test_share_of_the_kv_that_the_published_schedules_read(size, share):
+    schedule = Schedule.load(f"qwen3-{size}-0.86")
+    lengths = range(37_000)
+    read = sum(min(schedule.at(length), length) for length in lengths)
+    assert read / sum(lengths) == pytest.approx(share, abs=0.006)
+
+
+def test_the_repaired_entry_says_so():
+    assert "388" in json.loads((PRESETS / "qwen3-8b-0.86.json").read_text())["notes"]["changed"]
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_a_preset_knows_its_model_by_its_shape(name):
+    policy = Sparsity(select=Select("block-topk", Schedule.load(name)))
+    own = f"shape:qwen3-{name.split('-')[1]}"
+    assert made_for_another([policy], shape_config(own)) == []
+    for other, size in (("qwen3-0.6b", "num_hidden_layers|hidden_size"), ("smollm2-135m", "model_type")):
+        (said,) = made_for_another([policy], shape_config(f"shape:{other}"))
+        assert re.match(rf"Schedule '{name}' was made for Qwen/Qwen3-\S+ \(({size})=\w+, here \w+\): the tail", said)
+
+
+def test_only_presets_are_told_by_their_shape():
+    mine = Schedule((64,), model="tiny-llama", notes={"tau": 0.9})
+    for policy in (Sparsity(), Sparsity(Evict("rkv", 64)), Sparsity(select=Select("quest", mine))):
+        assert made_for_another([policy], shape_config("shape:tiny-llama")) == []

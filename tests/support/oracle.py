@@ -1,0 +1,141 @@
+"""The slow, independent truth: a full forward pass of the plain Hugging Face model, with attention masks that replay
+what a rollout's policy recorded. Nothing of the engine's arithmetic is used here.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from alula.engine.rollout import Rollout
+from alula.models.load import LoadedModel
+
+
+@dataclass
+class Pass:
+    """One forward pass: `visible` bool [layer, kv_head, query, key] goes in, the rest comes out."""
+
+    visible: Tensor
+    logits: Tensor | None = None
+    queries: list[Tensor] = field(default_factory=list)
+    """per layer [Hq, T, D], rotated"""
+    keys: list[Tensor] = field(default_factory=list)
+    """per layer [Hkv, T, D], rotated"""
+
+
+_pass: list[Pass] = []
+
+
+def masked_attention(module, query, key, value, mask, scaling, **_):
+    """softmax(scaling · q kᵀ, where visible) v: one query head at a time."""
+    now = _pass[-1]
+    visible = now.visible[module.layer_idx]
+    now.queries.append(query[0])
+    now.keys.append(key[0])
+    group = query.shape[1] // key.shape[1]
+    heads = []
+    for h in range(query.shape[1]):
+        logits = scaling * query[0, h] @ key[0, h // group].T
+        weights = logits.masked_fill(~visible[h // group], float("-inf")).softmax(-1)
+        heads.append(weights @ value[0, h // group])
+    return torch.stack(heads, 1)[None], None
+
+
+AttentionInterface.register("oracle", masked_attention)
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, ids: list[int], visible: Tensor) -> Pass:
+    now = Pass(visible)
+    _pass.append(now)
+    with attention(model, "oracle"):
+        now.logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
+    _pass.pop()
+    assert len(now.keys) == model.config.num_hidden_layers, "every layer went through the oracle"
+    return now
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before, model.config._attn_implementation = model.config._attn_implementation, name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def visible_keys(rollout: Rollout, layers: int, kv_heads: int, page: int) -> Tensor:
+    """bool [layer, kv_head, T, T]: what each query of the rollout saw, by its own records."""
+    prompt, length = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout)
+    visible = torch.ones(length, length, dtype=torch.bool).tril().repeat(layers, kv_heads, 1, 1)
+    if rollout.history is not None:
+        query = torch.arange(length)
+        visible &= query[:, None] < rollout.history[:, :, None, :]
+    for step, chosen in enumerate(rollout.selected or ()):
+        for layer, blocks in enumerate(chosen):
+            if blocks is not None:
+                for head, read in enumerate(blocks.tolist()):
+                    row = visible[layer, head, prompt + step]
+                    held = row.nonzero()[:, 0].tolist()  # slots ascend in position
+                    row[:] = False
+                    row[[j for b in read for j in held[b * page : (b + 1) * page]]] = True
+    return visible
+
+
+def replay(model: PreTrainedModel, rollout: Rollout, page: int = 1) -> Pass:
+    config = model.config
+    visible = visible_keys(rollout, config.num_hidden_layers, config.num_key_value_heads, page)
+    return forward(model, rollout.prompt_ids + rollout.token_ids, visible)
+
+
+def logprobs(seen: Pass, rollout: Rollout, temperature: float | None = None) -> Tensor:
+    """Of the rollout's own tokens: the token at position p is predicted at p − 1."""
+    assert seen.logits is not None
+    first = len(rollout.prompt_ids) - 1
+    logits = seen.logits[first : first + len(rollout)] / (temperature or rollout.sampling.temperature or 1.0)
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
+    """transformers' own generation."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def custom_model(group: int, *, kv_heads: int = 2, layers: int = 3, model_type: str = "llama") -> LoadedModel:
+    """A tiny model with any group size, and a head dimension that is no power of two."""
+    heads = group * kv_heads
+    width = -(-48 // heads) * heads
+    config = AutoConfig.for_model(
+        model_type,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=12,
+        hidden_size=width,
+        intermediate_size=64,
+        vocab_size=96,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=None,
+        attention_bias=True,
+    )
+    torch.manual_seed(group)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return LoadedModel(model, None, f"group-{group}", (1,))

@@ -1,0 +1,43 @@
+"""Small runs of the whole trainer: recipes/toy.yaml with settings on top."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from alula.config.load import load_config
+from alula.config.run import RunConfig
+from alula.run.run_dir import LINES, without_clocks
+from alula.trainer.trainer import Trainer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "toy.yaml"
+DENSE = "sparsity={}"
+QUICK = ("steps=4", "sampling.prompts=4", "sampling.n=4", "eval.every=2", "eval.size=8", "checkpoint.every=2")
+
+
+def toy(out: Path, *overrides: str) -> RunConfig:
+    return load_config(RECIPE, [f"out={out}", *overrides])
+
+
+def quick(out: Path, *overrides: str) -> RunConfig:
+    """Four steps of sixteen rollouts."""
+    return toy(out, *QUICK, *overrides)
+
+
+def trainer(config: RunConfig, resume: bool = False) -> Trainer:
+    return Trainer(config, resume=resume, stream=io.StringIO())
+
+
+def said(run: Trainer) -> str:
+    """What the run printed."""
+    assert isinstance(run.record.stream, io.StringIO)
+    return run.record.stream.getvalue()
+
+
+def rows(out: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def files(out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Everything that a run wrote, less the clocks."""
+    return {name: [without_clocks(row) for row in rows(out, name)] for name in LINES}

@@ -1,0 +1,514 @@
+"""What goes wrong in a run costs as little as it can, and is said."""
+
+import json
+import os
+import signal
+import textwrap
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import toy
+from alula.cli.main import app
+from alula.run.checkpoint import CheckpointError, Checkpoints
+from alula.run.run_dir import LINES, MetricsWriter
+from alula.trainer import update
+from alula.trainer.evaluation import HeldOut
+from alula.trainer.health import HealthMonitor, HealthWarning
+from alula.trainer.trainer import Trainer, TrainingFailed
+
+FAULTY = """
+    import os, time
+
+    def grade(completion, example):
+        letter = completion.split()[0] if completion.split() else ""
+        if letter == "a":
+            raise ValueError("an answer that starts with a")
+        if letter == "b":
+            time.sleep(60)
+        if letter == "c":
+            os.kill(os.getpid(), 9)
+        return float(letter == "d")
+"""
+
+
+def events(out, kind):
+    return [row for row in toy.rows(out, "events.jsonl") if row["kind"] == kind]
+
+
+def weights(run):
+    return {name: tensor.clone() for name, tensor in run.learner.full_parameters()}
+
+
+def unchanged(run, before) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in run.learner.full_parameters())
+
+
+# -- rewards ------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_raises_hangs_or_kills_its_worker(tmp_path, monkeypatch):
+    (tmp_path / "faulty.py").write_text(textwrap.dedent(FAULTY))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "run"
+    settings = ("steps=1", "eval.every=0", "rewards={use: ['faulty:grade'], timeout: 0.5, workers: 2}")
+    run = toy.trainer(toy.quick(out, *settings))
+    batches = []
+    collect = run.collector.collect
+    monkeypatch.setattr(run.collector, "collect", lambda *a: batches.append(collect(*a)) or batches[-1])
+    assert run.run()
+
+    [batch] = batches
+    first = [(rollout.text or "").split()[:1] for rollout in batch.rollouts]
+    reasons = " ".join(reason for why in batch.failures for reason in why)
+    for letter, reason in (("a", "an answer that starts with a"), ("b", "no result within 0.5 s"), ("c", "signal 9")):
+        assert [letter] in first, "the seed shows no such answer"
+        assert reason in reasons
+    assert [reward == 1.0 for reward in batch.rewards] == [start == ["d"] for start in first]
+    bad = sum(start in (["a"], ["b"], ["c"]) for start in first)
+    [row] = toy.rows(out, "metrics.jsonl")
+    assert row["reward/failed"] == pytest.approx(bad / 16)
+    assert row["reward/mean"] == pytest.approx(sum(start == ["d"] for start in first) / 16)
+    [event] = events(out, "not-graded")
+    assert event["message"].startswith(f"{bad} answers of step 1 could not be graded")
+
+
+def test_a_reward_that_cannot_be_loaded_stops_the_run_before_the_first_rollout(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", "rewards.use=['no_such_module:f']"])
+    assert ended.value.code == 2
+    assert "no module 'no_such_module'" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+BROKEN = """
+    def raises(completion, example):
+        return float(completion == example["solution"])
+
+    def returns_nothing(completion, example):
+        pass
+
+    def not_a_number(completion, example):
+        return float("nan")
+
+    def one_argument(completion):
+        return 1.0
+
+    def odd(completion, example):
+        return 1.0 / len(completion.replace("a", ""))
+"""
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(textwrap.dedent(BROKEN))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "answers", "evaluated"),
+    [
+        (["rewards.use=['broken:raises']"], "first evaluation's 8", 0),
+        (["rewards.use=['broken:raises']", "eval.every=0"], "run's first 16", 0),
+        (["rewards.use=['task:successor', 'broken:raises']"], "run's first 16", 2),
+        (
+            ["rewards.use=['task:successor', 'broken:raises']", "rewards.correct=broken:raises"],
+            "first evaluation's 8",
+            0,
+        ),
+    ],
+)
+def test_a_reward_that_fails_on_every_answer_stops_the_run(tmp_path, broken, capsys, settings, answers, evaluated):
+    """At the first evaluation where that is made of it, at the first step otherwise."""
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, *settings])
+    assert ended.value.code == 1
+    message = capsys.readouterr().err
+    assert f"the reward broken:raises failed on every one of the {answers} answers" in message
+    assert "KeyError: 'solution'" in message
+    assert "prompts" not in message
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
+    assert toy.rows(out, "metrics.jsonl") == toy.rows(out, "events.jsonl") == []
+    assert len(toy.rows(out, "evals.jsonl")) == evaluated
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raises", "KeyError: 'solution'"),
+        ("returns_nothing", "not 'NoneType'"),
+        ("not_a_number", "the reward is nan"),
+        ("one_argument", "function(completion, example, **options), which does not fit (completion)"),
+        ("odd", ""),
+    ],
+)
+def test_check_grades_examples_of_the_data(tmp_path, broken, capsys, function, said):
+    """`odd` fails on some answers only, which is what a run lives with."""
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(toy.RECIPE), f"out={tmp_path / 'run'}", f"rewards.use=['broken:{function}']"])
+    assert ended.value.code == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_at_checkpoint_time_does_not_end_the_run(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    run = toy.trainer(toy.quick(out, "steps=5"))
+    real, full = Checkpoints._write, [True]
+
+    def write(self, *arguments):
+        if full[0] and self.folder == out / "checkpoints":
+            raise OSError(28, "No space left on device")
+        real(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "_write", write)
+    step = run.train_step
+    monkeypatch.setattr(run, "train_step", lambda: (step(), full.__setitem__(0, run.step < 4)))
+    assert run.run()
+    assert toy.said(run).count("No space left on device") == 1, "it failed after steps 2 and 3, and was told once"
+    assert "Earlier checkpoints are intact" in toy.said(run)
+    assert [path.name for path in run.checkpoints.all()][-2:] == ["step-00000004", "step-00000005"]
+    assert len(toy.rows(out, "metrics.jsonl")) == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("checkpoint.every=2", "checkpoint.best=false"), [2, 3, 4, 6]),
+        (("checkpoint.every=4", "checkpoint.best=true"), [2, 3, 4, 6]),
+        (("checkpoint.every=0", "checkpoint.best=true"), [2, 3, 6]),
+    ],
+    ids=["on time", "the best, between times", "the best only"],
+)
+def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkeypatch, settings, expected):
+    """Whichever reason it had to be written, and however long ago the last one was."""
+    out = tmp_path / "run"
+    run = toy.trainer(toy.quick(out, "steps=6", *settings))
+    monkeypatch.setattr(
+        "alula.trainer.trainer.evaluate_policy",
+        lambda *_: HeldOut(float(run.step == 2), 0.0, n=8, length=2.0, kv_saved=0.0),
+    )
+    tried = []
+    save = run.checkpoints.save
+
+    def fail_at_two(step, *arguments):
+        tried.append(step)
+        if step == 2:
+            raise CheckpointError("disk full")
+        return save(step, *arguments)
+
+    monkeypatch.setattr(run.checkpoints, "save", fail_at_two)
+    run.run()
+    assert tried == expected
+
+
+def test_a_disk_that_stays_full_ends_in_one_sentence_and_costs_no_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "could not be written" in said.err
+    assert "--resume" in said.err
+    assert "Traceback" not in said.err
+    assert len(toy.rows(tmp_path / "run", "metrics.jsonl")) == 4
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    first = toy.rows(tmp_path / "run", "events.jsonl")[0]
+    assert (first["step"], first["kind"]) == (0, "disk-space")
+    assert "it needs 1.0 MiB and the disk has 0.0 MiB left" in first["message"]
+
+
+def test_a_disk_too_full_for_the_model_ends_in_one_sentence(tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("alula.trainer.trainer.export", full)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "model could not be written: I/O error: No space left on device" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_a_disk_too_full_for_a_line_of_metrics_ends_in_one_sentence(tmp_path, monkeypatch, capsys):
+    def full(self, name, row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsWriter, "_append", full)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said == f"alula: the disk of {tmp_path / 'run'} is full; free some space and run again with --resume.\n"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path):
+    whole = tmp_path / "whole"
+    toy.trainer(toy.quick(whole)).run()
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    victim = out / "checkpoints" / "step-00000004" / "tensors.safetensors"
+    damaged = bytearray(victim.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    victim.write_bytes(damaged)
+    run = toy.trainer(toy.quick(out), resume=True)
+    assert run.step == 2
+    assert "step-00000004 is damaged (tensors.safetensors does not match its checksum)" in toy.said(run)
+    run.run()
+    assert toy.files(out) == toy.files(whole)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------
+
+
+def poison(monkeypatch, steps):
+    """The loss of these optimizer steps (counted from 0) is not a number."""
+    real, calls = update.policy_loss, []
+
+    def poisoned(*arguments, **options):
+        loss, metrics = real(*arguments, **options)
+        calls.append(1)
+        return (loss * float("nan"), metrics) if len(calls) - 1 in steps else (loss, metrics)
+
+    monkeypatch.setattr(update, "policy_loss", poisoned)
+
+
+def test_a_loss_that_is_not_a_number_skips_the_update(tmp_path, monkeypatch):
+    run = toy.trainer(toy.quick(tmp_path / "run", "learner.updates=1"))
+    poison(monkeypatch, {1})
+    run.train_step()
+    before = weights(run)
+    run.train_step()
+    assert unchanged(run, before)
+    run.train_step()
+    assert not unchanged(run, before)
+    skipped = [row["policy/skipped"] for row in toy.rows(tmp_path / "run", "metrics.jsonl")]
+    assert skipped == [0, 1, 0]
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[1]["policy/grad_norm"] is None
+    assert (run.learner.skipped, run.notices.not_finite) == (1, 0)
+
+
+def test_several_in_a_row_stop_the_run_with_a_clear_message(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    settings = ("learner.updates=1", "learner.max_skipped=2", "steps=8", "checkpoint.every=1", "checkpoint.keep=9")
+    run = toy.trainer(toy.quick(out, *settings))
+    poison(monkeypatch, {1, 3, 4})
+    with pytest.raises(TrainingFailed, match=r"step 5: .* not finite in 2 updates in a row .*learner\.lr"):
+        run.run()
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
+    assert run.checkpoints.latest().name == "step-00000004"
+    monkeypatch.undo()
+    again = toy.trainer(toy.quick(out, *settings), resume=True)
+    assert (again.step, again.notices.not_finite) == (4, 1), "the count goes on where it was"
+    assert again.run()
+
+
+@pytest.mark.parametrize("kl", [0, 0.1])
+def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path, kl):
+    """With a KL too: it starts at the reference, where its gradient is 0."""
+    out = tmp_path / "run"
+    settings = ("objective.correction.veto=10", "steps=6", "eval.every=0", f"objective.kl={kl}")
+    run = toy.trainer(toy.quick(out, *settings))
+    before = weights(run)
+    assert run.run()
+    assert unchanged(run, before)
+    rows = toy.rows(out, "metrics.jsonl")
+    assert all(row["mismatch/veto_rate"] == 1 and row["policy/taught"] == 0 for row in rows)
+    [event] = events(out, "nothing-learned")
+    assert "every rollout was rejected" in event["message"]
+    assert "KV budget" in event["advice"]
+    assert events(out, "rejection"), "the health warning comes as well"
+
+
+MASK = "objective.correction={preset: geometric, mask_low: 5.0, mask_high: 6.0}"
+
+
+def test_a_mask_that_rejects_every_rollout_is_said_too(tmp_path):
+    """No token is vetoed; what is called rejected is what the correction dropped."""
+    run = toy.trainer(toy.quick(tmp_path / "run", MASK, "steps=6", "eval.every=0", "objective.kl=0"))
+    assert run.run()
+    rows = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert all((row["mismatch/veto_rate"], row["mismatch/rejected"]) == (0, 1) for row in rows)
+    assert "every rollout was rejected" in events(tmp_path / "run", "nothing-learned")[0]["message"]
+    [event] = events(tmp_path / "run", "rejection")
+    assert "100.0% of the rollouts of the last 5 steps were rejected" in event["message"]
+    assert "vetoed 0.0% · rejected 100.0%" in toy.said(run)
+
+
+def test_what_the_correction_keeps_is_called_vetoed_only(tmp_path):
+    """The warning comes all the same: it is the first sign of a collapse."""
+    out = tmp_path / "run"
+    run = toy.trainer(
+        toy.quick(out, "objective.correction={preset: prefix-only, veto: 0.9}", "steps=5", "eval.every=0")
+    )
+    assert run.run()
+    rows = toy.rows(out, "metrics.jsonl")
+    vetoed, rejected = (fmean(row[f"mismatch/{name}"] for row in rows) for name in ("veto_rate", "rejected"))
+    assert vetoed > 0.15 > rejected
+    said = f"{vetoed:.1%} of the rollouts of the last 5 steps were vetoed (more than 15%), {rejected:.1%} rejected"
+    assert said in events(out, "rejection")[0]["message"]
+    assert f"vetoed {rows[0]['mismatch/veto_rate']:.1%} · rejected {rows[0]['mismatch/rejected']:.1%}" in toy.said(run)
+
+
+def test_every_group_with_equal_rewards_changes_nothing_and_is_said(tmp_path, monkeypatch):
+    (tmp_path / "constant.py").write_text("def one(completion, example):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "run"
+    settings = (
+        "rewards={use: ['constant:one'], workers: 1}",
+        "objective.kl=0",
+        "learner.weight_decay=0.1",
+        "objective.correction.veto=0.9",
+    )
+    run = toy.trainer(toy.quick(out, *settings))
+    before = weights(run)
+    assert run.run()
+    assert unchanged(run, before)
+    rows = toy.rows(out, "metrics.jsonl")
+    assert all(row["groups/no_signal"] == 1 for row in rows)
+    assert 0 < rows[0]["mismatch/rejected"] < 1, "some were rejected, and that is not why"
+    [event] = events(out, "nothing-learned")
+    assert "different reward" in event["message"]
+    assert events(out, "groups-equal")
+
+
+def test_a_rollout_that_breaks_off_teaches_nothing(tmp_path, monkeypatch):
+    """Log-probs that are not finite end a rollout with finish=error, possibly before its first token."""
+    run = toy.trainer(toy.quick(tmp_path / "run"))
+    generate = run.collector.generate
+
+    def broken(*arguments, **options):
+        rollouts = generate(*arguments, **options)
+        rollouts[0].finish, rollouts[1].finish, rollouts[2].finish = "error", "error", "aborted"
+        rollouts[0].token_ids, rollouts[0].logprobs, rollouts[0].text = [], torch.empty(0), ""
+        return rollouts
+
+    learn, found = run.updater.learn, []
+
+    def learned(batch, *arguments):
+        batch.rewards[:4] = [1.0, 1.0, 1.0, 0.0]  # whatever was thought of what there is of it
+        found.append(learn(batch, *arguments))
+        return found[0]
+
+    monkeypatch.setattr(run.collector, "generate", broken)
+    monkeypatch.setattr(run.updater, "learn", learned)
+    run.train_step()
+    assert [advantage != 0 for advantage in found[0].advantages[:4].tolist()] == [False, False, False, True]
+    [row] = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert row["policy/skipped"] == 0
+    assert row["policy/loss"] is not None
+
+
+# -- people -------------------------------------------------------------------------------------------------
+
+
+def test_a_used_folder_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    before = (out / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr("alula.trainer.build.load_model", None)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK])
+    assert ended.value.code == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_checkpoints_that_are_left_of_another_run_are_refused(tmp_path, capsys):
+    """A new run would keep them as its own, and go on from their weights after a kill."""
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    for name in LINES:
+        (out / name).unlink()
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "seed=5"])
+    assert ended.value.code == 2
+    assert f"run folder {out} already holds a run's checkpoints; continue it with --resume" in capsys.readouterr().err
+    assert not (out / "metrics.jsonl").exists()
+
+
+def test_settings_that_changed_at_a_resume_are_named(tmp_path):
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    run = toy.trainer(toy.quick(out, "steps=6", "learner.lr=1e-3"), resume=True)
+    assert "settings changed since the run began: learner.lr, steps." in toy.said(run)
+    assert run.run()
+    assert [row["step"] for row in toy.rows(out, "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_an_evaluation_since_the_checkpoint_is_not_told_twice(tmp_path, monkeypatch):
+    """Switched on at a resume, it comes after the checkpoint of its step; so does the warning that it ends in."""
+    warning = HealthWarning("dense-falling", "It fell.", "Look.")
+    monkeypatch.setattr(HealthMonitor, "observe_eval", lambda *_, **numbers: [warning])
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    aside = "eval.data={source: 'task:successor', seed: 1, size: 8, options: {symbols: 4, prefix: 2, length: 2}}"
+    for folder, kills in ((whole, 0), (out, 2)):
+        toy.trainer(toy.quick(folder, aside, "steps=2", "eval.every=0")).run()
+        for _ in range(kills):
+            killed = toy.trainer(toy.quick(folder, aside), resume=True)
+            monkeypatch.setattr(killed, "train_step", exit)
+            with pytest.raises(SystemExit):
+                killed.run()
+        toy.trainer(toy.quick(folder, aside), resume=True).run()
+    assert [row["step"] for row in toy.rows(out, "evals.jsonl")] == [2, 2, 4, 4], "sparse and dense"
+    assert len(events(out, "dense-falling")) == 4
+    assert toy.files(out) == toy.files(whole)
+
+
+def test_other_data_at_a_resume_is_refused(tmp_path, capsys):
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out)).run()
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "data.seed=1", "--resume"])
+    assert ended.value.code == 2
+    assert "training data differs" in capsys.readouterr().err
+
+
+@pytest.fixture
+def interruptible():
+    """A process started in the background may ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_second_signal_is_obeyed_at_once(tmp_path, interruptible):
+    run = toy.trainer(toy.quick(tmp_path / "run"))
+    with run.stop.listening():
+        signal.raise_signal(signal.SIGINT)
+        assert run.stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_asks_however_often_it_says_so_unless_it_is_ignored(tmp_path, ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        run = toy.trainer(toy.quick(tmp_path / "run"))
+        with run.stop.listening():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            assert run.stop.asked is not ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_pipe_that_nobody_reads_costs_what_is_printed(tmp_path):
+    out = tmp_path / "run"
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        run = Trainer(toy.quick(out), stream=stream)
+        os.close(reader)
+        assert run.run()
+        assert os.path.samestat(os.fstat(writer), os.stat(os.devnull)), "nor does closing it fail"
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+    assert (out / "model").is_dir()

@@ -1,0 +1,38 @@
+"""What sparsity is said to have saved, against what a dense run of the same lengths really takes."""
+
+import pytest
+
+from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.sparsity.policy import DENSE
+from alula.trainer.step_metrics import dense_peak_bytes
+
+PAGE = 4
+POLICIES = {
+    "dense": DENSE,
+    "evict": Sparsity(evict=Evict("streaming", 24, buffer=8, window=4, sinks=1)),
+    "select": Sparsity(select=Select("block-topk", 16, block=4)),
+}
+
+
+@pytest.fixture(scope="module", params=[32, 8], ids=["all at once", "in turns"])
+def engine(request):
+    return Engine.load("shape:tiny-llama", page=PAGE, kv_memory="64MiB", max_rows=request.param, max_length=160)
+
+
+def generated(engine, policy, prompt, tokens, n):
+    """Rollouts of four prompts, and the most bytes of pages in use."""
+    engine.pool.peak = 0
+    prompts = [[index + 2] * prompt for index in range(4)]
+    made = engine.generate(prompts, Sampling(n=n, max_new_tokens=tokens, ignore_eos=True, seed=0), policy)
+    return made, engine.pool.peak * PAGE * engine.shape.token_bytes
+
+
+@pytest.mark.parametrize(("prompt", "tokens", "n", "pays"), [(8, 100, 8, True), (64, 24, 8, False), (60, 60, 1, True)])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_dense_peak_is_foretold_from_sparse_rollouts(engine, policy, prompt, tokens, n, pays):
+    made, peak = generated(engine, policy, prompt, tokens, n)
+    _, dense_peak = generated(engine, DENSE, prompt, tokens, n)
+    foretold = dense_peak_bytes(made, engine.rows.position.shape[0])
+    assert foretold == pytest.approx(dense_peak, rel=0.1)
+    if policy.evict is not None:
+        assert (peak < foretold) == (peak < dense_peak) == pays

@@ -1,0 +1,728 @@
+"""The trainer's step against plain loops, the modes that must not change it, and the parts that make it up."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import toy
+from alula.distributed import World
+from alula.engine.rollout import KVUse, Rollout, Sampling
+from alula.errors import SettingError
+from alula.run.checkpoint import CheckpointError
+from alula.sparsity.policy import DENSE
+from alula.trainer.batch import Experience, minibatches
+from alula.trainer.build import check_shares
+from alula.trainer.collector import kv_of_both
+from alula.trainer.evaluation import HeldOut, joined
+from alula.trainer.memory_plan import plan
+from alula.trainer.step_metrics import Clock
+from two_ranks import run_on_two_ranks
+
+CALM = "learner.eps=1e-4"
+"""Adam would turn a gradient that is zero but for rounding into a full step."""
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.learner.full_parameters()}
+
+
+def one_step(config, prepare=lambda run: None):
+    """(weights before, the batch, what was learned, weights after)"""
+    run = toy.trainer(config)
+    prepare(run)
+    before, kept = weights(run), []
+    collect, learn = run.collector.collect, run.updater.learn
+    run.collector.collect = lambda *arguments: kept.append(collect(*arguments)) or kept[-1]
+    run.updater.learn = lambda *arguments: kept.append(learn(*arguments)) or kept[-1]
+    run.train_step()
+    return before, kept[0], kept[1], weights(run), run
+
+
+def equal(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def close(a, b, tolerance=1e-5) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=tolerance) for name in a)
+
+
+# -- one step, by hand --------------------------------------------------------------------------------------
+
+
+def plain_model(run, values) -> LlamaForCausalLM:
+    config = type(run.loaded.model.config)(**run.loaded.model.config.to_dict())
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(values, strict=False)
+    model.tie_weights()
+    return model
+
+
+def plain_logprobs(model, rollout, temperature):
+    """One sequence, the whole vocabulary, nothing packed."""
+    ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+    logits = model(ids).logits[0].float() / temperature
+    start = len(rollout.prompt_ids)
+    return torch.stack(
+        [torch.log_softmax(logits[start + i - 1], -1)[token] for i, token in enumerate(rollout.token_ids)]
+    )
+
+
+@pytest.mark.parametrize("everybody", [True, False], ids=["baseline of all", "baseline of the kept"])
+@pytest.mark.parametrize("unit", ["groups", "rollouts"])
+def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
+    """GRPO with ξ outside the clip, a veto, a KL and two optimizer steps, written out."""
+    veto, beta, temperature = 0.9, 0.05, 1.3
+    config = toy.quick(
+        tmp_path / "run",
+        CALM,
+        f"objective.correction.veto={veto}",
+        f"objective.kl={beta}",
+        f"sampling.temperature={temperature}",
+        "learner.weight_decay=0.1",
+        f"learner.minibatch={unit}",
+        "learner.token_budget=40",
+        f"objective.correction.vetoed_in_baseline={everybody}",
+    )
+    before, batch, learned, after, run = one_step(config)
+    model = plain_model(run, before)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
+    with torch.no_grad():
+        old = [plain_logprobs(model, r, temperature) for r in batch.rollouts]  # and the reference: training begins
+    ratios = [torch.exp(o - r.logprobs) for o, r in zip(old, batch.rollouts)]
+    vetoed = [bool((ratio < veto).any()) for ratio in ratios]
+    assert vetoed == learned.vetoed == learned.rejected
+    assert 0 < sum(vetoed) < 16, "the seed vetoes nothing, or everything"
+
+    advantages, mixed = [], 0
+    for start in range(0, 16, 4):
+        group = range(start, start + 4)
+        baseline = [batch.rewards[i] for i in group if everybody or not vetoed[i]]
+        spread = statistics.stdev(baseline) if len(baseline) > 1 else 0.0
+        mixed += spread > 0 and any(vetoed[i] for i in group)
+        advantages += [
+            (batch.rewards[i] - statistics.fmean(baseline)) / (spread + 1e-6) if spread else 0.0 for i in group
+        ]
+    assert mixed, "the seed has no group with a signal and a vetoed rollout"
+
+    step = minibatches(batch, 2, unit, (0, 1, 0)).tolist()
+    for number in range(2):
+        members = [i for i in range(16) if step[i] == number]
+        loss = 0.0
+        for i in members:
+            now = plain_logprobs(model, batch.rollouts[i], temperature)
+            for t in range(len(now)):
+                rho = torch.exp(now[t] - old[i][t])
+                objective = torch.minimum(rho * advantages[i], rho.clamp(0.8, 1.2) * advantages[i])
+                if not vetoed[i]:
+                    loss = loss - ratios[i][t] * objective / len(now) / len(members)
+                distance = now[t] - old[i][t]
+                loss = loss + beta * (torch.exp(-distance) - 1 + distance) / len(now) / len(members)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert learned.updates[number].loss == pytest.approx(loss.item(), abs=1e-6)
+        assert learned.updates[number].grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        optimizer.step()
+    found = dict(model.named_parameters())
+    assert not close(before, after)
+    assert close({name: found[name].detach() for name in after}, after)
+
+
+# -- what must not change a step ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["rkv", "block-topk"])
+def test_a_budget_that_no_answer_reaches_is_the_dense_run_bit_for_bit(tmp_path, method):
+    roomy = (
+        "sparsity={evict: {method: rkv, budget: 64, buffer: 8, window: 4, sinks: 1}}"
+        if method == "rkv"
+        else "sparsity={select: {method: block-topk, budget: 64, block: 4, dense_layers: 0}}"
+    )
+    longer = ("data.options={symbols: 4, prefix: 2, length: 6}", "sampling.max_new_tokens=8", "engine.page=4")
+    toy.trainer(toy.quick(tmp_path / "dense", toy.DENSE, *longer)).run()
+    toy.trainer(toy.quick(tmp_path / "sparse", roomy, *longer)).run()
+    dense, sparse = toy.files(tmp_path / "dense"), toy.files(tmp_path / "sparse")
+    assert dense["completions.jsonl"] == sparse["completions.jsonl"]
+    for a, b in zip(dense["metrics.jsonl"], sparse["metrics.jsonl"]):
+        same = {name for name in a if name in b}
+        assert {name: a[name] for name in same} == {name: b[name] for name in same}
+        assert {"policy/loss", "policy/grad_norm", "mismatch/kl_k3", "reward/mean"} <= same
+    accuracies = [
+        [row["accuracy"] for row in rows if row["policy"] == "dense"]
+        for rows in (dense["evals.jsonl"], sparse["evals.jsonl"])
+    ]
+    assert accuracies[0] == accuracies[1]
+    one, other = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("dense", "sparse"))
+    assert one == other
+
+
+def test_a_sparse_budget_is_another_run(tmp_path):
+    """So that the test above cannot pass by comparing nothing."""
+    toy.trainer(toy.quick(tmp_path / "dense", toy.DENSE)).run()
+    toy.trainer(toy.quick(tmp_path / "sparse")).run()
+    assert toy.files(tmp_path / "dense")["metrics.jsonl"] != toy.files(tmp_path / "sparse")["metrics.jsonl"]
+
+
+def test_without_a_difference_between_the_policies_every_correction_is_none(tmp_path):
+    def sampled_is_dense(run):
+        score = run.updater.score
+
+        def scored(batch):
+            score(batch)
+            for rollout, dense in zip(batch.rollouts, batch.dense):
+                rollout.logprobs = dense.clone()
+
+        run.updater.score = scored
+
+    presets = ("none", "sparse-rl", "tis", "mis", "icepop", "geometric", "prefix-only", "sparse-rl-code")
+    after = {
+        preset: one_step(toy.quick(tmp_path / preset, f"objective.correction={preset}"), sampled_is_dense)[3]
+        for preset in presets
+    }
+    for preset in presets[1:]:
+        assert equal(after[preset], after["none"]), preset
+
+
+@pytest.mark.parametrize(("preset", "spoilt"), [("strict", [3, 7]), ("sparse-rl", [7]), ("none", [7])])
+def test_vetoes_are_counted_at_the_threshold_of_the_correction(tmp_path, preset, spoilt):
+    """ξ of one token is 5e-4 in rollout 3 and 5e-5 in rollout 7: strict rejects both, Sparse-RL's 1e-4 the second."""
+
+    def two_spoilt(run):
+        score = run.updater.score
+
+        def scored(batch):
+            score(batch)
+            for i, (rollout, dense) in enumerate(zip(batch.rollouts, batch.dense)):
+                rollout.logprobs = dense.clone()
+                rollout.logprobs[0] -= math.log({3: 5e-4, 7: 5e-5}.get(i, 1.0))
+
+        run.updater.score = scored
+
+    settings = (f"objective.correction={preset}", "control={enabled: true, vetoed: 0.5}")
+    *_, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), two_spoilt)
+    assert [i for i, bad in enumerate(learned.vetoed) if bad] == spoilt
+    assert [i for i, bad in enumerate(learned.rejected) if bad] == ([] if preset == "none" else spoilt)
+    assert (run.monitor.controller.vetoed, run.monitor.controller.rollouts) == (len(spoilt), 16)
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/veto_rate"] == len(spoilt) / 16
+
+
+@pytest.mark.parametrize("correction", ["sparse-rl", "none", "{preset: sparse-rl, inner: accepted, veto: 0.9}", "mis"])
+def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, correction):
+    settings = (CALM, "learner.updates=1", f"objective.correction={correction}", "objective.kl=0")
+    _, _, scored, two_passes, _ = one_step(toy.quick(tmp_path / "two", *settings))
+    passes = []
+
+    def watch(run):
+        score = run.learner.score
+
+        def watched(rollouts, *arguments, **options):
+            passes.append(rollouts)
+            return score(rollouts, *arguments, **options)
+
+        run.learner.score = watched
+
+    config = toy.quick(tmp_path / "one", *settings, "objective.one_update=true")
+    before, batch, learned, one_pass, _ = one_step(config, watch)
+    assert not close(before, one_pass)
+    assert close(two_passes, one_pass)
+    [left_out] = passes  # only what the update does not compute, for the metrics' sake
+    silent = [i for i, advantage in enumerate(learned.advantages.tolist()) if advantage == 0]
+    assert 0 < len(silent) < 16
+    assert left_out == [batch.rollouts[i] for i in silent]
+    assert (learned.vetoed, learned.rejected) == (scored.vetoed, scored.rejected)
+    assert learned.taught == scored.taught
+    two, one = (
+        {name: value for name, value in toy.rows(tmp_path / run, "metrics.jsonl")[0].items() if "mismatch/" in name}
+        for run in ("two", "one")
+    )
+    assert len(two) > 12
+    assert one == pytest.approx(two, abs=1e-5), "the mismatch is the whole step's in both modes"
+
+
+def test_one_update_mode_scores_nothing_where_the_update_computes_everything(tmp_path):
+    settings = ("learner.updates=1", "objective.kl=0", "objective.one_update=true", "objective.skip_no_signal=false")
+    _, batch, *_ = one_step(toy.quick(tmp_path / "run", *settings))
+    assert batch.left_out == {}
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/kl_k3"] > 0
+
+
+def test_bypass_takes_the_ratio_against_the_policy_that_sampled(tmp_path):
+    """The loss of the first update by hand: p_θ is still p_old, so ρ = ξ, and the clip binds on it."""
+    bypass = "objective.correction={preset: none, bypass: true}"
+    settings = ("learner.updates=1", "objective.kl=0", bypass, "objective.clip_low=0.05", "objective.clip_high=0.05")
+    _, batch, learned, _, _ = one_step(toy.quick(tmp_path / "run", *settings))
+    expected, outside = 0.0, 0
+    for rollout, dense, advantage in zip(batch.rollouts, batch.dense, learned.advantages.tolist()):
+        for ratio in torch.exp(dense - rollout.logprobs).tolist():
+            clipped = min(max(ratio, 0.95), 1.05)
+            expected -= min(ratio * advantage, clipped * advantage) / len(rollout) / 16
+            outside += ratio != clipped
+    assert outside > 0, "the seed clips nothing"
+    assert learned.updates[0].loss == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_leaving_out_what_teaches_nothing_changes_nothing(tmp_path, updates):
+    settings = (CALM, "objective.kl=0", "objective.correction.veto=0.9", f"learner.updates={updates}")
+    *_, learned, skipped, _ = one_step(toy.quick(tmp_path / "skip", *settings))
+    *_, everyone, computed, _ = one_step(toy.quick(tmp_path / "all", *settings, "objective.skip_no_signal=false"))
+    assert learned.taught == everyone.taught < 16
+    scored = [sum(update.scored_tokens for update in one.updates) for one in (learned, everyone)]
+    assert scored[0] < scored[1]
+    assert close(skipped, computed, 1e-6)
+
+
+def test_micro_batches_do_not_change_a_step(tmp_path):
+    *_, whole, _ = one_step(toy.quick(tmp_path / "whole", CALM))
+    *_, small, _ = one_step(toy.quick(tmp_path / "small", CALM, "learner.token_budget=13"))
+    assert close(whole, small, 1e-6)
+
+
+def test_truncated_answers_can_be_masked(tmp_path):
+    """An end token may come first, so some answers stop and others are cut off."""
+    settings = ("sampling.prompts=8", "objective.kl=0", "sampling.max_new_tokens=3", toy.DENSE)
+    _, batch, learned, _, _ = one_step(toy.quick(tmp_path / "run", *settings, "objective.mask_truncated=true"))
+    finishes = [rollout.finish for rollout in batch.rollouts]
+    assert {"stop", "length"} == set(finishes)
+    assert all(a == 0 for a, finish in zip(learned.advantages.tolist(), finishes) if finish == "length")
+    _, _, unmasked, _, _ = one_step(toy.quick(tmp_path / "other", *settings))
+    stopped = torch.tensor([finish == "stop" for finish in finishes])
+    assert torch.equal(unmasked.advantages[stopped], learned.advantages[stopped]), "the baseline counts everybody"
+    assert unmasked.taught > learned.taught
+
+
+# -- reroll and dynamic sampling ----------------------------------------------------------------------------
+
+
+def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
+    longer = ("data.options={symbols: 4, prefix: 2, length: 6}", "sampling.max_new_tokens=8", "sampling.prompts=8")
+    settings = ("objective.correction={preset: reroll, veto: 0.8}", "objective.kl=0", *longer)
+    sampled = []
+
+    def remember(run):
+        generate = run.collector.generate
+
+        def remembered(*arguments, **options):
+            rollouts = generate(*arguments, **options)
+            sampled.extend(rollouts)
+            return list(rollouts)
+
+        run.collector.generate = remembered
+
+    _, batch, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), remember)
+    assert 0 < sum(batch.rerolled) < len(batch.rollouts)
+    rescored = toy.trainer(toy.quick(tmp_path / "fresh", *settings)).learner.score(sampled)
+    generated = sum(map(len, sampled))
+    for before, now, rerolled, dense, rest in zip(sampled, batch.rollouts, batch.rerolled, rescored, batch.dense):
+        ratio = torch.exp(dense.logprobs - before.logprobs)
+        low = (ratio < 0.8).nonzero().flatten().tolist()
+        assert rerolled == bool(low)
+        if not rerolled:
+            assert now is before
+            continue
+        first = low[0]
+        generated += len(now) - first
+        assert now.token_ids[:first] == before.token_ids[:first]
+        assert torch.equal(now.logprobs[:first], before.logprobs[:first]), "the prefix stays sparse"
+        assert len(now.logprobs) == len(now.token_ids) <= 8
+        assert now.finish in ("stop", "length")
+        assert now.text == run.loaded.tokenizer.decode(now.token_ids, skip_special_tokens=True)
+        assert torch.allclose(now.logprobs[first:], rest[first:], atol=1e-4), "the new part is the dense policy's own"
+    assert not any(learned.rejected), "nothing is left to veto"
+    assert learned.vetoed == batch.rerolled
+    completions = toy.rows(tmp_path / "run", "completions.jsonl")
+    assert [one["vetoed"] for one in completions] == [batch.rerolled[4 * i + i % 4] for i in range(4)] != [False] * 4
+    row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
+    assert row["mismatch/rerolled"] == sum(batch.rerolled) / len(batch.rollouts)
+    assert row["mismatch/veto_rate"] == row["mismatch/rerolled"], "reported as sampled"
+    assert row["mismatch/rejected"] == 0
+    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(generated), "what was replaced as well"
+    rewards = run.rewards.score([r.text for r in batch.rollouts], [e.record() for e in batch.examples])
+    assert batch.rewards == rewards.total, "rewarded after it was repaired"
+
+
+def test_dynamic_sampling_draws_until_groups_have_a_signal(tmp_path):
+    sparse_signal = ("sampling.prompts=4", "sampling.n=2", "rewards.use=['task:successor']")
+    config = toy.quick(tmp_path / "run", *sparse_signal, "sampling.dynamic=true", "sampling.max_rounds=30")
+    _, batch, _, _, run = one_step(config)
+    groups = [batch.rewards[i : i + 2] for i in range(0, 8, 2)]
+    assert all(a != b for a, b in groups)
+    assert batch.drawn_groups > 4
+    assert batch.drawn_groups % 4 == 0
+    assert run.stream.seen == batch.drawn_groups, "the stream moved by what was drawn"
+    row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
+    assert row["groups/no_signal"] == pytest.approx(batch.silent_groups / batch.drawn_groups)
+    assert row["groups/drawn"] == batch.drawn_groups
+
+
+def test_the_kv_of_a_reroll_is_that_of_its_two_parts():
+    """Over a short prefix nobody holds more than the dense policy, however long the sparse rollout became."""
+    sparse = KVUse(
+        peak_tokens=40,
+        mean_tokens=20.0,
+        dense_mean_tokens=30.0,
+        mean_read_tokens=4.0,
+        peak_pages=10,
+        peak_bytes=400,
+        mean_bytes=200.0,
+        evictions=3,
+        pages_freed=5,
+        swaps=1,
+    )
+    dense = KVUse(
+        peak_tokens=12,
+        mean_tokens=9.0,
+        dense_mean_tokens=9.0,
+        mean_read_tokens=9.0,
+        peak_pages=3,
+        peak_bytes=120,
+        mean_bytes=90.0,
+        swaps=2,
+    )
+    rollout = Rollout([1] * 4, [2] * 50, torch.zeros(50), "stop", kv=sparse)
+    suffix = Rollout([1] * 6, [3] * 6, torch.zeros(6), "stop", kv=dense)
+    prefix = 4 + 1.5  # the prompt, and one or two tokens
+    assert kv_of_both(rollout, 2, suffix) == KVUse(
+        peak_tokens=40,
+        mean_tokens=(2 * prefix + 6 * 9) / 8,
+        dense_mean_tokens=(2 * prefix + 6 * 9) / 8,
+        mean_read_tokens=(2 * 4 + 6 * 9) / 8,
+        peak_pages=10,
+        peak_bytes=400,
+        mean_bytes=10 * (2 * prefix + 6 * 9) / 8,
+        evictions=3,
+        pages_freed=5,
+        swaps=3,
+    )
+
+
+def test_dynamic_sampling_counts_failures_of_what_it_chose_and_tokens_of_what_it_drew(tmp_path, monkeypatch):
+    """Answers that begin with `a` or `b` cannot be graded, by either of two rewards."""
+    (tmp_path / "picky.py").write_text(
+        "def one(completion, example):\n    return {'c': 0.0, 'd': 1.0}[completion[:1]]\n\n\ntwo = one\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = ("sampling.prompts=4", "sampling.n=2", "rewards={use: ['picky:one', 'picky:two'], workers: 1}")
+    lengths = []
+
+    def count(run):
+        stream = run.collector._stream
+
+        def counted(requests):
+            for rollout in stream(requests):
+                lengths.append(len(rollout))
+                yield rollout
+
+        run.collector._stream = counted
+
+    config = toy.quick(tmp_path / "run", *settings, "sampling.dynamic=true", "sampling.max_rounds=30", "eval.every=0")
+    _, batch, _, _, _ = one_step(config, count)
+    assert len(lengths) > len(batch.rollouts) == 8, "some were drawn and not chosen"
+    failed = [(rollout.text or "")[:1] not in ("c", "d") for rollout in batch.rollouts]
+    assert 0 < sum(failed) < 8
+    assert [len(why) for why in batch.failures] == [2 * bad for bad in failed]
+    [row] = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert row["reward/failed"] == sum(failed) / 8
+    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(sum(lengths))
+    [event] = [one for one in toy.rows(tmp_path / "run", "events.jsonl") if one["kind"] == "not-graded"]
+    assert event["message"].startswith(f"{sum(failed)} answers of step 1 could not be graded")
+
+
+def test_dynamic_sampling_has_a_cap(tmp_path):
+    never = ("sampling.prompts=4", "sampling.n=2", "sampling.max_new_tokens=1", "rewards.use=['task:successor']")
+    config = toy.quick(tmp_path / "run", *never, "sampling.dynamic=true", "sampling.max_rounds=3")
+    _, batch, _, _, _ = one_step(config)
+    assert batch.drawn_groups == 12
+    assert len(batch.rollouts) == 8
+
+
+def test_reroll_and_dynamic_sampling_report_the_mismatch_of_every_round(tmp_path):
+    """What was sampled, of the groups that were chosen, whichever round drew them."""
+    sparse_signal = ("sampling.prompts=4", "sampling.n=2", "rewards.use=['task:successor']", "sampling.dynamic=true")
+    rerolled = ("objective.correction={preset: reroll, veto: 0.9}", "sampling.max_rounds=30")
+    _, batch, _, _, _ = one_step(toy.quick(tmp_path / "run", *sparse_signal, *rerolled))
+    assert batch.drawn_groups > 4
+    assert 0 < sum(batch.rerolled) < 8
+    row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
+    assert row["mismatch/veto_rate"] == row["mismatch/rerolled"] == sum(batch.rerolled) / 8
+    log_xi = [value for one in batch.as_sampled for value in one.tolist()]
+    assert row["mismatch/kl_k1"] == pytest.approx(-statistics.fmean(log_xi), abs=1e-7)
+
+
+# -- parts --------------------------------------------------------------------------------------------------
+
+
+def experience(groups: int, n: int) -> Experience:
+    rollouts = [Rollout([1], [2], torch.zeros(1), "stop") for _ in range(groups * n)]
+    return Experience(rollouts, [], [0.0] * len(rollouts), {}, [], n)
+
+
+@pytest.mark.parametrize(("groups", "n", "updates"), [(8, 4, 4), (7, 3, 2), (5, 2, 5), (3, 4, 1)])
+@pytest.mark.parametrize("unit", ["groups", "rollouts"])
+def test_minibatches_share_out_everything_evenly(groups, n, updates, unit):
+    step = minibatches(experience(groups, n), updates, unit, (0, 1))
+    sizes = torch.bincount(step, minlength=updates)
+    assert int(sizes.sum()) == groups * n
+    assert int(sizes.max() - sizes.min()) <= (n if unit == "groups" else 1)
+    if unit == "groups":
+        assert torch.equal(step.view(groups, n), step.view(groups, n)[:, :1].expand(-1, n))
+    again = minibatches(experience(groups, n), updates, unit, (0, 1))
+    assert torch.equal(step, again)
+    if updates > 1 and groups > 5:
+        assert not torch.equal(step, minibatches(experience(groups, n), updates, unit, (0, 2)))
+
+
+def test_a_clock_counts_nested_phases_once(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = Clock(torch.device("cpu"))  # 0
+    with clock.phase("outer"):  # 1
+        with clock.phase("inner"):  # 2 .. 3
+            pass
+        with clock.phase("inner"):  # 4 .. 5
+            pass
+    assert clock.seconds == {"outer": 3, "inner": 2}  # 1-2, 3-4, 5-6 and 2-3, 4-5
+    assert clock.total == 7
+
+
+def test_shares_of_an_evaluation_are_joined():
+    whole = joined([HeldOut(0.5, 0.1, 100, 10.0, 0.2), HeldOut(0.8, 0.2, 50, 40.0, 0.5)])
+    assert whole.n == 150
+    assert whole.accuracy == pytest.approx(0.6)
+    assert whole.length == pytest.approx(20.0)
+    assert whole.stderr == pytest.approx(math.sqrt((100 * 0.1) ** 2 + (50 * 0.2) ** 2) / 150)
+
+
+def test_the_plan_adds_up(tmp_path):
+    """qwen2.5-1.5b: 28 layers, 2 KV heads of 128; 1,543,714,304 parameters with a tied head."""
+    found = plan(
+        toy.toy(
+            tmp_path,
+            "model={source: 'shape:qwen2.5-1.5b', dtype: bfloat16}",
+            "sampling.prompts=128",
+            "sampling.max_new_tokens=4096",
+            "data.max_prompt_tokens=512",
+            "engine.max_rows=1024",
+            "objective.kl=1e-4",
+            "sparsity.evict={method: rkv, budget: 512}",
+            "learner.updates=4",
+            "learner.logprob_chunk=2048",
+        )
+    )
+    parameters = 1_543_714_304
+    assert found.parameters == parameters
+    assert (found.weights, found.masters, found.moments) == (2 * parameters, 4 * parameters, 8 * parameters)
+    assert (found.engine_copy, found.reference) == (0, 2 * parameters)
+    assert found.kv_token == 2 * 28 * 2 * 128 * 2
+    assert found.kv_dense == 1024 * (512 + 4096) * found.kv_token
+    assert found.kv_sparse == 1024 * (512 + 128) * found.kv_token
+    assert (found.rollouts, found.most_tokens) == (1024, 1024 * 4096)
+    assert found.logits == 2 * 4 * 2048 * 151936
+    assert found.activations == 0, "the toy keeps all of them"
+    assert plan(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
+
+
+@pytest.mark.parametrize(("protect", "held"), [("false", 10), ("true", 15)])
+def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
+    evict = f"{{method: rkv, budget: 8, buffer: 2, window: 2, sinks: 1, protect_prompt: {protect}}}"
+    found = plan(
+        toy.quick(tmp_path, f"sparsity.evict={evict}", "sampling.max_new_tokens=20", "data.max_prompt_tokens=5")
+    )
+    assert found.kv_sparse == found.running * held * found.kv_token
+
+
+def test_the_plan_counts_what_distillation_holds(tmp_path):
+    without, distilled = (toy.quick(tmp_path / "run", *more) for more in ((), ("distill.rank=4",)))
+    assert (plan(without).sparse_copy, plan(without).adapter) == (0, 0)
+    run = toy.trainer(distilled)
+    dense = {p.data_ptr() for p in run.engine.model.parameters()}
+    own = [p for p in run.engine.sparse_model.parameters() if p.data_ptr() not in dense]
+    assert plan(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in own) > 0
+    adapter = run.distill.distiller.adapter()
+    numbers = sum(a.numel() + b.numel() for a, b in adapter.weights.values())
+    assert plan(distilled).adapter == 4 * 4 * numbers, "float32: itself, two moments, a gradient"
+    half = toy.quick(tmp_path / "half", "distill.rank=4", "model.dtype=bfloat16")
+    assert plan(half).adapter == (2 + 4 * 4) * numbers, "and a master"
+    adapter.save(tmp_path / "adapter")
+    given = toy.quick(tmp_path / "given", f"distill.adapter={tmp_path / 'adapter'}")
+    assert plan(given).adapter == plan(distilled).adapter, "at a rank of its own"
+
+
+# -- a whole run --------------------------------------------------------------------------------------------
+
+
+def test_a_preset_of_another_model_is_told_once(tmp_path):
+    out, events = tmp_path / "run", []
+    preset = "sparsity={select: {method: block-topk, budget: qwen3-4b-0.86}}"
+    for steps, resume in ((2, False), (4, True)):
+        run = toy.trainer(toy.quick(out, preset, f"steps={steps}"), resume)
+        assert ("other-model: Schedule 'qwen3-4b-0.86' was made for Qwen/Qwen3-4B" in toy.said(run)) is not resume
+        run.run()
+        events = [row for row in toy.rows(out, "events.jsonl") if row["kind"] == "other-model"]
+        assert [row["step"] for row in events] == [0]
+    assert "alula calibrate --verify" in events[0]["advice"]
+
+
+def test_a_run_leaves_a_folder_that_says_everything(tmp_path):
+    out = tmp_path / "run"
+    run = toy.trainer(toy.quick(out, "logging.completions=3"))
+    assert run.run()
+    assert json.loads((out / "status.json").read_text()) == {"state": "finished", "total_steps": 4}
+    rows = toy.rows(out, "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    made = [row["speed/tokens_per_s"] * row["time/rollout"] for row in rows]
+    assert made == pytest.approx([16 * row["response/length_mean"] for row in rows])
+    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    names = {name.partition("/tail/")[0].partition("schedule/budget/")[0] for row in rows for name in row}
+    assert [name for name in sorted(names - {"", "step"}) if f"`{name}`" not in glossary] == []
+    assert {(row["step"], row["policy"]) for row in toy.rows(out, "evals.jsonl")} == {
+        (step, policy) for step in (0, 2, 4) for policy in ("dense", "sparse")
+    }
+    completions = toy.rows(out, "completions.jsonl")
+    assert len(completions) == 12
+    assert set(completions[0]) == {"step", "prompt", "completion", "reward", "finish", "vetoed"}
+    assert len({row["prompt"] for row in completions if row["step"] == 1}) > 1
+
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    prompt = tokenizer("a c :")["input_ids"]
+    ours = run.engine.generate([prompt], Sampling(temperature=0, max_new_tokens=6), DENSE)[0].token_ids
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :].tolist()
+    assert ours == theirs
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+    out = tmp_path / "run"
+    assert toy.trainer(toy.quick(out)).run()
+    settings, metrics = ((out / name).read_text() for name in ("config.yaml", "metrics.jsonl"))
+    with pytest.raises(SettingError, match=r"steps=2: .* has taken 4 already; ask for more"):
+        toy.trainer(toy.quick(out, "steps=2"), resume=True)
+    with pytest.raises(CheckpointError, match="model, lora and distill settings"):
+        toy.trainer(toy.quick(out, "distill={rank: 4}"), resume=True)
+    assert (out / "config.yaml").read_text() == settings
+    assert (out / "metrics.jsonl").read_text() == metrics
+
+
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="is a file; name a folder"):
+        toy.trainer(toy.quick(tmp_path / "file"))
+    with pytest.raises(SettingError, match="cannot be made"):
+        toy.trainer(toy.quick(tmp_path / "file" / "run"))
+
+
+def test_a_misspelt_policy_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(SettingError, match=r"sparsity\.evict: unknown evictor 'rvk'"):
+        toy.trainer(toy.quick(tmp_path / "run", "sparsity.evict.method=rvk"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingError, match="torch sees 0 CUDA devices"):
+        toy.trainer(toy.quick(tmp_path / "run", "model.device=cuda"))
+
+
+@pytest.mark.parametrize(("best", "kept"), [("true", [1, 5]), ("false", [5])])
+def test_the_best_checkpoint_is_kept_where_asked(tmp_path, monkeypatch, best, kept):
+    accuracies = iter([0.1, 0.9, 0.3, 0.2, 0.4, 0.5])
+    monkeypatch.setattr(
+        "alula.trainer.trainer.evaluate_policy", lambda *a: HeldOut(next(accuracies), 0.01, 8, 2.0, 0.0)
+    )
+    out = tmp_path / "run"
+    run = toy.trainer(
+        toy.quick(
+            out,
+            "steps=5",
+            "eval.every=1",
+            "eval.sparse=false",
+            "checkpoint.every=2",
+            "checkpoint.keep=1",
+            f"checkpoint.best={best}",
+        )
+    )
+    save, saved = run.save, []
+    monkeypatch.setattr(run, "save", lambda: (saved.append(run.step), save()))
+    run.run()
+    found = run.checkpoints.best()
+    assert (found and found.name) == ("step-00000001" if best == "true" else None), "saved although none was due"
+    assert saved == sorted({2, 4, *kept})
+    assert [path.name for path in run.checkpoints.all()] == [f"step-{step:08}" for step in kept]
+
+
+def test_with_adapters_the_engine_follows_the_learner(tmp_path):
+    """LoRA: the engine has its own weights, the reference is the policy without adapters."""
+    config = toy.quick(tmp_path / "run", "learner.lora={rank: 4, alpha: 8}", "objective.kl=0.1", toy.DENSE)
+    before, batch, _, after, run = one_step(config)
+    assert not close(before, after)
+    assert run.learner.reference is None
+    theirs = run.engine.score(batch.rollouts)
+    ours = run.learner.score(batch.rollouts)
+    for a, b, reference, old in zip(theirs, ours, batch.reference, batch.dense):
+        assert torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
+        assert not torch.allclose(a.logprobs, old, atol=1e-4)
+        assert torch.allclose(reference, old, atol=1e-5), "at the first step the two are the same"
+    run.train_step()
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[1]["policy/kl_ref"] > 0
+
+
+@pytest.mark.parametrize("loss", ["dr_grpo", "dapo", "cispo", "gspo"])
+def test_every_loss_trains(tmp_path, loss):
+    correction = "geometric" if loss == "gspo" else "tis"
+    settings = (f"objective.loss={loss}", f"objective.correction={correction}", "objective.advantage=rloo")
+    before, _, learned, after, _ = one_step(toy.quick(tmp_path / "run", *settings, "objective.kl=0", toy.DENSE))
+    assert all(update.taken for update in learned.updates)
+    assert not close(before, after)
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "said"),
+    [
+        (5, (), "sampling.prompts=4: each of the 5 ranks"),
+        (3, (), "learner.updates=2: one of the 3 ranks has only 1 groups"),
+        (2, (), None),
+        (3, ("learner.minibatch=rollouts",), None),
+    ],
+)
+def test_every_rank_has_a_part_of_every_update(tmp_path, size, overrides, said):
+    config = toy.quick(tmp_path, *overrides)
+    if said is None:
+        check_shares(config, World(size=size))
+    else:
+        with pytest.raises(SettingError, match=said):
+            check_shares(config, World(size=size))
+
+
+WORKER = """
+import sys
+import toy
+from alula.trainer.trainer import train
+from pathlib import Path
+
+settings = ("objective.correction={preset: reroll, veto: 0.9}", "sampling.dynamic=true", "sampling.max_rounds=2",
+            "learner.updates=2", "checkpoint.best=false")
+with open("/dev/null", "w") as silent:
+    for name, more, resume in (("whole", (), False), ("parts", ("steps=2",), False), ("parts", (), True)):
+        assert train(toy.quick(Path(sys.argv[1]) / name, *settings, *more), resume=resume, stream=silent)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_train_and_resume(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    run_on_two_ranks(script, tmp_path)
+    whole, parts = (toy.files(tmp_path / name) for name in ("whole", "parts"))
+    assert whole == parts
+    rows = whole["metrics.jsonl"]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["policy/skipped"] == 0 for row in rows)
+    assert {row["n"] for row in whole["evals.jsonl"]} == {8}, "both shares are counted"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    assert model.config.vocab_size == 9
