@@ -26,7 +26,7 @@ import torch
 from sections import arguments, record, release
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.bench.bench import StepBench
+from alula.bench.decode import StepBench
 from alula.data import Dataset, load, prepare
 from alula.data.dataset import Example
 from alula.distill.config import DistillConfig

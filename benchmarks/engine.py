@@ -10,21 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
+import numpy as np
 import torch
+from churn import churn
 from sections import release, run
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.bench.bench import (
-    Ceilings,
-    churn,
-    decode_step,
-    idle_share,
-    packed_scoring,
-    rollouts,
-    timed,
-)
+from alula.bench.ceilings import Ceilings, timed
+from alula.bench.decode import StepBench, decode_step, rollouts
 from alula.engine.block_manager import pages_for
+from alula.engine.features import Features
+from alula.engine.rollout import Rollout
 from alula.sparsity.policy import DENSE
 
 DEVICE = torch.device("cuda")
@@ -45,6 +43,83 @@ def steps(ceilings: Ceilings) -> list[dict]:
     found.append(idle_share(one, 64, 1024, 256))
     found.append(packed_scoring(one, 64, 1024, ceilings))
     return found
+
+
+def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilings) -> dict[str, Any]:
+    """Dense scoring of whole sequences, packed: share of the measured matrix rate."""
+    rng = np.random.default_rng(0)
+    prompt, config = 32, engine.model.config
+    made = []
+    for _ in range(sequences):
+        ids = rng.integers(0, config.vocab_size, length).tolist()
+        made.append(Rollout(ids[:prompt], ids[prompt:], None, "length"))
+    engine.score(made[:1])
+    engine.score(made)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    engine.score(made)
+    scoring = time.perf_counter() - start
+    packed = [r.prompt_ids + r.token_ids for r in made]
+    per_pass = max(1, engine.prefill_tokens // length)
+    batches = [packed[i : i + per_pass] for i in range(0, len(packed), per_pass)]
+    prefill = timed(lambda: [engine.runner.forward_packed(b) for b in batches], engine.device, 2)
+    model: Any = engine.model
+    head = model.get_output_embeddings().weight.numel()
+    table = model.get_input_embeddings().weight.numel()
+    total = sum(p.numel() for p in model.parameters())
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    body = total - table - (0 if tied else head)
+    tokens = sequences * length
+    shape = engine.shape
+    attention = 2 * 2 * shape.layers * shape.q_heads * shape.head_dim * sequences * length * length / 2
+    work = 2 * body * tokens + attention
+    return {
+        "kind": "packed prefill and score",
+        "model": engine.name,
+        "sequences": sequences,
+        "length": length,
+        "prefill_s": prefill,
+        "score_s": scoring,
+        "prefill_tokens_per_s": tokens / prefill,
+        "prefill_of_matrix_rate": work / prefill / ceilings.matrix,
+        "score_of_matrix_rate": (work + 2 * head * tokens) / scoring / ceilings.matrix,
+    }
+
+
+def idle_share(engine: Engine, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
+    """1 − (back-to-back replays of the same steps) / (wall time of the decode phase of a real generation)."""
+    replay = StepBench(engine, batch, context).seconds()
+    prompt = context - new_tokens // 2
+    times: list[float] = []
+    decode = engine.runner.decode
+
+    def watched(chunk: Any, features: Features) -> Any:
+        if not times and engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        return decode(chunk, features)
+
+    engine.runner.decode = watched  # type: ignore[method-assign]
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, engine.model.config.vocab_size, (batch, prompt)).tolist()
+    together, engine.prefill_tokens = engine.prefill_tokens, batch * prompt  # all rows start with the first step
+    engine.generate(prompts, Sampling(max_new_tokens=2 * engine.lookahead + 1, ignore_eos=True), progress=False)
+    times.clear()
+    engine.generate(prompts, Sampling(max_new_tokens=new_tokens + 1, ignore_eos=True), progress=False)
+    wall = time.perf_counter() - times[0]
+    engine.prefill_tokens = together
+    engine.runner.decode = decode  # type: ignore[method-assign]
+    return {
+        "kind": "idle",
+        "model": engine.name,
+        "batch": batch,
+        "context": context,
+        "steps": new_tokens,
+        "replay_ms": replay * 1e3,
+        "wall_ms": wall / new_tokens * 1e3,
+        "idle": 1 - replay * new_tokens / wall,
+    }
 
 
 def large(ceilings: Ceilings) -> list[dict]:

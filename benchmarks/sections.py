@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from alula.bench.bench import Ceilings, measure_ceilings
+from alula.bench.ceilings import Ceilings, measure_ceilings
 
 Rows = Iterable[dict]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from alula import Engine
-from alula.bench.bench import Ceilings
+from alula.bench.ceilings import Ceilings
 from alula.mismatch.calibrate.calibrate import Grid, Text, calibrate
 from alula.mismatch.calibrate.families import parse_methods
 from alula.mismatch.calibrate.file import Calibration, Configuration

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from churn import churn
 from sections import release, run
 from smollm2 import calibration, real
 
 from alula import Engine, Evict, Schedule, Select, Sparsity
-from alula.bench.bench import Ceilings, StepBench, churn, rollouts
+from alula.bench.ceilings import Ceilings
+from alula.bench.decode import StepBench, rollouts
 from alula.engine import model_runner as engine_runner
 from alula.engine.block_manager import pages_for
 from alula.engine.engine import shape_of

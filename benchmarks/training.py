@@ -22,7 +22,8 @@ import torch
 from sections import arguments, measured_machine, record, release
 
 from alula import Engine, Evict, Sampling, Sparsity
-from alula.bench.bench import Ceilings, StepBench, timed
+from alula.bench.ceilings import Ceilings, timed
+from alula.bench.decode import StepBench
 from alula.config.load import load_config
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request

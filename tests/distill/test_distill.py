@@ -33,9 +33,9 @@ from alula.models.load import load_model
 from alula.models.lora import Adapter
 from alula.objective.settings import Loss
 from alula.run.checkpoint import Checkpoints
-from alula.run.run_dir import without_clocks
 from alula.trainer.build import with_tokenizer
 from alula.trainer.trainer import Trainer
+from toy import without_clocks
 from two_ranks import run_on_two_ranks
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]

@@ -14,6 +14,7 @@ from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, make_warm_model
 from alula.mismatch.calibrate.file import Calibration
 from alula.sparsity.schedule import Schedule
+from toy import without_clocks
 
 DATA = ["--data", "task:copy-last", "--options", "{symbols: 26, prefix: 20}"]
 SIZES = ["--length", "64", "--prompts", "32", "--kv-memory", "16MiB", "--max-rows", "160"]
@@ -161,10 +162,6 @@ def test_a_controlled_run_survives_a_stop(schedule, folder):
     assert uninterrupted == resumed
     events = [json.loads(line) for line in (folder / "whole" / "events.jsonl").read_text().splitlines()]
     assert any(event["kind"] == "tail" and "budget" in event["message"] for event in events)
-
-
-def without_clocks(row: dict) -> dict:
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))}
 
 
 def test_a_violated_tail_stops_the_run(schedule, folder, capsys):

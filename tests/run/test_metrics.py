@@ -14,7 +14,8 @@ import pytest
 
 from alula.errors import SettingError
 from alula.run.console import LiveLine, describe, duration
-from alula.run.run_dir import LINES, MetricsWriter, drop_after, parse_line, without_clocks
+from alula.run.run_dir import LINES, MetricsWriter, drop_after, parse_line
+from toy import without_clocks
 
 
 def train(run: Path, first: int, last: int, resume_from: int | None, clock: float = 0.0) -> None:
@@ -50,11 +51,6 @@ def test_resumed_files_equal_the_uninterrupted_ones(tmp_path, checkpoint, cut):
         assert list(map(without_clocks, whole)) == list(map(without_clocks, killed))
         if name != "metrics.jsonl":
             assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
-
-
-def test_clocks_are_exactly_time_and_speed():
-    row = {"step": 1, "time/step": 2.0, "speed/mfu": 0.4, "timely": 1.0, "reward/time/": 1.0}
-    assert without_clocks(row) == {"step": 1, "timely": 1.0, "reward/time/": 1.0}
 
 
 def test_every_line_is_on_disk_at_once_even_when_killed(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 from alula.config.load import load_config
 from alula.config.run import RunConfig
-from alula.run.run_dir import LINES, without_clocks
+from alula.run.run_dir import LINES
 from alula.trainer.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "toy.yaml"
@@ -36,6 +36,11 @@ def said(run: Trainer) -> str:
 
 def rows(out: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics less the keys that no two runs share."""
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))}
 
 
 def files(out: Path) -> dict[str, list[dict[str, Any]]]:

@@ -46,8 +46,9 @@ def bench(
         if min(values) < least:
             raise SettingError(f"--{name} {min(values)}: must be at least {least}.")
     check_out(out)
-    from alula.bench.bench import decode_step, measure_ceilings
-    from alula.bench.bench import rollouts as whole_rollouts
+    from alula.bench.ceilings import measure_ceilings
+    from alula.bench.decode import decode_step
+    from alula.bench.decode import rollouts as whole_rollouts
     from alula.engine.engine import Engine
     from alula.models.load import load_model
 

@@ -113,6 +113,3 @@ BENCHMARKS = {
         ),
     )
 }
-
-SPARSE_RL = ("gsm8k", "math500", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "amc23")
-"""The evaluation suite of arXiv 2601.10079."""

@@ -23,7 +23,6 @@ from alula.errors import SettingError, require
 from alula.run.sinks import Sink, open_sink
 
 LINES = ("metrics.jsonl", "evals.jsonl", "completions.jsonl", "events.jsonl")
-CLOCKS = ("time/", "speed/")
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -161,11 +160,6 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def without_clocks(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of metrics less the keys that no two runs share: what 'identical, timings aside' compares."""
-    return {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
 
 
 def _number(value: Any) -> float | int | None:

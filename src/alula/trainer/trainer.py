@@ -382,8 +382,8 @@ def matrix_rate(world: World) -> float | None:
     """FLOP/s of the device in a large bfloat16 product, what the learner's utilisation is measured against."""
     if world.device.type != "cuda":
         return None
-    from alula.bench.bench import measure_ceilings
+    from alula.bench.ceilings import matrix_rate as measured
 
-    rate = measure_ceilings(world.device).matrix
+    rate = measured(world.device)
     torch.cuda.empty_cache()  # the memory is the engine's and the learner's
     return rate

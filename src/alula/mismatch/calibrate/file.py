@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from pathlib import Path
 from typing import Any, Literal
@@ -122,11 +121,6 @@ class Calibration:
         for one in sorted(self.measured, key=lambda m: m.configuration.budget):
             found.setdefault(one.configuration.family, []).append(one)
         return found
-
-    def with_measured(self, more: Iterable[Measured]) -> "Calibration":
-        """The same calibration with further configurations; one measured again replaces its older self."""
-        merged = {m.configuration: m for m in (*self.measured, *more)}
-        return replace(self, measured=tuple(merged.values()))
 
     def save(self, path: str | Path) -> None:
         """Atomic: a killed calibration leaves the last whole file."""

@@ -1,0 +1,155 @@
+"""Measurements of the engine: decode steps at any size, whole rollouts, and the floor they are compared with.
+
+The floor of a decode step is the bytes that must move (weights, and the KV that the policy reads) over the copy
+bandwidth measured in the same process: no implementation runs faster.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from alula.bench.ceilings import Ceilings, timed
+from alula.engine.block_manager import pages_for
+from alula.engine.engine import Engine
+from alula.engine.features import Features
+from alula.engine.rollout import Sampling
+from alula.engine.sequence import Request, Sequence
+from alula.errors import require
+from alula.mismatch.plan.cost import Shape
+from alula.mismatch.plan.timings import timing_record
+from alula.sparsity.policy import DENSE, Sparsity, budget_at
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Weights that one decode step reads: all of them, less an embedding table that is only looked up."""
+    model: Any = engine.model
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return total - (table.numel() * table.element_size() if table is not head else 0)
+
+
+def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int:
+    """KV, and page summaries, that attention must read for one row of `context` tokens with `held` of them cached."""
+    shape = engine.shape
+    per_layer = shape.token_bytes // shape.layers
+    select = sparsity.select
+    if select is None:
+        return held * shape.token_bytes
+    page = engine.page
+    budget = min(held, pages_for(budget_at(select.budget, context), page) * page)
+    dense = min(select.dense_layers, shape.layers)
+    summaries = pages_for(held, page) * per_layer // 2 * Features(selector=select.method).summary_kinds
+    if budget >= held:
+        summaries = 0
+    return dense * held * per_layer + (shape.layers - dense) * (budget * per_layer + summaries)
+
+
+class StepBench:
+    """Decode steps of `batch` rows of `context` tokens, with random KV: all of it, or the most that an evictor holds
+    at that length."""
+
+    def __init__(self, engine: Engine, batch: int, context: int, sparsity: Sparsity = DENSE) -> None:
+        engine.check(sparsity)
+        evict = sparsity.evict
+        self.held = min(context, budget_at(evict.budget, context) + evict.buffer) if evict else context
+        count = pages_for(self.held + engine.lookahead, engine.page)
+        need, width = batch * count, engine.rows.table.shape[1]
+        require(
+            need <= engine.pool.usable,
+            f"batch {batch} × context {context} needs {need} pages of KV, "
+            f"kv_memory holds {engine.pool.usable}; raise it or lower them.",
+        )
+        require(count <= width, f"context={context}: more than the engine's max_length={width * engine.page} holds.")
+        require(batch <= engine.rows.count, f"batch={batch}: the engine has max_rows={engine.rows.count}.")
+        self.engine, self.batch, self.context, self.sparsity = engine, batch, context, sparsity
+        request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
+        self.features = Features.of([request])
+        engine.cache.prepare(
+            summary_kinds=self.features.summary_kinds,
+            ring=self.features.ring,
+            accumulated_tokens=self.held + engine.lookahead if self.features.accumulates else 0,
+        )
+        engine.rows.prepare(self.features)
+        order = np.random.default_rng(0).permutation(np.arange(1, engine.pool.count))[:need]  # as churn leaves it
+        self.table = order.reshape(batch, count).astype(np.int32)
+        for row in range(batch):
+            sequence = Sequence(request, 0, row=row)
+            engine.rows.enter(sequence, row, engine.page)
+        for filled in (engine.cache.keys, engine.cache.values, engine.cache.summaries):
+            if filled is not None and not filled[:, -1].any():  # as a fresh pool holds it
+                filled.normal_()
+        self.most = engine.runner._context(self.held + engine.lookahead)
+        self.bucket = engine.runner._bucket(batch)
+        self.reset()
+
+    def reset(self) -> None:
+        engine, rows = self.engine, self.engine.rows
+        position, held, left = (np.zeros(rows.count, np.int64) for _ in range(3))
+        position[: self.batch], held[: self.batch], left[: self.batch] = self.context - 1, self.held - 1, 1 << 20
+        engine.rows.table[: self.batch, : self.table.shape[1]] = torch.from_numpy(self.table).to(engine.device)
+        rows.upload(position, held, left, np.full((rows.count, engine.lookahead), -1, np.int64))
+
+    def seconds(self, chunks: int = 8) -> float:
+        """Mean time of one step, over `chunks` × lookahead steps (the context grows within a chunk only)."""
+        engine, runner, steps = self.engine, self.engine.runner, self.engine.lookahead
+        with torch.inference_mode():
+            graph = runner._graph(self.bucket, self.most, self.features)
+            one = graph.replay if graph is not None else lambda: runner._step(self.bucket, self.most, self.features)
+            total = 0.0
+            for i in range(chunks + 1):
+                self.reset()
+                spent = timed(one, engine.device, steps)
+                total += spent if i else 0.0  # the first is a warm-up
+        return total / chunks
+
+    def floor_bytes(self) -> int:
+        return weight_bytes(self.engine) + self.batch * kv_bytes(self.engine, self.context, self.held, self.sparsity)
+
+
+def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ceilings: Ceilings) -> dict[str, Any]:
+    bench = StepBench(engine, batch, context, sparsity)
+    seconds = bench.seconds()
+    floor = bench.floor_bytes() / ceilings.bandwidth
+    return {
+        "kind": "decode step",
+        "model": engine.name,
+        "batch": batch,
+        "context": context,
+        "sparsity": sparsity.describe(),
+        "ms": seconds * 1e3,
+        "floor_ms": floor * 1e3,
+        "of_floor": floor / seconds,
+        "tokens_per_s": batch / seconds,
+        "kv_bytes": batch * bench.held * engine.shape.token_bytes,
+        "timing": timing_record(Shape.of(engine.model), bench.bucket, bench.held, sparsity, seconds * 1e3),
+    }
+
+
+def rollouts(
+    engine: Engine, batch: int, prompt: int, new_tokens: int, sparsity: Sparsity, seed: int = 0
+) -> dict[str, Any]:
+    """Whole rollouts through the public API: random prompts of equal length, no stop token."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(0, engine.model.config.vocab_size, (batch, prompt)).tolist()
+    sampling = Sampling(max_new_tokens=new_tokens, ignore_eos=True, seed=seed)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    engine.pool.peak = 0
+    start = time.perf_counter()
+    done = engine.generate(prompts, sampling, sparsity, progress=False)
+    seconds = time.perf_counter() - start
+    return {
+        "kind": "rollouts",
+        "model": engine.name,
+        "batch": batch,
+        "prompt": prompt,
+        "new_tokens": new_tokens,
+        "sparsity": sparsity.describe(),
+        "seconds": seconds,
+        "tokens_per_s": batch * new_tokens / seconds,
+        "kv_peak_bytes": engine.pool.peak * engine.page * engine.shape.token_bytes,
+        "kv_saved": float(np.mean([r.kv.saved for r in done])),
+        "peak_pages_per_sequence": max(r.kv.peak_pages for r in done),
+    }
