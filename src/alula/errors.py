@@ -1,4 +1,4 @@
-"""The one way Alula says that an input is wrong: one sentence with the setting, the value and the way out."""
+"""Errors meant for the user. A message names the setting and its value, and gives a hint."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -11,49 +11,51 @@ Settings = TypeVar("Settings")
 
 
 class SettingError(ValueError):
-    """A setting or an input that cannot be used. The message is meant for the person who wrote it."""
+    """An invalid setting or input. The message is written for the person who set it."""
 
 
 class RunFailed(RuntimeError):
-    """Work that had begun and cannot go on, through no fault of a setting. The message says why and what to try."""
+    """A failure after the work has started, with valid settings. The message gives the cause and what to try."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
-    """An unknown name, with the nearest valid one."""
+    """The error for an unknown name: suggests the closest known name, or lists all."""
     names = sorted(known)
-    near = get_close_matches(name, names, n=1)
-    listed = f"known: {', '.join(names)}." if names else "there are none."
-    hint = f"did you mean {near[0]!r}?" if near else listed
+    matches = get_close_matches(name, names, n=1)
+    listing = f"known: {', '.join(names)}." if names else "there are none."
+    hint = f"did you mean {matches[0]!r}?" if matches else listing
     return SettingError(f"unknown {kind} {name!r}; {hint}")
 
 
 def require(condition: bool, message: str) -> None:
+    """Raise `SettingError(message)` unless `condition` holds."""
     if not condition:
         raise SettingError(message)
 
 
 def require_whole(**settings: Any) -> None:
+    """Raise unless every setting is an integer (numpy integers count, booleans do not)."""
     for name, value in settings.items():
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        require(whole, f"{name}={value!r}: must be a whole number.")
+        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+        require(is_integer, f"{name}={value!r}: must be a whole number.")
 
 
-def refuse_unknown(owner: Any, names: Iterable[str]) -> None:
-    """Refuse keyword arguments that `owner`, a class or a function, does not take."""
-    known = [name for name in signature(owner).parameters if name != "options"]
+def reject_unknown_arguments(target: Any, names: Iterable[str]) -> None:
+    """Raise for keyword arguments that `target`, a class or a function, does not accept."""
+    known = [name for name in signature(target).parameters if name != "options"]
     for name in names:
         if name not in known:
-            raise unknown(f"setting of {owner.__name__}:", name, known)
+            raise unknown(f"setting of {target.__name__}:", name, known)
 
 
 def named_settings(cls: type[Settings]) -> type[Settings]:
-    """Makes a dataclass answer an unknown setting with the nearest one that it has."""
-    plain = cls.__init__
+    """Class decorator: an unknown keyword argument raises `SettingError` with the closest known name."""
+    plain_init = cls.__init__
 
-    @wraps(plain)
+    @wraps(plain_init)
     def init(self: Settings, *values: Any, **settings: Any) -> None:
-        refuse_unknown(cls, settings)
-        plain(self, *values, **settings)
+        reject_unknown_arguments(cls, settings)
+        plain_init(self, *values, **settings)
 
     cls.__init__ = init  # type: ignore[method-assign,misc,assignment]
     return cls

@@ -1,6 +1,4 @@
-"""A terminal that is closed, or a pipe that nobody reads any more, costs a run what it prints and nothing else.
-
-A progress bar on a terminal, nothing in a pipe."""
+"""Terminal output: streams that survive a closed terminal, a progress bar, and sizes as text."""
 
 import errno
 import os
@@ -8,54 +6,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-GONE = (errno.EPIPE, errno.EIO)
-"""What writing into a closed pipe and to a terminal that hung up are answered with."""
+CLOSED = (errno.EPIPE, errno.EIO)
+"""Errors of writing to a closed pipe and to a terminal that hung up."""
 
 
-class Lasting:
-    """`stream` until it is gone, then nothing."""
+class BrokenPipeSafeStream:
+    """Stream wrapper that swallows EPIPE and EIO, so that a closed terminal does not end the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.gone = False
+        self.closed_by_reader = False
 
     def write(self, text: str) -> int:
-        self._do(lambda: self.stream.write(text))
+        self._call(lambda: self.stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._do(self.stream.flush)
+        self._call(self.stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
-    def _do(self, call: Any) -> None:
-        if self.gone:
+    def _call(self, operation: Any) -> None:
+        if self.closed_by_reader:
             return
         try:
-            call()
+            operation()
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in CLOSED:
                 raise
-            self.gone = True
-            self._let_go()
+            self.closed_by_reader = True
+            self._redirect_to_devnull()
 
-    def _let_go(self) -> None:
-        """What is still buffered is written when the process ends, and an error then would be its exit code."""
+    def _redirect_to_devnull(self) -> None:
+        """Python flushes the remaining buffer at exit; an error there would become the exit code."""
         with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.stream.fileno())
+            os.close(devnull)
 
 
-def lasting(stream: TextIO | None) -> Any:
-    """Python has no stream where the descriptor was closed from the start, and prints nothing then."""
-    return None if stream is None else Lasting(stream)
+def broken_pipe_safe(stream: TextIO | None) -> Any:
+    """`stream` wrapped; None stays None (Python's value for a descriptor that was closed from the start)."""
+    return None if stream is None else BrokenPipeSafeStream(stream)
 
 
 @contextmanager
 def progress_bar(rollouts: int, shown: bool) -> Iterator[Any]:
-    """A bar on a terminal, nothing in a pipe."""
+    """A progress bar on standard error; yields `advance(tokens)`, to be called once per rollout."""
     if not shown:
         yield lambda tokens: None
         return
@@ -78,12 +76,12 @@ def progress_bar(rollouts: int, shown: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, made = bar.add_task("", total=rollouts, rate=""), 0
+        task, generated = bar.add_task("", total=rollouts, rate=""), 0
 
         def advance(tokens: int) -> None:
-            nonlocal made
-            made += tokens
+            nonlocal generated
+            generated += tokens
             elapsed = bar.tasks[0].elapsed or 1e-9
-            bar.update(task, advance=1, rate=f"{made / elapsed:,.0f} tokens/s")
+            bar.update(task, advance=1, rate=f"{generated / elapsed:,.0f} tokens/s")
 
         yield advance

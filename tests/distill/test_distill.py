@@ -275,15 +275,15 @@ class Threads(World):
     board: list | None = None
     barrier: threading.Barrier | None = None
 
-    def gather(self, value):
+    def all_gather(self, value):
         self.board[self.rank] = value
         self.barrier.wait()
         values = list(self.board)
         self.barrier.wait()
         return values
 
-    def sum(self, tensor):
-        return tensor.copy_(torch.stack([t.to(tensor) for t in self.gather(tensor.clone())]).sum(0))
+    def all_sum(self, tensor):
+        return tensor.copy_(torch.stack([t.to(tensor) for t in self.all_gather(tensor.clone())]).sum(0))
 
 
 def test_two_ranks_train_as_one(made):
@@ -731,7 +731,7 @@ def theta():
 def phi():
     return {f"{name}.{i}": part for name, pair in distiller.adapter().weights.items() for i, part in enumerate(pair)}
 def same_everywhere(tensors):
-    one, other = world.gather(tensors)
+    one, other = world.all_gather(tensors)
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 begun, step = theta(), distiller.step
@@ -751,12 +751,13 @@ def distil_first(stage):
     checks["phi was trained"] = any(value.any() for name, value in phi().items() if name.endswith(".1"))
 run.distil_first = distil_first
 assert run.run()
-checks["theta stood still"] = all(world.gather(all(still)))
+checks["theta stood still"] = all(world.all_gather(all(still)))
 checks["theta"], checks["phi"] = same_everywhere(theta()), same_everywhere(phi())
 checks["theta was trained"] = any(not torch.equal(value, begun[name]) for name, value in theta().items())
 for which in ("model", "sparse_model"):
     checks[f"engine's {which}"] = same_everywhere(dict(getattr(run.engine, which).named_parameters()))
-report = {"checks": checks, "shares": world.gather(shares), "divergences": world.gather(run.distill.divergences)}
+report = {"checks": checks, "shares": world.all_gather(shares)}
+report["divergences"] = world.all_gather(run.distill.divergences)
 if world.rank == 0:
     (out / "report.json").write_text(json.dumps(report))
 torch.distributed.destroy_process_group()

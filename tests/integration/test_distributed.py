@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from alula.distributed import World, start
+from alula.distributed import World, init_world
 from alula.learner.learner_config import LoRA
 from alula.run.checkpoint import Checkpoints
 from distributed_worker import learner, rollouts, step, summary
@@ -115,8 +115,8 @@ def test_export_from_two_ranks(two_ranks):
 
 def test_a_world_of_one_needs_no_process_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    world = start("cpu")
-    assert (world.rank, world.size, world.many) == (0, 1, False)
-    assert world.largest(3) == 3
-    assert world.gather("x") == ["x"]
+    world = init_world("cpu")
+    assert (world.rank, world.size, world.is_distributed) == (0, 1, False)
+    assert world.all_max(3) == 3
+    assert world.all_gather("x") == ["x"]
     assert not torch.distributed.is_initialized()

@@ -237,9 +237,9 @@ def test_a_wrong_dtype_gets_one_sentence() -> None:
 
 def test_a_wrong_device_gets_one_sentence() -> None:
     for device in ("tpu", "mps", "mta"):
-        with pytest.raises(SettingError, match=f"device={device}: must be cpu or cuda"):
+        with pytest.raises(SettingError, match=f"device={device}:"):
             load_model("shape:tiny-llama", device=device)
-    with pytest.raises(SettingError, match=r"device=cuda:99: torch sees \d+ CUDA devices here"):
+    with pytest.raises(SettingError, match="device=cuda:99:"):
         load_model("shape:tiny-llama", device="cuda:99")
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
-from alula.distributed import World, start
+from alula.distributed import World, init_world
 from alula.learner.learner import Learner
 from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.models.load import load_model
@@ -61,7 +61,7 @@ def summary(update):
 
 
 def main(out: Path) -> None:
-    world = start("cpu")
+    world = init_world("cpu")
     report = {}
 
     def write(name, tensors):
@@ -80,7 +80,7 @@ def main(out: Path) -> None:
     mine = [rollouts()[i] for i in share(world)]
     scored = zip(first.score(mine, topk=2), first.score(mine, reference=True))
     pairs = [(a.logprobs.tolist(), b.logprobs.tolist()) for a, b in scored]
-    report["scores"] = [pair for part in world.gather(pairs) for pair in part]
+    report["scores"] = [pair for part in world.all_gather(pairs) for pair in part]
 
     second = learner(world)
     state = checkpoints.load(checkpoints.latest(), second.tensors())
@@ -91,7 +91,7 @@ def main(out: Path) -> None:
         for n, a in first.tensors().items()
         if hasattr(a, "to_local")
     ]
-    report["resumed"] = world.gather({"rank": state["rank"], "tensors": len(same), "equal": all(same)})
+    report["resumed"] = world.all_gather({"rank": state["rank"], "tensors": len(same), "equal": all(same)})
 
     from_one = learner(world)
     single = Checkpoints(out / "single", world=world)
@@ -99,9 +99,9 @@ def main(out: Path) -> None:
     write("from-one", from_one.full_parameters())
 
     before = [t.to_local().clone() for t in second.tensors().values() if hasattr(t, "to_local")]
-    report["poisoned"] = world.gather(step(second, poison=world.rank == 1).taken)
+    report["poisoned"] = world.all_gather(step(second, poison=world.rank == 1).taken)
     after = [t.to_local() for t in second.tensors().values() if hasattr(t, "to_local")]
-    report["untouched"] = all(world.gather(all(torch.equal(a, b) for a, b in zip(before, after))))
+    report["untouched"] = all(world.all_gather(all(torch.equal(a, b) for a, b in zip(before, after))))
 
     adapted = learner(world, lora=LoRA(rank=2, alpha=4))
     step(adapted)

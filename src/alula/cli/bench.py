@@ -37,7 +37,7 @@ def bench(
     The floor is the bytes that must move (weights, KV that the policy reads) over the copy bandwidth measured now.
     A step under an evictor finds the most KV that it holds at that length: budget + buffer.
     """
-    from alula.cli.generate import check_out, pick_device
+    from alula.cli.generate import check_out
     from alula.sparsity.text import parse_sparsity
 
     policies = [parse_sparsity(text) for text in sparsity or ["dense"]]
@@ -52,7 +52,7 @@ def bench(
     from alula.engine.engine import Engine
     from alula.models.load import load_model
 
-    loaded = load_model(model, device=pick_device(device), dtype=dtype)
+    loaded = load_model(model, device=device, dtype=dtype)
     # Random KV has no positions that a model could not count to.
     longest = max(getattr(loaded.model.config, "max_position_embeddings", 0), max(contexts) + rollouts + ROOM)
     engine = Engine(loaded, page=page, kv_memory=kv_memory, max_rows=max(batches), max_length=longest)

@@ -161,7 +161,6 @@ def load(
     longest: int | None = None,
 ) -> "tuple[LoadedModel, Dataset]":
     """The model with a tokenizer (a bare shape takes a task's), and the prompts of at most `longest` tokens."""
-    import torch
 
     from alula.config.load import parse_yaml
     from alula.data import load as load_data
@@ -172,8 +171,7 @@ def load(
     chosen = parse_yaml(options, f"--options {options!r}") or {}
     require(isinstance(chosen, dict), f"options={options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
     found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=chosen)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_model(model, device=place, dtype=dtype, seed=seed, residual=residual)
+    loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
     if loaded.tokenizer is None and data.startswith(TASK):
         loaded = with_tokenizer(loaded, named_tokenizer(data, chosen), cut=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer to read the prompts with.")

@@ -64,7 +64,7 @@ def evaluate(
         )
     import torch
 
-    from alula.cli.generate import check_out, note_other_model, pick_device
+    from alula.cli.generate import check_out, note_other_model
     from alula.data import load
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
@@ -80,7 +80,7 @@ def evaluate(
     for model in models:
         engine = Engine.load(
             model,
-            device=pick_device(device),
+            device=device,
             dtype=dtype,
             residual=residual,
             kv_memory=kv_memory,

@@ -71,7 +71,7 @@ def generate(
     page = policy.select.block if policy.select else 16
     engine = Engine.load(
         model,
-        device=pick_device(device),
+        device=device,
         dtype=dtype,
         residual=residual,
         page=page,
@@ -96,14 +96,6 @@ def note_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
 
     for message in dict.fromkeys(made_for_another(policies, engine.model.config)):
         typer.echo(f"note: {message} {ADVICE}", err=True)
-
-
-def pick_device(device: str) -> str:
-    if device != "auto":
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_out(out: Path | None) -> None:

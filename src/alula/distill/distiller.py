@@ -125,7 +125,7 @@ class Distiller:
     ) -> dict[str, float]:
         """One optimizer step; the metrics are means over its tokens, on all ranks."""
         whole = self._divisors(rollouts, index)
-        tokens = max(1.0, float(self.world.sum(whole.policy.new_tensor(sum(len(rollouts[i]) for i in index)))))
+        tokens = max(1.0, float(self.world.all_sum(whole.policy.new_tensor(sum(len(rollouts[i]) for i in index)))))
         row = {i: place for place, i in enumerate(index)}
         names = ("loss", "divergence", "policy_loss", "clip_fraction", "drift", "kl")
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.world.device))
@@ -157,15 +157,15 @@ class Distiller:
                 if found.acceptance is not None and found.kl is not None:
                     alphas.append(found.acceptance)
                     sums["kl"] = sums["kl"] + found.kl.sum()
-        means = dict(zip(names, (self.world.sum(torch.stack(list(sums.values()))) / tokens).tolist()))
+        means = dict(zip(names, (self.world.all_sum(torch.stack(list(sums.values()))) / tokens).tolist()))
         norm, taken = self._optimize(finite_loss=math.isfinite(means["loss"]))
         return means | {"grad_norm": norm, "skipped": float(not taken), "tokens": tokens}
 
     def _optimize(self, finite_loss: bool) -> tuple[float, bool]:
-        for master in self.optimizer.masters.values() if self.world.many else ():
+        for master in self.optimizer.masters.values() if self.world.is_distributed else ():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-            self.world.sum(master.grad)
+            self.world.all_sum(master.grad)
         norm, taken = self.optimizer.step(self.config.lr, self.config.max_grad_norm, finite_loss)
         self.steps += 1
         self.skipped += not taken
@@ -174,7 +174,7 @@ class Distiller:
     def _divisors(self, rollouts: Sequence[Rollout], index: Sequence[int]) -> Divisors:
         lengths = torch.tensor([len(rollouts[i]) for i in index], dtype=torch.int64, device=self.world.device)
         sequence = torch.repeat_interleave(torch.arange(len(index), device=self.world.device), lengths)
-        return divisors(self.loss, Correction.none(), sequence, len(index), reduce=self.world.sum)
+        return divisors(self.loss, Correction.none(), sequence, len(index), reduce=self.world.all_sum)
 
     # -- measuring ----------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Distiller:
         return found.pop()
 
     def _check(self, rollouts: Sequence[Rollout], advantages: Tensor | None, teacher: Sequence[Scores] | None) -> None:
-        if rollouts or not self.world.many:
+        if rollouts or not self.world.is_distributed:
             self._temperature(rollouts)
         require(
             all(r.logprobs is not None for r in rollouts),

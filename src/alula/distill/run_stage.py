@@ -43,7 +43,7 @@ class Stage:
         if move is not None:
             self.candidate = parse_sparsity(move.sparsity)
             engine.check(self.candidate)
-            self.prompts = distiller.world.mine(prompts[: move.prompts])
+            self.prompts = distiller.world.local_slice(prompts[: move.prompts])
         self.moved = False
         self.checked = 0
         """The step after which the candidate was last measured."""
@@ -80,7 +80,7 @@ class Stage:
         rerolled = batch.rerolled or [False] * len(batch.rollouts)
         chosen = self._chosen(step, batch)
         rows = [i for i in range(len(batch.rollouts)) if chosen[i] and not rerolled[i] and len(batch.rollouts[i])]
-        if not rows and not self.distiller.world.many:  # all of them were continued densely
+        if not rows and not self.distiller.world.is_distributed:  # all of them were continued densely
             return dict(self.measured)
         rollouts = [batch.rollouts[i] for i in rows]
         teacher = [Scores(batch.dense[i]) for i in rows] if batch.dense else None
@@ -141,7 +141,7 @@ class Stage:
         """The measurements of all ranks."""
         world = self.distiller.world
         mine = self.distiller.measure(rollouts) if rollouts else None
-        found = [(rank, one) for rank, one in enumerate(world.gather(mine)) if one is not None]
+        found = [(rank, one) for rank, one in enumerate(world.all_gather(mine)) if one is not None]
         tokens = np.array([len(one.alpha) for _, one in found])
         return Acceptance(
             np.concatenate([one.alpha for _, one in found]),

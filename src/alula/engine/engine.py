@@ -27,7 +27,7 @@ from alula.engine.results import as_rollout, collect
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
-from alula.errors import SettingError, refuse_unknown, require, require_whole, unknown
+from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
 from alula.models.load import LoadedModel, load_model, share_weights
 from alula.models.lora import Adapter, check, merge, own_linears
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
@@ -127,14 +127,14 @@ class Engine:
         cls,
         source: str,
         *,
-        device: str = "cpu",
+        device: str | torch.device | None = "cpu",
         dtype: str | torch.dtype | None = None,
         seed: int = 0,
         residual: str | None = None,
         **options: Any,
     ) -> "Engine":
         """A hub id, a Hugging Face folder, a GGUF file, or `shape:<name>` for random weights; options as above."""
-        refuse_unknown(cls, options)
+        reject_unknown_arguments(cls, options)
         return cls(load_model(source, device=device, dtype=dtype, seed=seed, residual=residual), **options)
 
     # -- generation ---------------------------------------------------------------------------------------

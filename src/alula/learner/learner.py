@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.distributed import World, iter_full_params, shard
+from alula.distributed import World, iter_full_params, shard_model
 from alula.engine.rollout import Scores
 from alula.errors import require
 from alula.learner.flops import Flops, training_flops
@@ -84,13 +84,13 @@ class Learner:
             checkpoint_activations(model)
         compiled = config.compile
         if compiled is None:
-            compiled = self.world.device.type == "cuda" and not self.world.many
+            compiled = self.world.device.type == "cuda" and not self.world.is_distributed
         for policy in filter(None, (self.policy, self.reference)):
             if compiled:
                 for layer in policy.layers:
                     layer.compile(dynamic=True)
-            if self.world.many:
-                shard(policy, policy.layers, self.world)
+            if self.world.is_distributed:
+                shard_model(policy, policy.layers, self.world)
         self.optimizer = MasterAdamW(
             model.named_parameters(), config.lr, config.betas, config.eps, config.weight_decay, compute=self.dtype
         )
@@ -140,12 +140,12 @@ class Learner:
             for i, own in zip(batch.index, batch.split(scored.logprobs.detach())):
                 logprobs[i] = own
             counts += torch.tensor([batch.input_ids.numel(), len(batch.targets), 1])
-        total = float(self.world.sum(loss))
+        total = float(self.world.all_sum(loss))
         lr = self.learning_rate()
         norm, taken = self.optimizer.step(lr, self.config.max_grad_norm, finite_loss=math.isfinite(total))
         self.steps += 1
         self.skipped += not taken
-        gathered = self.world.gather((_on_cpu(parts), counts.tolist()))
+        gathered = self.world.all_gather((_on_cpu(parts), counts.tolist()))
         everything = [part for theirs, _ in gathered for part in theirs]
         tokens, scored_tokens, micro_batches = (sum(count) for count in zip(*(counts for _, counts in gathered)))
         return Update(
@@ -194,7 +194,7 @@ class Learner:
         those with less to do add a token or two that count for nothing (False)."""
         useful = [i for i, sequence in enumerate(sequences) if sequence.token_ids]
         batches = pack([_length(sequences[i]) for i in useful], self.config.token_budget)
-        missing = self.world.largest(len(batches)) - len(batches)
+        missing = self.world.all_max(len(batches)) - len(batches)
         for members in batches:
             yield collate(sequences, [useful[m] for m in members], self.world.device), True
         for _ in range(missing):

@@ -21,7 +21,7 @@ class Trace:
 def supervised_step(learner: Learner, traces: Sequence[Trace]) -> Update:
     """One optimizer step on −1/N Σ log p(token | what came before it), N answer tokens on all ranks."""
     tokens = torch.tensor(sum(len(trace.token_ids) for trace in traces), dtype=torch.float64)
-    count = float(learner.world.sum(tokens.to(learner.world.device)))
+    count = float(learner.world.all_sum(tokens.to(learner.world.device)))
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprobs.sum() / count, {}

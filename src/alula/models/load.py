@@ -22,6 +22,7 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
+from alula.distributed import resolve_device
 from alula.errors import SettingError, require
 from alula.models.residual import widen_like, widen_residual
 from alula.models.shapes import shape
@@ -48,7 +49,7 @@ class LoadedModel:
 def load_model(
     source: str | os.PathLike[str],
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = "cpu",
     dtype: str | torch.dtype | None = None,
     seed: int = 0,
     residual: str | None = None,
@@ -62,7 +63,7 @@ def load_model(
     require(
         residual in (None, "float32"), f"residual={residual}: must be float32, or left out for that of the weights."
     )
-    source, device = os.fspath(source), checked_device(device)
+    source, device = os.fspath(source), resolve_device(device)
     dtype = _dtype(dtype, device)
     if source.startswith(SHAPE):
         model, tokenizer = _random_model(source.removeprefix(SHAPE), device, dtype, seed), None
@@ -235,19 +236,6 @@ def _rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
 def _put(model: nn.Module, path: str, value: Any) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, value)
-
-
-def checked_device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        found = torch.device("meta")
-    require(found.type in ("cpu", "cuda"), f"device={device}: must be cpu or cuda.")
-    require(
-        found.type == "cpu" or (found.index or 0) < torch.cuda.device_count(),
-        f"device={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or one that is there.",
-    )
-    return found
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alula.distributed import full
+from alula.distributed import full_tensor
 from alula.errors import SettingError
 from alula.learner.learner_config import LoRA
 
@@ -56,10 +56,10 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         owner, _, leaf = name.rpartition(".")
         owner, adapted = owner.removesuffix(".base_layer"), owner.endswith(".base_layer")
-        value = full(parameter.detach())
+        value = full_tensor(parameter.detach())
         if adapted and leaf == "weight":
             layer = layers[owner]
-            a, b = (full(m[ADAPTER].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))
+            a, b = (full_tensor(m[ADAPTER].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))
             value = (value.float() + layer.scaling[ADAPTER] * (b @ a)).to(value.dtype)
         yield f"{owner}.{leaf}", value
 

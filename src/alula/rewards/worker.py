@@ -12,7 +12,7 @@ from typing import Any
 
 from alula.errors import SettingError
 from alula.rewards.graders import Grader, build, is_function
-from alula.terminal import lasting
+from alula.terminal import broken_pipe_safe
 
 MEMORY = 4 << 30
 """Address space of a worker without user functions: 9^9^9^9 must not fill the machine."""
@@ -22,7 +22,8 @@ def main(channel: Connection) -> None:
     """Protocol: receives [(name, options), …] and a time limit, sends 'ready' or why not; then for each
     (grader, completion, example) sends ('value', float) or ('failed', reason)."""
     threading.Thread(target=die_with_parent, args=(os.getppid(),), daemon=True).start()
-    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)  # no answer is worth less for a closed pipe
+    # a closed pipe must not change a reward
+    sys.stdout, sys.stderr = broken_pipe_safe(sys.stdout), broken_pipe_safe(sys.stderr)
     specs, timeout = channel.recv()
     try:
         graders = [build(name, options) for name, options in specs]

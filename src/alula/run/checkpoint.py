@@ -64,7 +64,7 @@ class Checkpoints:
         checkpoint is as it was.
         """
         final = self.folder / f"{PREFIX}{step:08d}"
-        if step and self.world.gather(final.exists())[0] and not self._faults(final):
+        if step and self.world.all_gather(final.exists())[0] and not self._faults(final):
             return final
         aside = self.folder / f"{ASIDE}{final.name}"
         try:
@@ -129,7 +129,7 @@ class Checkpoints:
         try:
             with warnings.catch_warnings():  # one process is what is meant
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(dict(tensors), storage_reader=reader, no_dist=not self.world.many)
+                dcp.load(dict(tensors), storage_reader=reader, no_dist=not self.world.is_distributed)
         except (RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
             raise CheckpointError(
                 f"checkpoint {path} does not fit this model: {_reason(error)}. Resume with the model, lora "
@@ -158,7 +158,7 @@ class Checkpoints:
         aside.mkdir()
 
     def _write(self, aside: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        if self.world.many:
+        if self.world.is_distributed:
             writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
             dcp.save(dict(tensors), storage_writer=writer)
         else:
@@ -169,7 +169,7 @@ class Checkpoints:
             own.write_text(json.dumps({"state": state, "rng": rng_state()}))
         except (OSError, TypeError, ValueError) as error:
             problem = error
-        problems = [p for p in self.world.gather(problem and str(problem)) if p]
+        problems = [p for p in self.world.all_gather(problem and str(problem)) if p]
         if problems:
             raise OSError(problems[0])
 
@@ -202,14 +202,14 @@ class Checkpoints:
                 action()
             except (OSError, SafetensorError) as error:
                 problem = _reason(error)
-        problem = self.world.gather(problem)[0]
+        problem = self.world.all_gather(problem)[0]
         if problem:
             raise OSError(problem)
 
     def _faults(self, path: Path) -> str | None:
         """`faults`, looked for by the first rank, and once: a checkpoint does not change."""
         if path not in self._whole:
-            wrong = self.world.gather(faults(path) if self.world.rank == 0 else None)[0]
+            wrong = self.world.all_gather(faults(path) if self.world.rank == 0 else None)[0]
             if wrong:
                 return wrong
             self._whole.add(path)

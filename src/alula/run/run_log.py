@@ -12,7 +12,7 @@ from alula.data import Dataset
 from alula.distributed import World
 from alula.run.console import LiveLine
 from alula.run.run_dir import MetricsWriter, State
-from alula.terminal import Lasting
+from alula.terminal import BrokenPipeSafeStream
 from alula.trainer.batch import Experience
 from alula.trainer.evaluation import HeldOut
 from alula.trainer.update import Learned
@@ -21,7 +21,7 @@ from alula.trainer.update import Learned
 class Record:
     def __init__(self, config: RunConfig, world: World, stream: TextIO | None) -> None:
         self.config, self.first, self.stream = config, world.rank == 0, stream
-        self.shown: Any = Lasting(stream or sys.stdout)
+        self.shown: Any = BrokenPipeSafeStream(stream or sys.stdout)
         self.out = Path(config.out)
         self.resumed_from: int | None = None
         self.state: State = "finished"

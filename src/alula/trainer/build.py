@@ -206,10 +206,10 @@ def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: W
         engine,
         longest,
         config.control.build(sparsity, m.quantile, longest),
-        gather=world.gather,
-        share=lambda count: len(world.mine(range(count))),
+        gather=world.all_gather,
+        share=lambda count: len(world.local_slice(range(count))),
     )
 
 
 def shares_weights(config: RunConfig, world: World) -> bool:
-    return not world.many and config.learner.lora is None
+    return not world.is_distributed and config.learner.lora is None

@@ -59,12 +59,12 @@ class Collector:
         have a signal or the rounds are used up."""
         s = self.config.sampling
         rounds: list[Experience] = []
-        wanted = len(self.world.mine(range(s.prompts)))
+        wanted = len(self.world.local_slice(range(s.prompts)))
         found = 0
         for round_ in range(s.max_rounds if s.dynamic else 1):
-            if self.world.largest(max(0, wanted - found)) == 0 and rounds:
+            if self.world.all_max(max(0, wanted - found)) == 0 and rounds:
                 break
-            examples = self.world.mine(stream.next(s.prompts))
+            examples = self.world.local_slice(stream.next(s.prompts))
             rounds.append(self._round(examples, (step, round_), clock))
             found += rounds[-1].drawn_groups - rounds[-1].silent_groups
         whole = Experience.join(rounds)
@@ -177,7 +177,7 @@ class Collector:
 
         `failures`: of this rank's `count` answers, by reason. Every rank must call this.
         """
-        shares = self.world.gather((dict(failures), count))
+        shares = self.world.all_gather((dict(failures), count))
         answers = sum(count for _, count in shares)
         for name in names:
             start = f"{name}: "

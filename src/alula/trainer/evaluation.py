@@ -34,7 +34,7 @@ def evaluate_policy(
         temperature=e.temperature,
         seed=collector.seed("evaluation"),
     )
-    mine = Dataset(world.mine(dataset.examples), dataset.name)
+    mine = Dataset(world.local_slice(dataset.examples), dataset.name)
     found = None
     failures: dict[str, int] = {}
     if len(mine):
@@ -55,7 +55,7 @@ def evaluate_policy(
         # Only of the reward that the accuracy is made of: the others may need what only the training data have.
         judge = config.rewards.correct or rewards.names[0]
         collector.refuse_ungraded([judge], failures, len(mine) * e.k, "first evaluation's")
-    return joined([share for share in world.gather(found) if share is not None])
+    return joined([share for share in world.all_gather(found) if share is not None])
 
 
 def joined(shares: list[HeldOut]) -> HeldOut:

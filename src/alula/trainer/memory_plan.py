@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alula.config.run import ControlSettings, DistillSettings, RunConfig
+from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
 from alula.errors import SettingError
 from alula.models.load import SHAPE, find_pretrained, short_name
@@ -198,7 +199,7 @@ def adapter_parameters(model: Any, distill: DistillSettings | None, begin: Adapt
 
 
 def dtype_of(config: RunConfig) -> str:
-    device = config.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = config.model.device or resolve_device().type
     return config.model.dtype or ("bfloat16" if device == "cuda" else "float32")
 
 

@@ -54,7 +54,7 @@ class Notices:
         self.idle = not taught
 
     def _not_graded(self, step: int, batch: Experience) -> None:
-        failed = [why for share in self.world.gather(batch.failures) for why in share if why]
+        failed = [why for share in self.world.all_gather(batch.failures) for why in share if why]
         reasons = Counter(reason for why in failed for reason in why)
         if failed and not self.failing:
             reason, count = reasons.most_common(1)[0]

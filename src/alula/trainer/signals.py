@@ -42,10 +42,10 @@ class StopRequest:
 
     def obey(self) -> None:
         """Between two phases: all ranks leave together, whichever of them was asked."""
-        if self.world.largest(int(self.asked)):
+        if self.world.all_max(int(self.asked)):
             raise Stopped
 
     def obey_alone(self) -> None:
         """Between two rollouts, where the ranks are not in step: only where there is one."""
-        if self.asked and not self.world.many:
+        if self.asked and not self.world.is_distributed:
             raise Stopped

@@ -121,7 +121,7 @@ def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_byt
         "bytes": peak_bytes,
         "dense_bytes": dense_peak_bytes(rollouts, config.engine.max_rows),
     }
-    total = added([*world.gather(sums | extra)])
+    total = added([*world.all_gather(sums | extra)])
     metrics = {name: total[name] / total["count"] for name in sums}
     metrics["groups/no_signal"] = total["silent"] / total["groups"]
     if config.sampling.dynamic:
@@ -163,4 +163,4 @@ def added(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def whole_sum(world: World, value: float) -> float:
-    return sum(world.gather(value))
+    return sum(world.all_gather(value))

@@ -17,7 +17,7 @@ from torch import Tensor
 from alula.config.run import RunConfig
 from alula.data import PromptStream
 from alula.distill.run_stage import Stage
-from alula.distributed import World, start
+from alula.distributed import World, init_world
 from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.export import export
 from alula.run.run_log import Record
@@ -51,7 +51,7 @@ def train(config: RunConfig, *, resume: bool = False, stream: TextIO | None = No
 class Trainer:
     def __init__(self, config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> None:
         self.config = config
-        self.world = world = start(config.model.device)
+        self.world = world = init_world(config.model.device)
         check_shares(config, world)
         config.sparsity.build()  # a misspelt policy is refused before weights are loaded and a folder is made
         self.out = Path(config.out)
@@ -164,7 +164,7 @@ class Trainer:
             self.stop.obey()
             done = len(distill.divergences)
             self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
-            examples = self.world.mine(stream.next(first.prompts))
+            examples = self.world.local_slice(stream.next(first.prompts))
             prompts = [list(example.prompt_ids or ()) for example in examples]
             distill.first_step(prompts, self.collector.sampling("first", done))
             self._settle()

@@ -74,12 +74,12 @@ class Updater:
                 self.correction,
                 sequences=count,
                 step=step,
-                reduce=self.world.sum,
+                reduce=self.world.all_sum,
             )
 
         corrected = None if self.one_update else corrected_from(batch.dense)
         advantages = self._advantages(batch, corrected)
-        whole = divisors(self.loss, self.correction, sequence, count, corrected, step=step, reduce=self.world.sum)
+        whole = divisors(self.loss, self.correction, sequence, count, corrected, step=step, reduce=self.world.all_sum)
 
         lengths = [len(rollout) for rollout in batch.rollouts]
         weights = None if corrected is None else list(corrected.weights.split(lengths))
@@ -190,5 +190,5 @@ class Updater:
             len(batch.rollouts),
             self.correction.veto,
             self.correction.clamp,
-            self.world.sum,
+            self.world.all_sum,
         )
