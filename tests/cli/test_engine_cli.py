@@ -41,7 +41,7 @@ def test_the_quickstart_works_as_pasted(capsys):
 
 def test_the_tests_that_the_engines_page_names_are_there():
     page = (ROOT / "docs" / "engine.md").read_text()
-    named = re.findall(r"`(\w+\.py)(?:::(\w+))?`", page)
+    named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", page)
     assert sum(bool(test) for _, test in named) >= 10
     for file, test in named:
         assert not test or f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
