@@ -524,7 +524,7 @@ def test_what_is_refused(models, tmp_path):
     whole = distiller_of(loaded.model, token_budget=10_000)
     with pytest.raises(SettingError, match="different selectors"):
         whole.score(quest + topk)
-    with pytest.raises(SettingError, match="2 answers for 4 prompts"):
+    with pytest.raises(SettingError, match="record: 2 values for 4 prompts"):
         engine.generate(PROMPTS, SAMPLING, METHODS["rkv"], record=[True, False])
     with pytest.raises(SettingError, match="no sparse_adapter to update"):
         engine.update_sparse_adapter(random_adapter(loaded.model))

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from alula.data.answers import final_answer, last_boxed
 from alula.errors import SettingError
 from alula.rewards import Rewards, RewardSpec
 from alula.rewards import format as answer_format
 from alula.rewards.length import overlong_penalty, target_penalty
-from alula.rewards.math_answer import build, final_answer, last_boxed
+from alula.rewards.math_answer import build
 
 grade = build({})
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from alula.data.answers import last_boxed
 from alula.data.dataset import Dataset, Example
 from alula.errors import SettingError, require, unknown
-from alula.rewards.math_answer import last_boxed
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 _UNIT = re.compile(r"^(.*\S)\s*\([^()]*\)$")

@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import replace
@@ -146,20 +146,25 @@ class Engine:
         sparsity: Sparsity | Many[Sparsity] | None = None,
         *,
         record: bool | Many[bool] = False,
+        keep_hidden: int | Many[int] = 0,
+        on_rollout: Callable[[Rollout], None] | None = None,
         progress: bool | None = None,
     ) -> list[Rollout]:
-        """`sampling.n` rollouts per prompt, in order. `sparsity` may be one policy or one per prompt; None is dense.
+        """`sampling.n` rollouts per prompt, in order. `sparsity` is one policy or one per prompt; None is dense.
 
-        `record` (one answer, or one per prompt) also returns each evictor's history (`Rollout.history`), or a
-        selector's choices.
+        `record` (one value, or one per prompt) also returns the evictor's history (`Rollout.history`) or the
+        selector's choices. `keep_hidden` (likewise) is the number of rollouts per prompt that return their hidden
+        states (`Rollout.hidden`). `on_rollout` is called with each rollout as it finishes; it may raise to stop.
         """
         sampling = sampling or Sampling()
-        requests = self.requests(prompts, sampling, sparsity, record=record)
+        requests = self.requests(prompts, sampling, sparsity, record=record, keep_hidden=keep_hidden)
         rollouts: list[Rollout | None] = [None] * (len(requests) * sampling.n)
         with progress_bar(len(rollouts), sys.stderr.isatty() if progress is None else progress) as advance:
             for rollout in self.stream(requests):
                 rollouts[rollout.prompt_index * sampling.n + rollout.sample_index] = rollout
                 advance(len(rollout))
+                if on_rollout is not None:
+                    on_rollout(rollout)
         return [r for r in rollouts if r is not None]
 
     def requests(
@@ -169,8 +174,9 @@ class Engine:
         sparsity: Sparsity | Many[Sparsity] | None = None,
         *,
         record: bool | Many[bool] = False,
+        keep_hidden: int | Many[int] = 0,
     ) -> list[Request]:
-        """Checked requests for `stream`; nothing has started yet when one of them is refused."""
+        """Validated requests for `stream`. An invalid one raises before anything has started."""
         if isinstance(prompts, str):
             prompts = [prompts]
         require(len(prompts) > 0, "prompts: the list is empty.")
@@ -191,16 +197,13 @@ class Engine:
             )
         for policy in set(policies):
             self.check(policy)
-        records = [record] * len(prompts) if isinstance(record, bool) else list(record)
-        require(
-            len(records) == len(prompts),
-            f"record: {len(records)} answers for {len(prompts)} prompts; give one, or one per prompt.",
-        )
+        records = per_prompt("record", record, len(prompts))
+        kept = per_prompt("keep_hidden", keep_hidden, len(prompts))
         self.check_ids("stop", sampling.stop)
         self.check_topk("topk_logprobs", sampling.topk_logprobs)
         stop = frozenset(sampling.stop) | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids))
-        made = []
-        for index, (prompt, policy, recorded) in enumerate(zip(prompts, policies, records)):
+        requests = []
+        for index, (prompt, policy) in enumerate(zip(prompts, policies)):
             try:
                 ids = self.tokenize(prompt)
             except TypeError:
@@ -208,8 +211,10 @@ class Engine:
                 raise SettingError(f"{what}: must be text, chat messages or token ids.") from None
             require(len(ids) > 0, f"prompt {index} is empty; every prompt needs at least one token.")
             self.check_ids(f"prompt {index}", ids)
-            made.append(Request(next(self._ids), ids, sampling, policy, stop, index, record=recorded))
-        return made
+            request = Request(next(self._ids), ids, sampling, policy, stop, index)
+            request.record, request.keep_hidden = records[index], kept[index]
+            requests.append(request)
+        return requests
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """A string, chat messages, or token ids as they are."""
@@ -469,6 +474,13 @@ def shape_of(model: Any) -> Shape:
     scaling = next((m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")), dim**-0.5)
     dtype = next(model.parameters()).dtype
     return Shape(config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", heads), dim, dtype, scaling)
+
+
+def per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """One value per prompt, from one for all or a list."""
+    values = list(value) if isinstance(value, Many) else [value] * count
+    require(len(values) == count, f"{name}: {len(values)} values for {count} prompts; give one, or one per prompt.")
+    return values
 
 
 def ample_pages(rows: int, longest: int, page: int) -> int:

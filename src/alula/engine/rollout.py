@@ -1,6 +1,6 @@
 """What goes into generation and what comes out of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -115,6 +115,14 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def decoded(self, decode: Callable[[list[int]], str] | None = None) -> str:
+        """`text`, or the tokens decoded by `decode` for an engine without a tokenizer."""
+        if self.text is not None:
+            return self.text
+        if decode is None:
+            raise SettingError("the rollout carries no text: pass decode=, the tokenizer's decode.")
+        return decode(self.token_ids)
 
     def sampler_logprobs(self) -> Tensor:
         """`logprobs`, for whoever cannot do without: refuses tokens that were drawn with top-p or top-k."""

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from alula.data.answers import final_answer
 from alula.data.dataset import Dataset, Example
 from alula.errors import require, unknown
 from alula.evals import metrics
 from alula.evals.result import EvalResult, KVSummary, Lengths, Sample
 from alula.rewards import Rewards
-from alula.rewards.math_answer import final_answer
 
 if TYPE_CHECKING:
     from alula.engine.rollout import Rollout
@@ -51,7 +51,7 @@ def evaluate(
         assert len(found) == len(prompts) * k, f"{len(prompts)} prompts, k={k}, but {len(found)} rollouts"
         rollouts += found
     examples = [example for example in dataset for _ in range(k)]
-    texts = [text_of(rollout, decode) for rollout in rollouts]
+    texts = [rollout.decoded(decode) for rollout in rollouts]
     graded = rewards.score(
         texts,
         [example.record() for example in examples],
@@ -96,14 +96,6 @@ def evaluate(
 
 def prompt_of(example: Example) -> Any:
     return list(example.prompt_ids) if example.prompt_ids is not None else example.prompt
-
-
-def text_of(rollout: "Rollout", decode: Callable[[list[int]], str] | None) -> str:
-    if rollout.text is not None:
-        return rollout.text
-    require(decode is not None, "the rollouts carry no text: pass decode=, the tokenizer's decode.")
-    assert decode is not None
-    return decode(rollout.token_ids)
 
 
 def lengths_of(rollouts: Sequence["Rollout"]) -> Lengths:

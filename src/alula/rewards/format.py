@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from alula.data.answers import last_boxed
 from alula.errors import SettingError, require, unknown
-from alula.rewards.math_answer import last_boxed
 
 
 def has_boxed(completion: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from alula.data.answers import after_thinking, last_boxed
 from alula.errors import SettingError, require, unknown
 from alula.rewards import format as answer_format
 from alula.rewards import math_answer
@@ -73,9 +74,9 @@ def reasoning_gym_grader(task: str) -> Grader:
     score = reasoning_gym.get_score_answer_fn(task)
 
     def grade(completion: str, example: Mapping[str, Any]) -> float:
-        text = math_answer.after_thinking(completion)
+        text = after_thinking(completion)
         tagged = _TAGGED.findall(text)
-        answer = tagged[-1] if tagged else math_answer.last_boxed(text) or text
+        answer = tagged[-1] if tagged else last_boxed(text) or text
         return score(answer=answer.strip(), entry=dict(example))
 
     return grade

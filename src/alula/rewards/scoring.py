@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from alula.data.answers import reference_text
 from alula.errors import SettingError, require, unknown
 from alula.rewards import graders
 from alula.rewards.length import length_reward
-from alula.rewards.math_answer import plain
 from alula.rewards.pool import WorkerPool
+from alula.rewards.task import task_reward
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def try_out(specs: Sequence[RewardSpec], examples: Sequence[Mapping[str, Any]], 
     """Refuse a reward that can grade the reference answer of none of the first examples (the empty text where there is
     no reference), with its own error. A reward model's weights are not loaded."""
     some = examples[:TRIED]
-    answers = ["" if example.get("answer") is None else plain(example["answer"]) for example in some]
+    answers = ["" if example.get("answer") is None else reference_text(example["answer"]) for example in some]
     for spec in specs:
         if spec.name.startswith("model:"):
             continue
@@ -167,8 +168,6 @@ def in_process(spec: RewardSpec) -> Scorer | None:
     if spec.name == "length":
         return configured(spec, length_reward)
     if kind == "task" and rest:
-        from alula.data.tasks import task_reward
-
         return configured(spec, task_reward, rest)
     if kind == "model" and rest:
         from alula.rewards.model import ModelReward

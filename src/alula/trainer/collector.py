@@ -17,7 +17,6 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.engine.sequence import Request
 from alula.errors import RunFailed
-from alula.evals.evaluate import text_of
 from alula.learner.learner import Learner
 from alula.mismatch.control.monitor import Monitor, Observed
 from alula.objective.advantages import has_signal
@@ -153,7 +152,7 @@ class Collector:
 
     def _reward(self, found: Experience) -> None:
         graded = self.rewards.score(
-            [text_of(rollout, None) for rollout in found.rollouts],
+            [rollout.decoded() for rollout in found.rollouts],
             [example.record() for example in found.examples],
             finishes=[rollout.finish for rollout in found.rollouts],
             lengths=[len(rollout) for rollout in found.rollouts],
