@@ -10,7 +10,7 @@ import pytest
 
 import toy
 from alula.run import checkpoint
-from alula.run.run_log import Record
+from alula.run.run_log import RunLogger
 from alula.trainer.trainer import train
 
 KILLS = int(os.environ.get("ALULA_KILLS", "3"))
@@ -149,7 +149,7 @@ def test_asked_to_stop(tmp_path, whole, phase):
             if times.count(phase) == (1 if phase == "export" else 3) and name == phase:
                 os.kill(os.getpid(), asked)
 
-        Record.phase = ask
+        RunLogger.phase = ask
 
     code = end_of(start(out, resume=False, before=ask_in_phase))
     steps = [row["step"] for row in toy.rows(out, "metrics.jsonl")]

@@ -1,4 +1,3 @@
-import json
 import os
 import random
 import signal
@@ -18,7 +17,6 @@ from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.models.load import load_model
 from alula.run.checkpoint import MARKER, CheckpointError, Checkpoints
 from alula.run.export import export
-from alula.run.rng import rng_state, set_rng_state
 
 
 def learner(dtype="float32", **settings):
@@ -27,16 +25,17 @@ def learner(dtype="float32", **settings):
     return Learner(model, LearnerConfig(**settings))
 
 
-def draw():
-    """Sequences and weights that depend on all three global generators."""
+def draw(step):
+    """Sequences and weights of a step: nothing in a run draws from a global generator."""
+    rng = np.random.default_rng(step)
     rollouts = [
         SimpleNamespace(
-            prompt_ids=torch.randint(64, (random.randint(1, 9),)).tolist(),
-            token_ids=np.random.randint(0, 64, random.randint(1, 9)).tolist(),
+            prompt_ids=rng.integers(0, 64, rng.integers(1, 10)).tolist(),
+            token_ids=rng.integers(0, 64, rng.integers(1, 10)).tolist(),
         )
         for _ in range(5)
     ]
-    weights = [torch.randn(len(r.token_ids)) for r in rollouts]
+    weights = [torch.tensor(rng.normal(size=len(r.token_ids)), dtype=torch.float32) for r in rollouts]
 
     def loss(logprobs, entropy, batch):
         metrics = {"tokens": torch.tensor(len(logprobs)), "entropy": entropy.mean()}
@@ -45,14 +44,8 @@ def draw():
     return rollouts, loss
 
 
-def seed():
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
-
-
-def train(learning, steps):
-    return [(u.loss, u.metrics, u.grad_norm, u.lr) for u in (learning.update(*draw()) for _ in range(steps))]
+def train(learning, *steps):
+    return [(u.loss, u.metrics, u.grad_norm, u.lr) for u in (learning.update(*draw(step)) for step in steps)]
 
 
 def everything(learning):
@@ -61,35 +54,21 @@ def everything(learning):
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": LoRA(rank=2)}])
 def test_resume_continues_bit_for_bit(tmp_path, settings):
-    seed()
     straight = learner(**settings)
-    history = train(straight, 6)
+    history = train(straight, *range(6))
 
-    seed()
     first = learner(**settings)
-    assert train(first, 3) == history[:3]
+    assert train(first, 0, 1, 2) == history[:3]
     Checkpoints(tmp_path).save(3, first.tensors(), {"learner": first.state(), "data": {"position": 7}})
 
-    seed()
-    torch.randn(100)
     second, checkpoints = learner(**settings), Checkpoints(tmp_path)
     state = checkpoints.load(checkpoints.latest(), second.tensors())
     second.resume(state["learner"])
     assert state["data"] == {"position": 7}
-    assert train(second, 3) == history[3:]
+    assert train(second, 3, 4, 5) == history[3:]
     expected = everything(straight)
     for name, tensor in everything(second).items():
         assert torch.equal(tensor, expected[name]), name
-
-
-def test_generators_continue_where_they_were():
-    seed()
-    draw()
-    state = json.loads(json.dumps(rng_state()))
-    expected = (random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(3).tolist())
-    seed()
-    set_rng_state(state)
-    assert (random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(3).tolist()) == expected
 
 
 def small(value=0.0):
@@ -98,7 +77,7 @@ def small(value=0.0):
 
 def read(checkpoints, path):
     tensors = small(-1)
-    state = checkpoints.load(path, tensors, rng=False)
+    state = checkpoints.load(path, tensors)
     assert tensors["model.w"][3, 3] == tensors["optimizer.w.step"]
     return tensors["model.w"][0, 0].item(), state
 
@@ -236,7 +215,7 @@ def test_killed_in_the_middle_of_writing(tmp_path):
             assert newest == 0
             continue
         tensors = {f"model.{i}": torch.empty(300_000) for i in range(4)}
-        step = checkpoints.load(path, tensors, rng=False)["step"]
+        step = checkpoints.load(path, tensors)["step"]
         assert step >= newest
         assert all((t == step).all() for t in tensors.values())
         newest = step
@@ -263,8 +242,7 @@ def test_export_loads_in_transformers(tmp_path, settings, shape):
     settings = {"dtype": "float32", **settings}
     model = load_model(f"shape:{shape}", dtype=settings.pop("dtype")).model
     learning = Learner(model, LearnerConfig(lr=1e-2, **settings))
-    seed()
-    train(learning, 2)
+    train(learning, 0, 1)
     for _ in range(2):  # the second replaces the first
         export(tmp_path / "final", model, learning.full_parameters())
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
@@ -276,7 +254,7 @@ def test_export_loads_in_transformers(tmp_path, settings, shape):
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, expected[name]), name
     if learning.dtype == torch.float32:
-        rollouts, _ = draw()
+        rollouts, _ = draw(0)
         for rollout, scores in zip(rollouts, learning.score(rollouts)):
             ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
             logp = loaded(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)

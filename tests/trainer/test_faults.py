@@ -417,7 +417,9 @@ def test_a_used_folder_is_refused_before_anything_is_loaded(tmp_path, capsys, mo
     with pytest.raises(SystemExit) as ended:
         app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK])
     assert ended.value.code == 2
-    assert "already holds a run" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert str(out) in error
+    assert "--resume" in error
     assert (out / "metrics.jsonl").read_bytes() == before
 
 

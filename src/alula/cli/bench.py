@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from alula.errors import SettingError
+from alula.files import size_text
 
 ROOM = 64
 """Tokens beyond what is asked, for steps that are launched ahead."""
@@ -95,7 +96,7 @@ def show(records: list[dict[str, Any]], name: str, bandwidth: float) -> None:
                 f"{r['floor_ms']:.2f}",
                 f"{r['of_floor']:.0%}",
                 f"{r['tokens_per_s']:,.0f}",
-                size(r["kv_bytes"]),
+                size_text(r["kv_bytes"]),
             )
         else:
             table.add_row(
@@ -107,11 +108,7 @@ def show(records: list[dict[str, Any]], name: str, bandwidth: float) -> None:
                 "",
                 "",
                 f"{r['tokens_per_s']:,.0f}",
-                size(r["kv_peak_bytes"]),
+                size_text(r["kv_peak_bytes"]),
             )
     console = Console()
     (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
-
-
-def size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -127,6 +127,7 @@ def run(
     from alula.distill.distiller import Distiller
     from alula.distill.standalone import Rollouts, distill_alone, measure
     from alula.engine.engine import Engine
+    from alula.files import check_same_settings
     from alula.models.lora import Adapter
     from alula.run.checkpoint import Checkpoints
     from alula.run.run_dir import MetricsWriter, check_folder
@@ -147,13 +148,7 @@ def run(
     done, before = 0, None
     if last is not None:
         state = checkpoints.state(last)
-        for name, value in made_with.items():
-            then = state["made_with"].get(name)
-            require(
-                then == value,
-                f"{out} was made with {name}={then}, not {name}={value}; go on with the same, or "
-                "give it another --out.",
-            )
+        check_same_settings(str(out), state["made_with"], made_with, "use the same setting, or another --out")
         require(state["step"] <= steps, f"steps={steps}: {out} has taken {state['step']} already; ask for more.")
         checkpoints.load(last, distiller.tensors())
         distiller.resume(state["distiller"])

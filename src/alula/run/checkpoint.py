@@ -1,10 +1,10 @@
-"""Checkpoints that are whole or not there: written aside, flushed to disk, and renamed into place.
+"""Atomic checkpoints: written to a temporary folder, flushed to disk, and renamed into place.
 
     checkpoints/step-00000040/   *.safetensors   trained weights (float32) and moments; one file per rank
-                                 rank-0.json     JSON state and random generators of each rank
-                                 COMPLETE        sizes and checksums of all the above, written last
+                                 rank-0.json     JSON state of each rank
+                                 COMPLETE        sizes and checksums of all files above, written last
 
-Nothing is ever pickled. Under torchrun every rank writes its own shards through torch.distributed.checkpoint,
+Nothing is pickled. Under torchrun every rank writes its own shards through torch.distributed.checkpoint,
 in the same safetensors format, and a run may continue with another number of ranks.
 """
 
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from alula.distributed import World
 from alula.errors import RunFailed, require
-from alula.run.rng import rng_state, set_rng_state
+from alula.files import size_text
 
 MARKER = "COMPLETE"
 PREFIX = "step-"
 ASIDE = ".aside-"
-"""Unfinished, discarded and broken folders: never read, deleted at the next save."""
+"""Prefix of unfinished, discarded and broken folders: never read, deleted at the next save."""
 PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata"}
 
 
@@ -53,15 +53,15 @@ class Checkpoints:
         self.keep = max(1, keep)
         self.world = world or World()
         self.say = say
-        self._whole: set[Path] = set()
+        self._intact: set[Path] = set()
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], score: float | None = None) -> Path:
-        """Write the checkpoint of `step`: flat tensors (plain or sharded), this rank's JSON state, and the
-        random generators. `score` (higher is better) decides which one is kept as the best.
+        """Write the checkpoint of `step`: tensors (plain or sharded) and this rank's JSON state. The checkpoint with
+        the highest `score` is kept as the best.
 
-        A checkpoint of the same step that is already there and whole stays, but for step 0, before which a run may
-        have work to do. When anything fails, a full disk above all, CheckpointError says so and every earlier
-        checkpoint is as it was.
+        An intact checkpoint of the same step is kept, except at step 0, which may be saved again after
+        `distill.first`. Any failure, such as a full disk, raises CheckpointError and leaves earlier checkpoints
+        unchanged.
         """
         final = self.folder / f"{PREFIX}{step:08d}"
         if step and self.world.all_gather(final.exists())[0] and not self._faults(final):
@@ -77,40 +77,41 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint {final} could not be written: {_reason(error)}. Earlier checkpoints are intact; "
-                "free some space, or give the run another folder, and resume."
+                "free some space, or choose another folder, and resume."
             ) from error
         self._on_first(self._prune)
         return final
 
     def shortage(self, tensors: dict[str, Tensor]) -> str | None:
-        """What the disk lacks for a checkpoint of these, as a clause; None where there is room."""
-        place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-        needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(place).free
-        return f"it needs {_size(needed)} and the disk has {_size(free)} left" if free < needed else None
+        """Required and free disk space as a clause, or None if a checkpoint of `tensors` fits."""
+        existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(existing).free
+        return f"it needs {size_text(needed)} and the disk has {size_text(free)} left" if free < needed else None
 
     def begin(self, resume: bool) -> Path | None:
-        """The checkpoint to go on from. A new run must find none: it would keep an old one as that of its own step."""
+        """The checkpoint to resume from. A new run raises if there is any: it would keep an old checkpoint of the same
+        step as its own."""
         if resume:
             return self.latest()
         require(
             not self.all(),
-            f"run folder {self.folder.parent} already holds a run's checkpoints; continue it with --resume, or name "
+            f"run folder {self.folder.parent} already contains checkpoints; continue the run with --resume, or choose "
             "another folder.",
         )
         return None
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint. A broken one is passed over, and said so."""
+        """The newest intact checkpoint. Damaged ones are skipped and reported."""
         for path in reversed(self.all()):
             wrong = self._faults(path)
             if not wrong:
                 return path
             if self.world.rank == 0:
-                self.say(f"checkpoint {path} is damaged ({wrong}); using the one before it.")
+                self.say(f"checkpoint {path} is damaged ({wrong}); using the previous one.")
         return None
 
     def best(self) -> Path | None:
-        """The one with the highest score, the newest of several."""
+        """The checkpoint with the highest score; of several, the newest."""
         ranked = [(score, path) for path in self.all() if (score := _marker(path).get("score")) is not None]
         return max(ranked)[1] if ranked else None
 
@@ -118,36 +119,29 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         return sorted(p for p in self.folder.glob(f"{PREFIX}*") if (p / MARKER).is_file())
 
-    def load(self, path: Path, tensors: dict[str, Tensor], rng: bool = True) -> dict[str, Any]:
-        """Read a checkpoint into the given live tensors, in place, set the random generators as they were, and
-        return this rank's JSON state (the first rank's, where there were fewer ranks then)."""
-        refuse_pickles(path)
+    def load(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Read a checkpoint into the given live tensors, in place, and return this rank's JSON state (the first rank's,
+        if the checkpoint was written by fewer ranks)."""
+        reject_pickles(path)
         wrong = self._faults(path)
         if wrong:
             raise CheckpointError(f"checkpoint {path} is damaged: {wrong}.")
         reader = dcp.HuggingFaceStorageReader(str(path))
         try:
-            with warnings.catch_warnings():  # one process is what is meant
+            with warnings.catch_warnings():  # one process is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(dict(tensors), storage_reader=reader, no_dist=not self.world.is_distributed)
         except (RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
             raise CheckpointError(
-                f"checkpoint {path} does not fit this model: {_reason(error)}. Resume with the model, lora "
-                "and distill settings it was written with."
+                f"checkpoint {path} does not fit this model: {_reason(error)}. Resume with the same model, lora and "
+                "distill settings."
             ) from error
-        saved, own = self._saved(path)
-        if rng and own:
-            set_rng_state(saved["rng"])
-        return saved["state"]
+        return self.state(path)
 
     def state(self, path: Path) -> dict[str, Any]:
-        """What `load` returns, without loading anything."""
-        return self._saved(path)[0]["state"]
-
-    def _saved(self, path: Path) -> tuple[dict[str, Any], bool]:
-        """This rank's JSON, or the first rank's, and whether it is its own."""
-        own = path / f"rank-{self.world.rank}.json"
-        return json.loads((own if own.exists() else path / "rank-0.json").read_text()), own.exists()
+        """The JSON state that `load` returns, without the tensors."""
+        file = path / f"rank-{self.world.rank}.json"
+        return json.loads((file if file.exists() else path / "rank-0.json").read_text())
 
     def _make_room(self, aside: Path, final: Path, tensors: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -163,10 +157,9 @@ class Checkpoints:
             dcp.save(dict(tensors), storage_writer=writer)
         else:
             save_file({name: t.contiguous() for name, t in tensors.items()}, aside / "tensors.safetensors")
-        own = aside / f"rank-{self.world.rank}.json"
         problem = None
         try:
-            own.write_text(json.dumps({"state": state, "rng": rng_state()}))
+            (aside / f"rank-{self.world.rank}.json").write_text(json.dumps(state))
         except (OSError, TypeError, ValueError) as error:
             problem = error
         problems = [p for p in self.world.all_gather(problem and str(problem)) if p]
@@ -187,7 +180,7 @@ class Checkpoints:
         _flush(self.folder)
 
     def _prune(self) -> None:
-        """Renamed before it is deleted: a kill in between leaves no half of a checkpoint under its name."""
+        """Rename before deleting: a kill in between must not leave half a checkpoint under its name."""
         kept = {*self.all()[-self.keep :], self.best()}
         for path in self.all():
             if path not in kept:
@@ -195,7 +188,7 @@ class Checkpoints:
                 shutil.rmtree(aside)
 
     def _on_first(self, action: Callable[[], None]) -> None:
-        """Do it on the first rank; if it fails there, it fails everywhere."""
+        """Run `action` on the first rank; if it fails there, raise on every rank."""
         problem = None
         if self.world.rank == 0:
             try:
@@ -207,17 +200,17 @@ class Checkpoints:
             raise OSError(problem)
 
     def _faults(self, path: Path) -> str | None:
-        """`faults`, looked for by the first rank, and once: a checkpoint does not change."""
-        if path not in self._whole:
+        """`faults`, checked by the first rank, and only once: a checkpoint does not change."""
+        if path not in self._intact:
             wrong = self.world.all_gather(faults(path) if self.world.rank == 0 else None)[0]
             if wrong:
                 return wrong
-            self._whole.add(path)
+            self._intact.add(path)
         return None
 
 
 def faults(path: Path) -> str | None:
-    """What is wrong with a checkpoint: a missing, short or altered file. None where it is whole."""
+    """The first missing, short or altered file of a checkpoint, as a clause; None if it is intact."""
     listed = _marker(path).get("files")
     if not isinstance(listed, dict):
         return f"its {MARKER} file cannot be read"
@@ -237,18 +230,18 @@ def faults(path: Path) -> str | None:
 
 def _marker(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((path / MARKER).read_text())
+        content = json.loads((path / MARKER).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def refuse_pickles(path: Path) -> None:
-    found = [p.name for p in path.iterdir() if p.suffix in PICKLES or p.name in PICKLES] if path.is_dir() else []
-    if found:
+def reject_pickles(path: Path) -> None:
+    pickles = [p.name for p in path.iterdir() if p.suffix in PICKLES or p.name in PICKLES] if path.is_dir() else []
+    if pickles:
         raise CheckpointError(
-            f"{path} holds {found[0]}, a pickle, which can run any code when it is read; Alula reads "
-            "safetensors only. Convert it first."
+            f"{path} contains {pickles[0]}, a pickle, which can run arbitrary code when loaded. Alula reads only "
+            "safetensors; convert it first."
         )
 
 
@@ -271,7 +264,3 @@ def _flush(path: Path) -> None:
 def _reason(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[-1].rstrip(".") if text else type(error).__name__
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alula.errors import SettingError, require
+from alula.files import write_atomically
 from alula.run.sinks import Sink, open_sink
 
 LINES = ("metrics.jsonl", "evals.jsonl", "completions.jsonl", "events.jsonl")
@@ -130,9 +131,8 @@ class MetricsWriter:
             sink.log(step, finite)
 
     def _write_status(self, state: State) -> None:
-        temporary = self.run_dir / "status.json.tmp"
-        temporary.write_text(json.dumps({"state": state, "total_steps": self._total_steps}) + "\n")
-        os.replace(temporary, self.run_dir / "status.json")
+        status = {"state": state, "total_steps": self._total_steps}
+        write_atomically(self.run_dir / "status.json", json.dumps(status) + "\n")
 
 
 def drop_after(path: Path, step: int, most: int | None = None) -> int:

@@ -84,6 +84,23 @@ class Experience:
             drawn_tokens=self.drawn_tokens,
         )
 
+    def completions(self, count: int, vetoed: list[bool]) -> list[dict[str, Any]]:
+        """One rollout from each of the first `count` groups, for completions.jsonl."""
+        rows = []
+        for group in range(min(count, self.groups)):
+            i = group * self.n + group % self.n
+            rollout, prompt = self.rollouts[i], self.examples[i].prompt
+            rows.append(
+                {
+                    "prompt": prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt),
+                    "completion": rollout.text,
+                    "reward": self.rewards[i],
+                    "finish": rollout.finish,
+                    "vetoed": vetoed[i],
+                }
+            )
+        return rows
+
     @classmethod
     def join(cls, rounds: list["Experience"]) -> "Experience":
         whole = rounds[0]

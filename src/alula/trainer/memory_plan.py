@@ -19,6 +19,7 @@ from alula.config.run import ControlSettings, DistillSettings, RunConfig
 from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
 from alula.errors import SettingError
+from alula.files import size_text
 from alula.models.load import SHAPE, find_pretrained, short_name
 from alula.models.lora import Adapter, linears, targeted
 from alula.models.lora import check as fits
@@ -356,7 +357,3 @@ def verdict(config: RunConfig, plan: "Plan", learning: int, generating: int, fre
     if together < 1:
         return "does not fit: lower sampling.max_new_tokens, or use a smaller budget"
     return f"fits {together:,} of the {plan.running:,} rollouts at a time; the others wait"
-
-
-def size_text(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

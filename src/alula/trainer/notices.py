@@ -6,7 +6,7 @@ from typing import Any
 from alula.distributed import World
 from alula.errors import RunFailed
 from alula.learner.learner import Update
-from alula.run.run_log import Record
+from alula.run.run_log import RunLogger
 from alula.trainer.batch import Experience
 from alula.trainer.step_metrics import whole_sum
 from alula.trainer.update import Learned
@@ -19,7 +19,7 @@ class TrainingFailed(RunFailed):
 class Notices:
     """A trouble is told when it begins, not at every step that it lasts."""
 
-    def __init__(self, record: Record, world: World, max_skipped: int) -> None:
+    def __init__(self, record: RunLogger, world: World, max_skipped: int) -> None:
         self.record, self.world, self.max_skipped = record, world, max_skipped
         self.idle = False
         """Whether the last step had nothing to learn from."""

@@ -20,7 +20,7 @@ from alula.distill.run_stage import Stage
 from alula.distributed import World, init_world
 from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.export import export
-from alula.run.run_log import Record
+from alula.run.run_log import RunLogger, printer
 from alula.trainer.build import (
     build_learner_and_engine,
     build_monitor,
@@ -55,10 +55,11 @@ class Trainer:
         check_shares(config, world)
         config.sparsity.build()  # a misspelt policy is refused before weights are loaded and a folder is made
         self.out = Path(config.out)
-        self.record = Record(config, world, stream)
-        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, self.record.say)
-        last = self._last_checkpoint(resume)
-        self.record.open(last, self.checkpoints.state(self.resumed).get("lines") if self.resumed else None)
+        say = printer(world, stream)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, say)
+        self.resumed = self.checkpoints.begin(resume)
+        lines = self.checkpoints.state(self.resumed).get("lines") if self.resumed else None
+        self.record = RunLogger(config, world, stream, resume_from=self._resume_from(resume), lines=lines)
         with ExitStack() as on_failure:
             on_failure.push(self.record)
             self._build()
@@ -85,7 +86,6 @@ class Trainer:
         check_room(config, self.engine, self.monitor, self.distill, training, self.held_out)
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
         self.notices = Notices(self.record, world, config.learner.max_skipped)
-        self.record.introduce(training, self.held_out)
 
     def _begin(self) -> None:
         """What a run carries from step to step, from the beginning or from a checkpoint."""
@@ -101,15 +101,19 @@ class Trainer:
         self.position = self.stream.state_dict()
         self.settled: dict[str, Any] = {}
         """All of this and the parts' own states, from when nothing was half done: what a checkpoint holds."""
-        if self.record.resumed_from is not None and self.record.resumed_from >= 0:
+        if self.resumed:
             self._load(self.resumed)
+        self.record.start(self.stream.dataset, self.held_out)
+        if self.resumed:
+            self.record.say(f"continuing after step {self.step}.")
         else:
+            if self.record.resumed_from is not None:
+                self.record.say(f"{self.out} has no checkpoint; starting from the beginning.")
             for message in made_for_another(self.config.policies(), self.loaded.model.config):
                 self.record.event(0, "other-model", message, ADVICE)
         if shortage := self.checkpoints.shortage(self._tensors()):
             advice = "Free some space, or give the run another folder: out=FOLDER."
             self.record.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
-        self.record.write_settings()
         self._settle()
 
     # -- the run ------------------------------------------------------------------------------------------
@@ -218,7 +222,7 @@ class Trainer:
         )
         metrics |= self.collector.observed.metrics | distilled | (self.distill.balance(metrics) if self.distill else {})
         self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
-        self.record.log_step(step, metrics, batch, learned)
+        self.record.log_step(step, metrics, batch.completions(self.config.logging.completions, learned.vetoed))
         self._warn(self.health.observe(metrics))
         for event in self.collector.observed.events:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
@@ -320,7 +324,7 @@ class Trainer:
     def _log_evaluation(self, policy: str, found: HeldOut) -> None:
         assert self.held_out is not None
         numbers = {"accuracy": found.accuracy, "stderr": found.stderr}
-        self.record.log_eval(self.step, self.held_out.name, policy, found)
+        self.record.log_eval(self.step, self.held_out.name, policy, vars(found))
         self._warn(self.health.observe_eval(self.held_out.name, policy, **numbers))
         if policy == "dense":
             self.accuracy = found.accuracy
@@ -347,18 +351,13 @@ class Trainer:
     def _tensors(self) -> dict[str, Tensor]:
         return self.learner.tensors() | (self.distill.tensors() if self.distill else {})
 
-    def _last_checkpoint(self, resume: bool) -> int | None:
-        """The step to continue from: None for a new run, -1 where there is no checkpoint to continue from."""
-        self.resumed = self.checkpoints.begin(resume)
+    def _resume_from(self, resume: bool) -> int | None:
+        """The step to continue from: None for a new run, -1 without a checkpoint."""
         if not resume:
             return None
-        if self.resumed is None:
-            self.record.say(f"{self.out} has no checkpoint; starting from the beginning.")
-            return -1
-        return steps_taken(self.config, self.resumed)
+        return steps_taken(self.config, self.resumed) if self.resumed else -1
 
-    def _load(self, path: Path | None) -> None:
-        assert path is not None
+    def _load(self, path: Path) -> None:
         state = self.checkpoints.load(path, self._tensors())
         state.pop("lines", None)
         self.learner.resume(state.pop("learner"))
@@ -375,7 +374,6 @@ class Trainer:
         self._publish_weights()
         if self.distill:
             self.distill.publish()
-        self.record.say(f"continuing after step {self.step}.")
 
 
 def matrix_rate(world: World) -> float | None:

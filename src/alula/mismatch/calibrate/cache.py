@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.errors import SettingError
+from alula.files import check_same_settings, write_atomically
 from alula.mismatch.calibrate.file import Configuration, Measured, savings_from_dict, tail_from_dict, tail_to_dict
 from alula.mismatch.measure import Bins
 from alula.mismatch.tail import Estimate, Tail
@@ -70,9 +70,7 @@ class Work:
             ],
             "forward": {name: asdict(tail) for name, tail in self.forward.items()},
         }
-        part = Path(f"{self.path}.part")
-        part.write_text(json.dumps(data, allow_nan=False) + "\n")
-        os.replace(part, self.path)
+        write_atomically(self.path, json.dumps(data, allow_nan=False) + "\n")
 
     def _read(self) -> None:
         try:
@@ -80,12 +78,8 @@ class Work:
             before = data["made_with"] if data["version"] == VERSION else {}
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise SettingError(f"work file {self.path}: not one of a calibration ({error!r}); remove it.") from error
-        for name, value in self.made_with.items():
-            if before.get(name) != value:
-                raise SettingError(
-                    f"work file {self.path} was made with {name}={before.get(name)}, not {name}={value}; use the same "
-                    "setting to go on with it, remove it to start again, or write elsewhere."
-                )
+        hint = "use the same setting to continue, remove the file to start again, or write to another one"
+        check_same_settings(f"work file {self.path}", before, self.made_with, hint)
         self.rollouts = [
             Rollout(prompt, tokens, None, "length", prompt_index=i, sample_index=k, sampling=self.sampling)
             for i, k, prompt, tokens in data["text"]

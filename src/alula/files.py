@@ -1,0 +1,27 @@
+"""File helpers: atomic writes, sizes as text, and the check that a continued job has the same settings."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alula.errors import SettingError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write next to `path`, then rename: a reader sees the old text or the new one, never half of it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def check_same_settings(source: str, before: Mapping[str, Any], now: Mapping[str, Any], hint: str) -> None:
+    """Raise at the first setting of `now` that differs from the one that `source` was written with."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise SettingError(f"{source} was written with {name}={before.get(name)}, not {name}={value}; {hint}.")
+
+
+def size_text(size: float) -> str:
+    """Bytes as text, in GiB or MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
