@@ -39,7 +39,8 @@ from alula.mismatch.measure import Bins, own_rollouts
 from alula.models.load import LoadedModel, load_model
 from alula.models.lora import fresh
 from alula.objective.correction import Correction
-from alula.objective.losses import Loss, divisors, policy_loss
+from alula.objective.policy_loss import divisors, policy_loss
+from alula.objective.settings import Loss
 from alula.sparsity.policy import DENSE
 
 Row = dict[str, Any]

@@ -33,7 +33,8 @@ from alula.learner.packing import Packed
 from alula.models.load import LoadedModel, load_model
 from alula.objective.advantages import group_advantages
 from alula.objective.correction import Correction, correct
-from alula.objective.losses import Divisors, Loss, divisors, policy_loss
+from alula.objective.policy_loss import Divisors, divisors, policy_loss
+from alula.objective.settings import Loss
 from alula.trainer.trainer import Trainer
 
 DEVICE = torch.device("cuda")

@@ -11,7 +11,8 @@ import torch
 
 from alula.errors import SettingError
 from alula.objective.correction import Correction, correct
-from alula.objective.losses import Loss, divisors, policy_loss
+from alula.objective.policy_loss import divisors, policy_loss
+from alula.objective.settings import Loss
 
 trl = pytest.importorskip("trl")
 
@@ -295,7 +296,6 @@ REFUSED = {
     "dr_grpo with inner": {"loss_type": "dr_grpo", "others": {"correction": "sparse-rl-code"}},
     "one mask for both": {"beta": 0.1, "others": {"correction": Correction(weight="token", inner="accepted")}},
     "reroll.*alula train": {"others": {"correction": "reroll"}},
-    "bypass": {"others": {"correction": Correction(bypass=True)}},
     "vetoed_in_baseline": {"others": {"correction": Correction(veto=1e-4, vetoed_in_baseline=False)}},
     "outer": {"others": {"correction": Correction(veto=1e-4, outer="accepted")}},
     "unknown correction": {"others": {"correction": "sparse-lr"}},

@@ -262,8 +262,6 @@ def test_percentiles_are_those_of_all_ranks_together():
         ({"mask": "token", "mask_low": 2.0, "mask_high": 1.0}, "below"),
         ({"reroll": True}, "set veto"),
         ({"veto": 1e-4, "reroll": True, "prefix_only": True}, "choose"),
-        ({"weight": "token", "bypass": True}, "bypass"),
-        ({"veto": 1e-4, "reroll": True, "bypass": True}, "reroll"),
         ({"weight": "tokens"}, "'token'"),
         ({"inner": "acepted"}, "'accepted'"),
         ({"veto": 0.0}, "above 0"),

@@ -1,8 +1,11 @@
 """What sparsity is said to have saved, against what a dense run of the same lengths really takes."""
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.bench.ceilings import matrix_rate
 from alula.sparsity.policy import DENSE
 from alula.trainer.step_metrics import dense_peak_bytes
 
@@ -36,3 +39,24 @@ def test_the_dense_peak_is_foretold_from_sparse_rollouts(engine, policy, prompt,
     assert foretold == pytest.approx(dense_peak, rel=0.1)
     if policy.evict is not None:
         assert (peak < foretold) == (peak < dense_peak) == pays
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of every storage that a torch operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.bytes[result.data_ptr()] = result.untyped_storage().nbytes()
+        return result
+
+
+def test_the_matrix_rate_needs_three_matrices_and_nothing_else():
+    """A GPU of 8 GB must be able to start a run: three bfloat16 matrices of the default size are 384 MiB."""
+    with Allocated() as allocated:
+        assert matrix_rate(torch.device("cpu")) > 0
+    assert sorted(allocated.bytes.values()) == [4 * 1024 * 1024] * 3

@@ -19,7 +19,7 @@ from alula.distill.move import Move
 from alula.errors import SettingError, require, unknown
 from alula.learner import learner_config
 from alula.learner.learner_config import LearnerConfig
-from alula.objective.settings import Correction, Loss, LossKind, check
+from alula.objective.settings import Correction, Loss, LossName, check
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.text import budget, parse_sparsity, settings_of
 
@@ -319,7 +319,7 @@ class CorrectionSettings(Section):
 class ObjectiveSettings(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Advantage of a rollout against its group: mean and std, mean only, or the mean of the others."""
-    loss: LossKind = "grpo"
+    loss: LossName = "grpo"
     """Policy loss: `grpo`, `dr_grpo`, `dapo`, `gspo` or `cispo`."""
     clip_low: float | None = None
     """The ratio is clipped below at 1 - clip_low; by default the loss's published value."""
@@ -342,8 +342,8 @@ class ObjectiveSettings(Section):
     mask_truncated: bool = False
     """Answers cut off by `max_new_tokens` teach nothing; they still count in their group's mean."""
 
-    def build_loss(self, max_new_tokens: int) -> Loss:
-        return Loss(self.loss, self.clip_low, self.clip_high, self.dual_clip, self.kl, self.kl_clamp, max_new_tokens)
+    def build_loss(self) -> Loss:
+        return Loss(self.loss, self.clip_low, self.clip_high, self.dual_clip, self.kl, self.kl_clamp)
 
 
 class LoRASettings(Section):
@@ -651,7 +651,7 @@ class RunConfig(Section):
 
     @property
     def loss(self) -> Loss:
-        return self.objective.build_loss(self.sampling.max_new_tokens)
+        return self.objective.build_loss()
 
     @property
     def correction(self) -> Correction:

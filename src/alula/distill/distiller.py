@@ -32,7 +32,8 @@ from alula.learner.packing import Packed, collate, pack
 from alula.mismatch.tail import lower_quantile
 from alula.models.lora import Adapter, fresh
 from alula.objective.correction import Correction
-from alula.objective.losses import Divisors, Loss, divisors, policy_loss
+from alula.objective.policy_loss import Divisors, divisors, policy_loss
+from alula.objective.settings import Loss
 
 EPS = 1e-6
 """AdamW's: where the two policies are the same, as on short answers, the gradient is rounding noise of about 1e-8, and
@@ -174,7 +175,8 @@ class Distiller:
     def _divisors(self, rollouts: Sequence[Rollout], index: Sequence[int]) -> Divisors:
         lengths = torch.tensor([len(rollouts[i]) for i in index], dtype=torch.int64, device=self.world.device)
         sequence = torch.repeat_interleave(torch.arange(len(index), device=self.world.device), lengths)
-        return divisors(self.loss, Correction.none(), sequence, len(index), reduce=self.world.all_sum)
+        limit = max((rollout.sampling.max_new_tokens for rollout in rollouts), default=1)
+        return divisors(self.loss, Correction.none(), sequence, len(index), max_length=limit, reduce=self.world.all_sum)
 
     # -- measuring ----------------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from alula.errors import SettingError, require
 from alula.models.load import LoadedModel, share_weights
 from alula.models.supported import refuse_after_dry_run, refuse_unsupported
 from alula.objective.correction import Correction, correct
-from alula.objective.losses import Loss, check
-from alula.objective.settings import PUBLISHED_CLIPS
+from alula.objective.losses import LOSSES
+from alula.objective.settings import Loss, check
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.text import parse_sparsity
 from alula.trainer.step_metrics import MISMATCH
@@ -221,7 +221,6 @@ def refuse_settings(args: GRPOConfig, correction: Correction) -> None:
             "be folded into the advantages; choose another loss.",
         ),
         (correction.reroll, f"correction reroll: it generates again before rewards are computed; {INSTEAD}."),
-        (correction.bypass, f"correction bypass=true: TRL takes its ratio against the dense log-probs; {INSTEAD}."),
         (
             not correction.vetoed_in_baseline,
             f"correction vetoed_in_baseline=false: TRL computes the baseline; {INSTEAD}.",
@@ -241,5 +240,5 @@ def refuse_settings(args: GRPOConfig, correction: Correction) -> None:
         if wrong:
             raise SettingError(message)
     kind: Any = "gspo" if args.importance_sampling_level == "sequence" else args.loss_type
-    if kind in PUBLISHED_CLIPS:
-        check(Loss(kind, max_length=args.max_completion_length), correction)
+    if kind in LOSSES:
+        check(Loss(kind), correction)

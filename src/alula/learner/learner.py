@@ -27,13 +27,13 @@ from alula.learner.learning_rate import learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.learner.packing import Packed, Tokens, collate, pack
 from alula.models import peft_lora as lora
-from alula.objective.losses import merge_metrics
+from alula.objective.policy_loss import merge_metrics
 
 LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs [N], entropy [N], batch) -> this micro-batch's share of the loss, and its metrics.
 
 Shares are summed over micro-batches and ranks, so a mean carries the denominator of the whole step. Metrics are
-joined by `losses.merge_metrics`: `tokens` and what ends in `loss` add up, the rest are means over tokens. `batch`
+joined by `policy_loss.merge_metrics`: `tokens` and what ends in `loss` add up, the rest are means over tokens. `batch`
 says which sequences these are (`index`, `sequence`) and brings the caller's tensors into their order (`flat`,
 `rows`).
 """

@@ -1,9 +1,10 @@
 """The objective's settings, free of torch: what is done about ξ (`Correction`) and the loss (`Loss`)."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from alula.errors import SettingError, require, unknown
+from alula.objective.losses import LOSSES
 
 Level = Literal["none", "token", "sequence", "geometric"]
 Counted = Literal["all", "accepted"]
@@ -31,8 +32,6 @@ class Correction:
     advantage that the corrupted suffix earned."""
     reroll: bool = False
     """Vetoed rollouts are regenerated densely from `first_vetoed` on before they are rewarded."""
-    bypass: bool = False
-    """The loss takes its ratio against the sparse log-probs, π_θ/π_sparse, inside the clip."""
     vetoed_in_baseline: bool = True
     """Whether dropped rollouts enter the mean and the std of their group."""
     inner: Counted = "all"
@@ -66,15 +65,6 @@ class Correction:
                 "prefix_only and reroll act on vetoed rollouts: set veto, say 1e-4.",
             ),
             (len(after_veto) > 1, "prefix_only and reroll: choose what happens after a vetoed token."),
-            (
-                self.bypass and weighted,
-                f"bypass=true with weight={self.weight}: the ratio against the sparse log-probs holds ξ "
-                "already; set weight to none.",
-            ),
-            (
-                self.bypass and self.reroll,
-                "reroll=true needs the dense scores that bypass=true does without; drop one of them.",
-            ),
         ):
             require(not wrong, message)
 
@@ -164,24 +154,19 @@ PRESETS: dict[str, Correction] = {
 }
 
 
-LossKind = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
-PUBLISHED_CLIPS: dict[str, tuple[float, float]] = {
-    "grpo": (0.2, 0.2),
-    "dr_grpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (1.0, 4.0),
-}
-"""(low, high) of each loss: the ratio is clipped to [1 − low, 1 + high]; a low of 1 is no bound."""
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[tuple(LOSSES)]
 
 
 @dataclass(frozen=True)
 class Loss:
     """The policy loss; formulas in `alula.objective.losses`."""
 
-    kind: LossKind = "grpo"
+    kind: LossName = "grpo"
     clip_low: float | None = None
-    """None: the kind's own, `PUBLISHED_CLIPS`."""
+    """None: the published value, as registered."""
     clip_high: float | None = None
     dual_clip: float | None = None
     """Bounds a token of negative advantage: its loss is at most dual_clip · |A| (arXiv 1912.09729)."""
@@ -189,32 +174,28 @@ class Loss:
     """Coefficient β of the KL to the reference (k3)."""
     kl_clamp: float | None = None
     """Cut a token's k3 here, as slime and verl do at 10."""
-    max_length: int | None = None
-    """The constant that `dr_grpo` divides by in place of |o_i|: the generation limit."""
 
     def __post_init__(self) -> None:
-        if self.kind not in PUBLISHED_CLIPS:
-            raise unknown("loss", self.kind, PUBLISHED_CLIPS)
+        if self.kind not in LOSSES:
+            raise unknown("loss", self.kind, LOSSES)
         low, high = self.clip
         require(0 <= low <= 1, f"clip_low={low}: must lie in [0, 1].")
         require(high >= 0, f"clip_high={high}: must be 0 or above.")
         require(self.kl >= 0, f"kl={self.kl}: the KL coefficient must be 0 or above.")
         require(self.kl_clamp is None or self.kl_clamp > 0, f"kl_clamp={self.kl_clamp}: must be above 0, or null.")
         if self.dual_clip is not None:
-            require(self.kind != "cispo", "dual_clip: cispo has no clipped minimum to bound; set it to null.")
+            require(
+                LOSSES[self.kind].pessimistic,
+                f"dual_clip={self.dual_clip}: {self.kind} has no clipped minimum to bound; set it to null.",
+            )
             require(
                 self.dual_clip > 1 + high,
                 f"dual_clip={self.dual_clip}: must lie above 1 + clip_high = {1 + high}.",
             )
-        if self.kind == "dr_grpo":
-            require(
-                self.max_length is not None and self.max_length >= 1,
-                f"max_length={self.max_length}: dr_grpo divides by it; set it to the generation limit.",
-            )
 
     @property
     def clip(self) -> tuple[float, float]:
-        low, high = PUBLISHED_CLIPS[self.kind]
+        low, high = LOSSES[self.kind].clip
         return (
             low if self.clip_low is None else self.clip_low,
             high if self.clip_high is None else self.clip_high,
@@ -226,7 +207,8 @@ def check(loss: Loss, correction: Correction, *, one_update: bool = False) -> No
 
     `one_update`: old log-probs are the training forward's own, so ξ is not known before the update.
     """
-    if loss.kind == "gspo":
+    kind = LOSSES[loss.kind]
+    if kind.ratio == "geometric":
         for setting, per_token in (
             ("weight=token", correction.weight == "token"),
             ("mask=token", correction.mask == "token"),
@@ -234,18 +216,18 @@ def check(loss: Loss, correction: Correction, *, one_update: bool = False) -> No
         ):
             if per_token:
                 raise SettingError(
-                    f"loss gspo with {setting}: its ratio belongs to the whole rollout, so a correction of "
+                    f"loss {loss.kind} with {setting}: its ratio belongs to the whole rollout, so a correction of "
                     "single tokens has no place in it; use level geometric or sequence, or another loss."
                 )
-    if loss.kind == "dr_grpo" and correction.inner == "accepted":
+    if kind.divisor == "max_length" and correction.inner == "accepted":
         raise SettingError(
-            "loss dr_grpo with inner=accepted: it divides by max_length, not by tokens; set inner to all."
+            f"loss {loss.kind} with inner=accepted: it divides by max_length, not by tokens; set inner to all."
         )
     if one_update:
         for setting, needed in (
             ("batch_normalise=true", correction.batch_normalise),
             ("outer=accepted", correction.outer == "accepted"),
-            ("inner=accepted", correction.inner == "accepted" and loss.kind in ("dapo", "cispo")),
+            ("inner=accepted", correction.inner == "accepted" and kind.divisor == "step"),
             ("vetoed_in_baseline=false", not correction.vetoed_in_baseline),
             ("reroll=true", correction.reroll),
         ):

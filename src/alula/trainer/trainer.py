@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from alula.bench.ceilings import matrix_rate
 from alula.config.run import RunConfig
 from alula.data import PromptStream
 from alula.distill.run_stage import Stage
@@ -68,7 +69,7 @@ class Trainer:
 
     def _build(self) -> None:
         config, world = self.config, self.world
-        self.matrix_rate = matrix_rate(world)
+        self.matrix_rate = device_matrix_rate(world)
         self.loaded = load_policy(config, world)
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
@@ -376,12 +377,10 @@ class Trainer:
             self.distill.publish()
 
 
-def matrix_rate(world: World) -> float | None:
+def device_matrix_rate(world: World) -> float | None:
     """FLOP/s of the device in a large bfloat16 product, what the learner's utilisation is measured against."""
     if world.device.type != "cuda":
         return None
-    from alula.bench.ceilings import matrix_rate as measured
-
-    rate = measured(world.device)
+    rate = matrix_rate(world.device)
     torch.cuda.empty_cache()  # the memory is the engine's and the learner's
     return rate

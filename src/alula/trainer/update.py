@@ -11,8 +11,8 @@ from alula.learner.packing import Packed
 from alula.objective import ragged
 from alula.objective.advantages import group_advantages
 from alula.objective.correction import Corrected, correct
-from alula.objective.losses import Divisors, divisors, policy_loss
 from alula.objective.mismatch_metrics import mismatch_metrics
+from alula.objective.policy_loss import Divisors, divisors, policy_loss
 from alula.objective.veto import below_veto
 from alula.trainer.batch import Experience, minibatches
 
@@ -79,7 +79,16 @@ class Updater:
 
         corrected = None if self.one_update else corrected_from(batch.dense)
         advantages = self._advantages(batch, corrected)
-        whole = divisors(self.loss, self.correction, sequence, count, corrected, step=step, reduce=self.world.all_sum)
+        whole = divisors(
+            self.loss,
+            self.correction,
+            sequence,
+            count,
+            corrected,
+            max_length=self.config.sampling.max_new_tokens,
+            step=step,
+            reduce=self.world.all_sum,
+        )
 
         lengths = [len(rollout) for rollout in batch.rollouts]
         weights = None if corrected is None else list(corrected.weights.split(lengths))
@@ -154,7 +163,7 @@ class Updater:
                 token_weights, token_keep, own = found.weights, found.token_keep, self._accepted(own, found, packed)
             else:
                 token_weights, token_keep = packed.flat(weights), packed.flat(kept)
-            old = sampled if self.correction.bypass else None if dense is None else packed.flat(dense)
+            old = None if dense is None else packed.flat(dense)
             return policy_loss(
                 logprobs,
                 old,
