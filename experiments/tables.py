@@ -26,14 +26,14 @@ def raw(question: str, bed: str) -> list[Row]:
 
 
 def by_arm(runs: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    arms: dict[str, list[Row]] = {}
     for run in runs:
-        found.setdefault(run["arm"], []).append(run)
-    return found
+        arms.setdefault(run["arm"], []).append(run)
+    return arms
 
 
 def before_training(bed: str) -> Callable[[Row], Row]:
-    """What the probe measured of the policy that a run began with; a bed with one warm-up has one probe."""
+    """The probe's row for the policy that a run starts with. A bed with one warm-up has one probe for all seeds."""
     rows = {(row["sparsity"], row["seed"]): row for row in raw("probe", bed)}
     return lambda run: rows.get((run["sparsity"], run["seed"])) or rows[run["sparsity"], 0]
 
@@ -43,57 +43,64 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
-def percent(mean: float, half: float = float("inf")) -> str:
-    return f"{100 * mean:.0f} %" if not isfinite(half) else f"{100 * mean:.0f} ± {100 * half:.0f} %"
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}"
 
 
-def percents(rows: Sequence[Row], name: str) -> str:
-    return " ".join(f"{100 * (row[name] or 0.0):.0f}" for row in rows)
-
-
-def points(mean: float, half: float) -> str:
-    shown = f"{100 * mean:+.0f}"
-    return shown if not isfinite(half) else f"{shown} ± {100 * half:.0f}"
+def half_width(half: float) -> str:
+    return percent(half) if isfinite(half) else "–"
 
 
 def outcome_table(bed: str, question: str) -> str:
-    """A row an arm: what became of the dense policy, and what the rollouts were like."""
+    """One row per arm: the dense policy's held-out accuracy, then statistics of the rollouts."""
     arms = by_arm(raw(question, bed))
     if not arms:
         return "Not measured yet."
     elsewhere = (by_arm(raw(other, bed)).get("dense") for other in ("collapse", "control"))
     dense = arms.get("dense") or next(filter(None, elsewhere))
+    starts = {run["seed"]: judge.start(run) for runs in arms.values() for run in runs}
+    seeds, most = sorted(starts), longest(arms)
     head = [
         "arm",
-        "start",
-        "final",
-        "every seed",
+        "final, %",
+        "± (95 %)",
+        *(f"seed {seed}" for seed in seeds),
         "collapsed",
-        "points against dense (90 %)",
-        "vetoed",
+        "vs dense, points",
+        "± (90 %)",
+        "equivalent",
+        "vetoed, %",
+        "KV saved, %",
         "length, last",
-        "KV saved",
         "reward, last",
     ]
-    rows, most = [], longest(arms)
+    before = ["before training", percent(fmean(starts.values())), "", *(percent(starts[seed]) for seed in seeds)]
+    rows, early = [before + [""] * (len(head) - len(before))], []
     for name, runs in arms.items():
-        difference = judge.against(runs, dense)
-        same = " =" if judge.equivalent(difference) else ""
+        mean, half = judge.interval([*map(judge.final, runs)])
+        by_seed = {run["seed"]: run for run in runs}
+        early += ended_early(name, runs, most)
         rows.append(
             [
                 name,
-                percent(fmean(map(judge.start, runs))),
-                percent(*judge.interval([*map(judge.final, runs)])),
-                " ".join(last_accuracy(run, most) for run in runs),
+                percent(mean),
+                half_width(half),
+                *(last_accuracy(by_seed[seed], most) if seed in by_seed else "" for seed in seeds),
                 f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
-                "" if name == "dense" else points(*difference) + same,
+                *(["", "", ""] if name == "dense" else difference_cells(judge.against(runs, dense))),
                 percent(fmean(judge.over_run(run, "mismatch/veto_rate") for run in runs)),
-                f"{fmean(judge.at_end(run, 'response/length_mean') for run in runs):.0f}",
                 percent(fmean(judge.over_run(run, "kv/saved") for run in runs)),
+                f"{fmean(judge.at_end(run, 'response/length_mean') for run in runs):.0f}",
                 f"{fmean(judge.at_end(run, 'reward/mean') for run in runs):.2f}",
             ]
         )
-    return markdown(head, rows)
+    return markdown(head, rows) + early_note(early)
+
+
+def difference_cells(difference: tuple[float, float]) -> list[str]:
+    mean, half = difference
+    verdict = ("yes" if judge.equivalent(difference) else "no") if isfinite(half) else "–"
+    return [f"{100 * mean:+.0f}", half_width(half), verdict]
 
 
 def longest(arms: Mapping[str, Sequence[Row]]) -> int:
@@ -101,40 +108,55 @@ def longest(arms: Mapping[str, Sequence[Row]]) -> int:
     return max(len(run["steps"]["reward/mean"]) for runs in arms.values() for run in runs)
 
 
+def stopped_before(run: Row, most: int) -> bool:
+    return len(run["steps"]["reward/mean"]) < most
+
+
 def last_accuracy(run: Row, most: int) -> str:
-    """With its step where the run has fewer than `most`."""
-    step, accuracy = judge.dense_accuracy(run)[-1]
-    return f"{100 * accuracy:.0f}" + ("" if len(run["steps"]["reward/mean"]) == most else f" (step {step})")
+    """The last accuracy in percent; an asterisk where the run has fewer than `most` steps."""
+    return percent(judge.final(run)) + ("\\*" if stopped_before(run, most) else "")
+
+
+def ended_early(name: str, runs: Sequence[Row], most: int) -> list[str]:
+    """One note for the runs of an arm that have fewer than `most` steps."""
+    steps = [str(len(run["steps"]["reward/mean"])) for run in runs if stopped_before(run, most)]
+    return [f"`{name}` {', '.join(steps)}"] if steps else []
+
+
+def early_note(early: Sequence[str]) -> str:
+    return f"\n\n\\* Ended early; the last evaluation counts. Steps taken: {'; '.join(early)}." if early else ""
 
 
 def warnings_table(bed: str, question: str) -> str:
-    """The step of each health warning's first appearance, a number a seed."""
+    """The step of each health warning's first appearance, one row per run."""
     kinds = ("rejection", "answers-shrinking", "dense-falling", "dense-sparse-divergence", "mismatch-rising")
-    body = []
+    body, silent = [], []
     for arm, runs in by_arm(raw(question, bed)).items():
-        cells = []
-        for kind in kinds:
-            first = [next((step for step, found in run["warnings"] if found == kind), None) for run in runs]
-            cells.append(" ".join("–" if step is None else str(step) for step in first))
-        body.append([arm, *cells])
-    return markdown(["arm", *kinds], body)
+        if not any(kind in kinds for run in runs for _, kind in run["warnings"]):
+            silent.append(f"`{arm}`")
+            continue
+        for run in runs:
+            first = [next((step for step, kind in run["warnings"] if kind == wanted), None) for wanted in kinds]
+            body.append([arm, str(run["seed"]), *("–" if step is None else str(step) for step in first)])
+    note = f"\n\nNo warning: {', '.join(silent)}." if silent else ""
+    return markdown(["arm", "seed", *kinds], body) + note
 
 
 def probe_table(bed: str, question: str) -> str:
     """Means over seeds."""
     head = [
         "policy",
-        "careful chains right",
-        "all right",
-        "KV saved",
-        "KV not read",
-        "vetoed rollouts",
+        "careful chains right, %",
+        "all right, %",
+        "KV saved, %",
+        "KV not read, %",
+        "vetoed rollouts, %",
         "vetoes per 1000 tokens",
         "tail",
     ]
-    found: dict[str, list[Row]] = {}
+    by_policy: dict[str, list[Row]] = {}
     for row in raw("probe", bed):
-        found.setdefault(row["sparsity"], []).append(row)
+        by_policy.setdefault(row["sparsity"], []).append(row)
 
     def mean(rows: list[Row], name: str) -> float:
         return fmean(row[name] for row in rows if row[name] is not None)
@@ -146,98 +168,94 @@ def probe_table(bed: str, question: str) -> str:
             f"{1000 * mean(rows, 'veto_hazard'):.1f}",
             f"{mean(rows, 'tail'):.3f}",
         ]
-        for policy, rows in found.items()
+        for policy, rows in by_policy.items()
     ]
     return markdown(head, rows)
 
 
 def threshold_table(bed: str, question: str) -> str:
-    """A budget's tail and vetoes before training against what became of its runs, a number a seed."""
-    probe, arms, body = before_training(bed), by_arm(raw(question, bed)), []
-    most = longest(arms)
+    """One row per run: the policy's tail and vetoes before training, and the outcome."""
+    probe, arms = before_training(bed), by_arm(raw(question, bed))
+    most, body, early = longest(arms), [], []
     for runs in arms.values():
-        before = [*map(probe, runs)]
-        body.append(
-            [
-                runs[0]["sparsity"].split(",")[0],
-                " ".join(f"{row['tail']:.3f}" for row in before),
-                " ".join(f"{row['tail_low']:.3f}" for row in before),
-                percents(before, "vetoed_rollouts"),
-                percents(before, "careful"),
-                " ".join(last_accuracy(run, most) for run in runs),
-                f"{sum(map(judge.collapsed, runs))}/{len(runs)}",
-                percent(fmean(row["kv_unread"] for row in before)),
-            ]
-        )
-    head = [
-        "policy",
-        "tail before",
-        "its lower bound",
-        "vetoed before, %",
-        "careful right before, %",
-        "final, %",
-        "collapsed",
-        "KV not read",
-    ]
-    return markdown(head, body)
+        early += ended_early(runs[0]["sparsity"].split(",")[0], runs, most)
+        for run in runs:
+            before = probe(run)
+            body.append(
+                [
+                    run["sparsity"].split(",")[0],
+                    str(run["seed"]),
+                    f"{before['tail']:.3f}",
+                    f"{before['tail_low']:.3f}",
+                    percent(before["vetoed_rollouts"]),
+                    percent(before["careful"] or 0.0),
+                    percent(before["kv_unread"]),
+                    last_accuracy(run, most),
+                    "yes" if judge.collapsed(run) else "no",
+                ]
+            )
+    head = ["policy", "seed", "tail", "lower bound", "vetoed, %", "careful right, %", "KV not read, %"]
+    return markdown([*head, "final, %", "collapsed"], body) + early_note(early)
 
 
 def robustness_table(bed: str, question: str, metric: str = "accuracy") -> str:
-    """Rows: how a model was trained. Columns: how it is evaluated. Mean over seeds."""
+    """Rows: how a model was trained. Columns: the policy at evaluation. Percent, mean over seeds."""
     rows = raw(question, bed)
-    columns = list(dict.fromkeys(row["policy"] for row in rows))
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
     cells: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row[metric] is not None:
             cells.setdefault(row["arm"], {}).setdefault(row["policy"], []).append(row[metric])
-    body = [[arm, *(percent(fmean(found[c])) if c in found else "" for c in columns)] for arm, found in cells.items()]
-    return markdown(["trained", *columns], body)
+    body = [
+        [arm, *(percent(fmean(by_policy[policy])) if policy in by_policy else "" for policy in policies)]
+        for arm, by_policy in cells.items()
+    ]
+    return markdown(["trained", *policies], body)
 
 
 def chains_table(bed: str, question: str) -> str:
-    """The same of careful chains alone: those that are right, of those that were written."""
+    """The same for careful chains: the share of those written that are right."""
     return robustness_table(bed, question, "careful")
 
 
 def breakeven_table(bed: str, question: str) -> str:
-    """Time per generated token, and what the rollouts of a step gain, scoring included."""
+    """Time per generated token, and the speed-up of a step's rollouts without and with scoring."""
     head = [
         "response tokens",
-        "dense µs/token",
-        "rkv 512+128 µs/token",
-        "dense scoring µs/token",
-        "rollout alone",
+        "dense, µs/token",
+        "rkv 512+128, µs/token",
+        "dense scoring, µs/token",
+        "speed-up of rollouts",
         "with scoring",
     ]
-    path = RESULTS / question / "breakeven.jsonl"
     rows = [
         [
             f"{row['length']:,.0f}",
             *(f"{row[n]:.0f}" for n in ("dense_us", "sparse_us", "score_us")),
-            f"{row['rollout_ratio']:.2f} ×",
-            f"{row['with_scoring']:.2f} ×",
+            f"{row['rollout_ratio']:.2f}",
+            f"{row['with_scoring']:.2f}",
         ]
-        for row in map(json.loads, path.read_text().splitlines())
+        for row in read_lines(RESULTS / question / "breakeven.jsonl")
     ]
     return markdown(head, rows)
 
 
 def steps_table(bed: str, question: str) -> str:
-    """The first evaluation at which the dense policy reaches an accuracy, each seed, and the most KV ever held."""
-    goals = (0.85, 0.9, 0.95)
+    """The first evaluation at which the dense policy reaches an accuracy, per seed, and the peak KV."""
+    goals, arms = (0.9, 0.95), by_arm(raw(question, bed))
+    seeds = sorted({run["seed"] for runs in arms.values() for run in runs})
     body = []
-    for arm, runs in by_arm(raw(question, bed)).items():
-        cells = []
-        for goal in goals:
-            reached = [judge.reached(run, goal) for run in runs]
-            cells.append(" ".join("–" if step is None else str(step) for step in reached))
+    for arm, runs in arms.items():
+        by_seed = {run["seed"]: run for run in runs}
+        reached = [judge.reached(by_seed[seed], goal) for goal in goals for seed in seeds]
         peaks = [max(run["steps"]["kv/bytes_peak"]) / 1e6 for run in runs]
-        body.append([arm, *cells, f"{fmean(peaks):,.1f}" if max(peaks) < 100 else f"{fmean(peaks):,.0f}"])
-    return markdown(["arm", *(f"steps to {goal:.0%}" for goal in goals), "peak KV, MB"], body)
+        peak = f"{fmean(peaks):,.1f}" if max(peaks) < 100 else f"{fmean(peaks):,.0f}"
+        body.append([arm, *("–" if step is None else str(step) for step in reached), peak])
+    return markdown(["arm", *(f"{goal:.0%}, seed {seed}" for goal in goals for seed in seeds), "peak KV, MB"], body)
 
 
 def alone_table(bed: str, question: str) -> str:
-    """Runs that had the machine to themselves: seconds of a step by phase, medians, and to an accuracy."""
+    """Runs that had the GPU to themselves: median seconds per phase, steps and seconds to an accuracy."""
     goals, phases, body = (0.9, 0.99), ("rollout", "score", "update", "step"), []
     for run in raw(question, bed):
         times = {phase: [*map(float, run["steps"][f"time/{phase}"])] for phase in phases}
@@ -247,19 +265,18 @@ def alone_table(bed: str, question: str) -> str:
             [
                 run["arm"],
                 *(f"{usual[phase]:.2f}" for phase in phases),
-                *("–" if step is None else f"{step} steps, {step * usual['step']:.1f} s" for step in steps),
+                *("–" if step is None else str(step) for step in steps),
+                *("–" if step is None else f"{step * usual['step']:.1f}" for step in steps),
                 f"{max(run['steps']['kv/bytes_peak']) / 1e6:,.0f}",
                 percent(judge.over_run(run, "kv/saved")),
             ]
         )
-    return markdown(
-        ["arm", *(f"{phase}, s" for phase in phases), *(f"to {goal:.0%}" for goal in goals), "peak KV, MB", "KV saved"],
-        body,
-    )
+    goal_heads = [f"{unit} to {goal:.0%}" for unit in ("steps", "seconds") for goal in goals]
+    return markdown(["arm", *(f"{phase}, s" for phase in phases), *goal_heads, "peak KV, MB", "KV saved, %"], body)
 
 
 def distilled_table(bed: str, question: str) -> str:
-    """Tails before and after a few steps of distillation at a budget: there, a mean over seeds, and at others."""
+    """Tails before and after distillation at one budget: there (mean over seeds) and at other budgets (one seed)."""
     measured = json.loads((BENCHMARKS / "distill-h200.json").read_text())
     budgets: list[int] = []
     body = []
@@ -268,15 +285,13 @@ def distilled_table(bed: str, question: str) -> str:
         for row in measured[section]["rows"]:
             by_policy.setdefault(row["sparsity"], []).append(row)
         for policy, rows in by_policy.items():
-            own, [ladder] = arrow(rows, "tail"), [row["ladder"] for row in rows if "ladder" in row]
+            [ladder] = [row["ladder"] for row in rows if "ladder" in row]
             budgets = [rung["budget"] for rung in ladder["before"]]
-            elsewhere = [arrow([{"before": a, "after": b}], "tail") for a, b in zip(ladder["before"], ladder["after"])]
-            body.append([policy, str(len(rows)), own, *elsewhere])
-    return markdown(["distilled at", "seeds", "tail there", *(f"at {size}, one seed" for size in budgets)], body)
-
-
-def arrow(rows: Sequence[Row], name: str) -> str:
-    return " → ".join(f"{fmean(row[when][name] for row in rows):.3f}" for when in ("before", "after"))
+            for when in ("before", "after"):
+                mean = fmean(row[when]["tail"] for row in rows)
+                tails = [mean, *(rung["tail"] for rung in ladder[when])]
+                body.append([policy, when, *(f"{tail:.3f}" for tail in tails)])
+    return markdown(["distilled at", "", "there, mean of 3 seeds", *(f"at {size}" for size in budgets)], body)
 
 
 TABLES: dict[str, Callable[[str, str], str]] = {
@@ -295,9 +310,12 @@ MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.D
 """`<!-- table KIND BED QUESTION -->`"""
 
 
+def filled(text: str) -> str:
+    return MARK.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3], m[4])}\n{m[5]}", text)
+
+
 def fill(page: Path) -> None:
-    text = page.read_text()
-    page.write_text(MARK.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3], m[4])}\n{m[5]}", text))
+    page.write_text(filled(page.read_text()))
 
 
 def main() -> None:

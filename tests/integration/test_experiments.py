@@ -173,6 +173,12 @@ def test_from_warm_up_to_figure(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("page", sorted(tables.RESULTS.glob("*.md")), ids=lambda page: page.stem)
+def test_the_tables_of_a_results_page_come_from_the_raw_lines(page):
+    text = page.read_text()
+    assert tables.filled(text) == text, f"run python experiments/tables.py {page.stem}"
+
+
 class Flaky:
     """Fails as often as it is told to, then finishes; every attempt is a line of its log."""
 
