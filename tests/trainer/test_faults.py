@@ -17,7 +17,8 @@ from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.run_dir import LINES, MetricsWriter
 from alula.trainer import update
 from alula.trainer.evaluation import HeldOut
-from alula.trainer.health import HealthMonitor, HealthWarning
+from alula.trainer.health import HealthMonitor
+from alula.trainer.health_checks import HealthWarning
 from alula.trainer.trainer import Trainer, TrainingFailed
 
 FAULTY = """
@@ -292,7 +293,7 @@ def test_a_loss_that_is_not_a_number_skips_the_update(tmp_path, monkeypatch):
     skipped = [row["policy/skipped"] for row in toy.rows(tmp_path / "run", "metrics.jsonl")]
     assert skipped == [0, 1, 0]
     assert toy.rows(tmp_path / "run", "metrics.jsonl")[1]["policy/grad_norm"] is None
-    assert (run.learner.skipped, run.notices.not_finite) == (1, 0)
+    assert (run.learner.skipped, run.alerts.not_finite) == (1, 0)
 
 
 def test_several_in_a_row_stop_the_run_with_a_clear_message(tmp_path, monkeypatch):

@@ -108,58 +108,53 @@ def test_no_warning_advises_the_correction_that_is_in_use(correction):
 
 
 @pytest.mark.parametrize("controlled", [False, True])
-def test_a_run_with_a_controller_is_not_told_to_use_one(controlled):
+def test_a_run_with_a_controller_is_not_advised_to_use_one(controlled):
     monitor = HealthMonitor("strict", controlled)
     [warning] = [w for _ in range(5) for w in monitor.observe({"mismatch/veto_rate": 0.2})]
     assert ("control={" in warning.advice) is not controlled
-    assert warning.advice.startswith("Raise the budget")
+    assert "budget" in warning.advice
 
 
-def test_a_run_that_rerolls_is_told_what_it_costs_and_not_to_reject():
+def test_a_run_that_rerolls_is_warned_of_the_cost_and_not_advised_to_reject():
     for row, expected in (({}, True), ({"mismatch/rerolled": 0.2}, False)):
         monitor = HealthMonitor()
         [warning] = [w for _ in range(5) for w in monitor.observe({"mismatch/veto_rate": 0.2} | row)]
-        assert ("use a correction that rejects" in warning.advice) is expected
-        assert ("finished densely" in warning.message) is not expected
+        assert ("objective.correction=strict" in warning.advice) is expected
+        assert ("dense suffix" in warning.advice) is not expected
 
 
 @pytest.mark.parametrize(
-    ("veto_rate", "rejected", "said"),
+    ("veto_rate", "rejected", "parts"),
     [
-        (0.2, 0.0, "20.0% of the rollouts of the last 5 steps were vetoed (more than 15%), 0.0% rejected: at this KV"),
-        (
-            0.2,
-            0.2,
-            "20.0% of the rollouts of the last 5 steps were vetoed (more than 15%), 20.0% rejected: at this",
-        ),
-        (0.0, 1.0, "100.0% of the rollouts of the last 5 steps were rejected (more than 15%) by the correction's mask"),
-        (0.1, 0.2, "20.0% of the rollouts of the last 5 steps were rejected (more than 15%) by the correction's mask"),
+        (0.2, 0.0, ["20.0%", "vetoed", "15%", "0.0% rejected"]),
+        (0.2, 0.2, ["20.0%", "vetoed", "15%", "20.0% rejected"]),
+        (0.0, 1.0, ["100.0%", "rejected", "15%", "mask"]),
+        (0.1, 0.2, ["20.0%", "rejected", "15%", "mask"]),
         (0.1, 0.1, None),
     ],
 )
-def test_what_is_called_rejected_was_rejected(veto_rate, rejected, said):
-    """A correction without a veto rejects none of the vetoed, one with a mask rejects what no veto finds."""
+def test_rejected_counts_only_rejected_rollouts(veto_rate, rejected, parts):
+    """A correction without a veto rejects none of the vetoed rollouts; a mask also rejects rollouts without a veto."""
     monitor, row = HealthMonitor(), {"mismatch/veto_rate": veto_rate, "mismatch/rejected": rejected}
     found = [(step, w.kind, w.message) for step in range(1, 9) for w in monitor.observe(row)]
-    assert [(step, kind) for step, kind, _ in found] == ([(5, "rejection")] if said else [])
-    assert all(message.startswith(said) for *_, message in found)
-
-
-def test_a_checkpoint_from_before_a_metric_was_watched_is_read():
-    old = HealthMonitor().state_dict()
-    del old["traces"]["mismatch/rejected"]
-    HealthMonitor().load_state_dict(old)
+    assert [(step, kind) for step, kind, _ in found] == ([(5, "rejection")] if parts else [])
+    for *_, message in found:
+        positions = [message.find(part) for part in parts]
+        assert -1 not in positions
+        assert positions == sorted(positions)
+        assert ("mask" in message) is ("mask" in parts)
 
 
 def test_messages_say_what_and_what_to_try():
     monitor = HealthMonitor()
     warnings = [warning for row in sick("mismatch/veto_rate", lambda step: 0.2) for warning in monitor.observe(row)]
-    assert "rollouts of the last 5 steps were vetoed" in warnings[0].message
-    assert "Raise the budget" in warnings[0].advice
+    assert "last 5 steps" in warnings[0].message
+    assert "vetoed" in warnings[0].message
+    assert "budget" in warnings[0].advice
 
 
 @pytest.mark.parametrize(("accuracy", "word"), [(0.98, "solved"), (0.0, "easier prompts")])
-def test_equal_groups_are_told_apart_by_what_they_earn(accuracy, word):
+def test_advice_for_equal_groups_depends_on_their_reward(accuracy, word):
     monitor = HealthMonitor()
     row = {"groups/no_signal": 1.0, "reward/accuracy": accuracy, "reward/mean": accuracy}
     found = [warning for step in range(5) for warning in monitor.observe(row | {"step": step})]

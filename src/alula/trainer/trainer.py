@@ -34,8 +34,8 @@ from alula.trainer.build import (
 )
 from alula.trainer.collector import Collector
 from alula.trainer.evaluation import HeldOut, evaluate_policy
-from alula.trainer.health import HealthMonitor, HealthWarning
-from alula.trainer.notices import Notices, TrainingFailed
+from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
+from alula.trainer.health_checks import HealthWarning
 from alula.trainer.preflight import ADVICE, check_room, longest_sequence, made_for_another
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.step_metrics import Clock, step_metrics
@@ -86,7 +86,7 @@ class Trainer:
             self.collector.recorded = self.distill.record
         check_room(config, self.engine, self.monitor, self.distill, training, self.held_out)
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
-        self.notices = Notices(self.record, world, config.learner.max_skipped)
+        self.alerts = StepAlerts(self.record, world, config.learner.max_skipped)
 
     def _begin(self) -> None:
         """What a run carries from step to step, from the beginning or from a checkpoint."""
@@ -229,7 +229,7 @@ class Trainer:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
         for event in self.monitor.count_vetoes(batch.rollouts, learned.vetoed, batch.n):
             self.record.event(step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
-        self.notices.after(step, batch, learned)
+        self.alerts.check(step, batch, learned)
         self._settle()
 
     def evaluate(self) -> None:
@@ -344,7 +344,7 @@ class Trainer:
             "lines": self.record.lines,
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
-            "notices": self.notices.state_dict(),
+            "alerts": self.alerts.state_dict(),
             "monitor": self.monitor.state_dict(),
             "distill": self.distill.state() if self.distill else None,
         }
@@ -363,7 +363,7 @@ class Trainer:
         state.pop("lines", None)
         self.learner.resume(state.pop("learner"))
         self.health.load_state_dict(state.pop("health"))
-        self.notices.load_state_dict(state.pop("notices"))
+        self.alerts.load_state_dict(state.pop("alerts"))
         self.monitor.load_state_dict(state.pop("monitor"))
         distilled = state.pop("distill")
         if self.distill and distilled:
