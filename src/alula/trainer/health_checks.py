@@ -101,8 +101,8 @@ def rejection(traces: Traces, hints: Hints) -> HealthWarning | None:
         "rejection",
         f"{fmean(rejected):.1%} of the rollouts of the last 5 steps were rejected (more than 15%) by the correction's "
         "mask: the update sees a biased selection.",
-        "Raise the budget, or widen the mask (objective.correction.mask_low, mask_high). Dense rollouts should never be "
-        "rejected: if they are, temperature or weights differ between engine and learner.",
+        "Raise the budget, or widen the mask (objective.correction.mask_low, mask_high). If dense rollouts are "
+        "rejected, temperature or weights differ between engine and learner.",
     )
 
 
@@ -303,7 +303,7 @@ def sparse_ahead(name: str, now: Evaluation, hints: Hints) -> HealthWarning | No
         return None
     return HealthWarning(
         "dense-sparse-divergence",
-        f"On {name} the sparse policy's accuracy is {now.sparse_accuracy:.1%}, but only {now.accuracy:.1%} for the dense "
-        "policy, which is the model you will use: the run learns to do well with a sparse cache, not to do well.",
+        f"On {name} the accuracy is {now.sparse_accuracy:.1%} for the sparse policy and {now.accuracy:.1%} for the "
+        "dense one, which is the model you will use: the run learns to do well with a sparse cache, not to do well.",
         f"Do not trust the reward curve. Raise the budget, or {hints.other_correction}.",
     )
