@@ -307,7 +307,7 @@ def test_several_in_a_row_stop_the_run_with_a_clear_message(tmp_path, monkeypatc
     assert run.checkpoints.latest().name == "step-00000004"
     monkeypatch.undo()
     again = toy.trainer(toy.quick(out, *settings), resume=True)
-    assert (again.step, again.notices.not_finite) == (4, 1), "the count goes on where it was"
+    assert (again.step, again.alerts.not_finite) == (4, 1), "the count goes on where it was"
     assert again.run()
 
 
