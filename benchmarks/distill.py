@@ -37,7 +37,7 @@ from alula.learner.learner import Learner
 from alula.learner.learner_config import LearnerConfig
 from alula.mismatch.measure import Bins, own_rollouts
 from alula.models.load import LoadedModel, load_model
-from alula.models.lora import fresh
+from alula.models.lora import init_adapter
 from alula.objective.correction import Correction
 from alula.objective.policy_loss import divisors, policy_loss
 from alula.objective.settings import Loss
@@ -109,7 +109,7 @@ class Bench:
 
     def agreement(self) -> Iterator[Row]:
         prompts = self.held_out[: min(32, len(self.held_out))]
-        trained = fresh(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
+        trained = init_adapter(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
         for a, b in trained.weights.values():  # the size of a trained update: about a hundredth of a weight
             b.copy_(0.01 * torch.randn_like(b) / a.shape[0])
         for adapter in (None, trained):
@@ -146,7 +146,7 @@ class Bench:
         return self.acceptance(evict, self.options.evict_budgets)
 
     def acceptance(self, make: Callable[[int], Sparsity], budgets: list[int]) -> Iterator[Row]:
-        nothing = fresh(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
+        nothing = init_adapter(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
         engine = self.engine(nothing)
         self._distil(engine, make(budgets[0]), seed=99, steps=1)  # compiles what the clock should not see
         engine.update_sparse_adapter(nothing)
@@ -276,7 +276,7 @@ class Bench:
 
     def decode(self) -> Iterator[Row]:
         """The same captured step on the dense weights and on the merged ones, in turns."""
-        adapter = fresh(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
+        adapter = init_adapter(self.loaded.model, self.options.rank, 2.0 * self.options.rank, ["all"], 0)
         engine = self.engine(adapter)
         for policy in (select(256), evict(512)):
             times: dict[bool, list[float]] = {False: [], True: []}

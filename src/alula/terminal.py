@@ -1,4 +1,4 @@
-"""Terminal output: streams that survive a closed terminal, a progress bar, and sizes as text."""
+"""Terminal output: streams that survive a closed terminal, and a progress bar."""
 
 import errno
 import os

@@ -13,7 +13,7 @@ from alula.cli.main import app
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.engine.engine import Engine
-from alula.models.lora import fresh
+from alula.models.lora import init_adapter
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_pool_and_weights_are_given_back_before_the_next_model_is_loaded(folder,
 
 
 def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
-    adapter = fresh(LlamaForCausalLM.from_pretrained(folder), 4, 8.0, ["all"], 0)
+    adapter = init_adapter(LlamaForCausalLM.from_pretrained(folder), 4, 8.0, ["all"], 0)
     for _, b in adapter.weights.values():
         b.normal_(generator=torch.Generator().manual_seed(1))
     adapter.save(tmp_path / "phi")

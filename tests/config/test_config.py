@@ -20,7 +20,7 @@ from alula.distill.move import Move
 from alula.errors import SettingError
 from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.models.load import load_model
-from alula.models.lora import fresh
+from alula.models.lora import init_adapter
 from alula.objective.settings import PRESETS, Correction
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.policy import Evict, Select, Sparsity
@@ -626,7 +626,7 @@ def test_check_prints_once_under_torchrun(recipe, capsys, monkeypatch):
 
 def test_check_looks_at_the_adapter_that_a_run_begins_with(recipe, tmp_path, capsys):
     model = load_model("shape:tiny-llama").model
-    fresh(model, rank=2, alpha=4.0, targets=["v_proj"], seed=0).save(tmp_path / "adapter")
+    init_adapter(model, rank=2, alpha=4.0, targets=["v_proj"], seed=0).save(tmp_path / "adapter")
     check = ["train", "--check", str(recipe), *EVICTS, f"distill.adapter={tmp_path / 'adapter'}"]
     with pytest.raises(SystemExit) as ended:
         app(check)

@@ -26,7 +26,7 @@ from alula.errors import SettingError
 from alula.learner.learner import Learner
 from alula.learner.packing import collate
 from alula.models.load import load_model
-from alula.models.lora import Adapter, fresh
+from alula.models.lora import Adapter, init_adapter
 from alula.sparsity.evict import METHODS as EVICTORS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +60,7 @@ def engine_of(loaded, **options):
 
 
 def random_adapter(model, size=0.3, rank=3, targets=("all",), seed=5) -> Adapter:
-    adapter = fresh(model, rank, 2.0 * rank, targets, seed)
+    adapter = init_adapter(model, rank, 2.0 * rank, targets, seed)
     generator = torch.Generator().manual_seed(seed)
     for _, b in adapter.weights.values():
         b.copy_(size * torch.randn(b.shape, generator=generator) / b.shape[1])
@@ -430,7 +430,7 @@ def test_masked_attention_of_a_group_is_per_head():
 @pytest.mark.parametrize("method", ["rkv", "block-topk"])
 def test_an_adapter_of_zeros_changes_nothing_bit_for_bit(method, models):
     loaded, policy = models[3], METHODS[method]
-    plain, zero = engine_of(loaded), engine_of(loaded, sparse_adapter=fresh(loaded.model, 4, 8.0, ["all"], 0))
+    plain, zero = engine_of(loaded), engine_of(loaded, sparse_adapter=init_adapter(loaded.model, 4, 8.0, ["all"], 0))
     for one, other in zip(plain.generate(PROMPTS, SAMPLING, policy), zero.generate(PROMPTS, SAMPLING, policy)):
         assert one.token_ids == other.token_ids
         assert torch.equal(one.logprobs, other.logprobs)

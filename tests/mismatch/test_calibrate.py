@@ -36,7 +36,7 @@ from alula.mismatch.plan.timings import load_cost, timing_record
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import MIN_PROMPTS, Tail
 from alula.models.load import load_model
-from alula.models.lora import attach, fresh
+from alula.models.lora import attach, init_adapter
 from alula.objective.veto import Share
 from alula.sparsity.policy import DENSE
 from alula.sparsity.text import parse_sparsity, spell
@@ -299,7 +299,7 @@ def test_work_of_another_calibration_is_refused(engine, tmp_path):
     with pytest.raises(SettingError, match="bin=12"):
         Work.open(path, engine, TEXT, replace(BINS, width=10))
     again = oracle.custom_model(3, layers=2)
-    adapter = fresh(again.model, rank=2, alpha=4.0, targets=["all"], seed=0)
+    adapter = init_adapter(again.model, rank=2, alpha=4.0, targets=["all"], seed=0)
     adapter.weights["model.layers.0.self_attn.q_proj"][1].fill_(0.1)
     adapted = Engine(again, page=PAGE, kv_memory="1MiB", sparse_adapter=adapter)
     with pytest.raises(SettingError, match="made with adapter=none, not adapter="):
@@ -858,7 +858,7 @@ def test_timings_become_a_cost_model(tmp_path):
 
 def test_the_dense_side_is_the_plain_model_where_the_sparse_policy_has_an_adapter(loaded, text):
     """A budget that covers everything leaves the adapter as the only difference between the two policies."""
-    adapter = fresh(loaded.model, rank=2, alpha=4.0, targets=["all"], seed=0)
+    adapter = init_adapter(loaded.model, rank=2, alpha=4.0, targets=["all"], seed=0)
     for _, b in adapter.weights.values():
         b.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     engine = Engine(loaded, page=PAGE, kv_memory="8MiB", max_rows=32, sparse_adapter=adapter)

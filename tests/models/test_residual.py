@@ -32,7 +32,7 @@ from alula.errors import SettingError
 from alula.learner.learner import Learner
 from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.models.load import load_model, share_weights
-from alula.models.lora import fresh
+from alula.models.lora import init_adapter
 from alula.models.residual import widen_residual
 from alula.models.shapes import SHAPES
 from alula.trainer.build import with_tokenizer
@@ -229,7 +229,7 @@ def test_engine_and_its_sparse_twin_are_wide():
     engine = Engine.load("shape:tiny-qwen2", dtype="bfloat16", residual="float32", page=8, kv_memory="16MiB")
     assert seen(engine.model, lambda _: engine.generate(PROMPTS, SAMPLING)) == ({torch.float32}, {torch.bfloat16})
     loaded = wide("shape:tiny-qwen2")
-    adapter = fresh(loaded.model, 2, 4.0, ["all"], 0)
+    adapter = init_adapter(loaded.model, 2, 4.0, ["all"], 0)
     adapted = Engine(loaded, page=8, kv_memory="16MiB", sparse_adapter=adapter)
     for policy in (EVICT, SELECT):
         run = lambda _: adapted.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)  # noqa: B023, E731

@@ -30,7 +30,7 @@ from alula.errors import require
 from alula.learner.optimizer import MasterAdamW
 from alula.learner.packing import Packed, collate, pack
 from alula.mismatch.tail import lower_quantile
-from alula.models.lora import Adapter, fresh
+from alula.models.lora import Adapter, init_adapter
 from alula.objective.correction import Correction
 from alula.objective.policy_loss import Divisors, divisors, policy_loss
 from alula.objective.settings import Loss
@@ -60,7 +60,7 @@ class Distiller:
         self.config = config = config or DistillConfig()
         self.world = world or World(device=model.device)
         self.loss = replace(loss or Loss(), kl=0.0)  # φ's reference is the dense policy, in the divergence
-        start = adapter or fresh(model, config.rank, config.alpha, config.targets, config.seed)
+        start = adapter or init_adapter(model, config.rank, config.alpha, config.targets, config.seed)
         compiled = self.world.device.type == "cuda" if config.compile is None else config.compile
         self.policy = SparsePolicy(model, start, config.activation_checkpointing, compiled)
         self.optimizer = MasterAdamW(self.policy.adapter_parameters(), config.lr, eps=EPS, compute=model.dtype)

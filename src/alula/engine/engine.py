@@ -29,7 +29,7 @@ from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
 from alula.models.load import LoadedModel, load_model, share_weights
-from alula.models.lora import Adapter, check, merge, own_linears
+from alula.models.lora import Adapter, check_fits, copy_linears, merge
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
 from alula.terminal import progress_bar
 
@@ -103,7 +103,7 @@ class Engine:
         """The sparse policy's own linear layers, the adapter merged into them; None where it uses the dense ones."""
         if sparse_adapter is not None:
             self.sparse_model = share_weights(self.model)
-            own_linears(self.sparse_model)
+            copy_linears(self.sparse_model)
             self.update_sparse_adapter(sparse_adapter)
         self.runner = Runner(
             self.model,
@@ -441,7 +441,7 @@ class Engine:
             raise SettingError("the engine has no sparse_adapter to update; load it with one, of zeros if need be.")
         if not isinstance(adapter, Adapter):
             adapter = Adapter.load(Path(adapter))
-        check(self.model, adapter)
+        check_fits(self.model, adapter)
         self.sparse_adapter = adapter
         merge(adapter, self.model, self.sparse_model)
 

@@ -26,7 +26,7 @@ from alula.learner.learner_config import LearnerConfig
 from alula.learner.learning_rate import learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.learner.packing import Packed, Tokens, collate, pack
-from alula.models import peft_lora as lora
+from alula.models import lora
 from alula.objective.policy_loss import merge_metrics
 
 LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, dict[str, Tensor]]]
@@ -76,7 +76,7 @@ class Learner:
         self.reference: Policy | None = None
         model.eval()
         if config.lora:
-            lora.attach(model, config.lora)
+            lora.attach_trainable(model, config.lora.rank, config.lora.alpha, config.lora.seed)
         elif config.reference:
             self.reference = Policy(copy.deepcopy(model).requires_grad_(False), config.logprob_chunk)
         self.policy = Policy(model, config.logprob_chunk)
@@ -107,7 +107,7 @@ class Learner:
         policy = self.reference if reference and self.reference else self.policy
         without_adapter = reference and self.reference is None
         scores = [_nothing_scored(self.world.device, topk) for _ in sequences]
-        with lora.switched_off(self.model) if without_adapter else nullcontext():
+        with lora.disabled(self.model) if without_adapter else nullcontext():
             for batch, real in self._micro_batches(sequences):
                 found = policy(batch, temperature, topk=topk, entropy=False)
                 if real:

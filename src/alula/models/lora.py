@@ -1,14 +1,15 @@
-"""φ: low-rank updates of linear layers that only the sparse rollout uses. Files are those of a peft adapter.
+"""LoRA: low-rank updates of linear layers, for the learner and for the sparse rollout's adapter.
 
-    W_sparse = W + (alpha / rank) · B A        A [rank, in], B [out, rank]
+    W' = W + (alpha / rank) · B A        A [rank, in], B [out, rank]
 
-Trained as two thin products beside the frozen layer (`LowRank`), and merged into the engine's own weights, where it
-then costs nothing per token.
+The update is trained as two thin products next to the frozen layer (`LoRALinear`). For the engine it is merged into the
+weights, where it costs nothing per token. Adapters are saved in peft's file format.
 """
 
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,15 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from alula.distributed import full_tensor
 from alula.errors import SettingError, require, unknown
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
+BASE = ".base"
 
 
 @dataclass
 class Adapter:
-    """`weights[module] = (A, B)`, by the module's name in the Hugging Face model."""
+    """The LoRA weights of a model: `weights[module] = (A, B)`, keyed by the module's name in the Hugging Face model."""
 
     rank: int
     alpha: float
@@ -39,7 +42,7 @@ class Adapter:
         return self.alpha / self.rank
 
     def save(self, folder: str | Path) -> None:
-        """As `peft.PeftModel.from_pretrained` reads it."""
+        """Write files that `peft.PeftModel.from_pretrained` can read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
@@ -62,13 +65,15 @@ class Adapter:
 
     @classmethod
     def load(cls, folder: str | Path, setting: str = "sparse_adapter") -> "Adapter":
-        """A plain LoRA written by `save` or by peft; anything beyond W + scale · B A is refused. `setting` is what the
-        caller calls the folder."""
+        """Read a plain LoRA written by `save` or by peft. Variants such as DoRA raise.
+
+        `setting` is the name of the setting that gave the folder, for error messages.
+        """
         given, folder = f"{setting}={str(folder)!r}", Path(folder).expanduser()
         for name in (SETTINGS, WEIGHTS):
             require(
                 (folder / name).is_file(),
-                f"{given}: there is no {name}; name a folder that `alula distill` or a run with distill wrote.",
+                f"{given}: there is no {name}; name a folder written by `alula distill` or by a run with distill.",
             )
         try:
             settings = json.loads((folder / SETTINGS).read_text())
@@ -76,9 +81,10 @@ class Adapter:
             rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
         except (ValueError, KeyError, SafetensorError) as error:
             raise SettingError(f"{given}: not a LoRA adapter ({error}).") from error
-        strange = [name for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(name)]
-        strange += [name for name in tensors if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
-        require(not strange, f"{given}: {', '.join(strange[:3])} is not plain LoRA.")
+        variants = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
+        unsupported = [name for name in variants if settings.get(name)]
+        unsupported += [name for name in tensors if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+        require(not unsupported, f"{given}: {', '.join(unsupported[:3])} is not plain LoRA.")
         names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
         weights = {
             name: (tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"])
@@ -87,21 +93,26 @@ class Adapter:
         return cls(rank, alpha, weights, settings.get("base_model_name_or_path") or "")
 
 
-class LowRank(nn.Module):
-    """A linear layer and its low-rank update."""
+class LoRALinear(nn.Module):
+    """A linear layer with its low-rank update."""
 
     def __init__(self, base: nn.Linear, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
-        self.base, self.scale = base, scale
+        self.base, self.scale, self.enabled = base, scale, True
         self.lora_a, self.lora_b = nn.Parameter(a), nn.Parameter(b)
 
     def forward(self, x: Tensor) -> Tensor:
-        # `scale` on the product of width `rank`, which is small; a compiled layer fuses the sum into what follows.
+        if not self.enabled:
+            return self.base(x)
+        # Scale the product of width `rank`, which is small; a compiled layer fuses the sum into the next operation.
         return self.base(x) + F.linear(self.scale * F.linear(x, self.lora_a), self.lora_b)
 
 
+# -- building adapters ------------------------------------------------------------------------------------
+
+
 def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear layer but the head."""
+    """All linear layers except the output head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
@@ -109,7 +120,7 @@ def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def targeted(model: PreTrainedModel, targets: Iterable[str]) -> list[str]:
-    """Names of the linear layers that `targets` mean: `all`, or last parts of names such as q_proj."""
+    """Names of the linear layers selected by `targets`: `all`, or last name parts such as q_proj."""
     names = [name for name, _ in linears(model)]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
     wanted = list(kinds) if list(targets) == ["all"] else list(targets)
@@ -119,8 +130,8 @@ def targeted(model: PreTrainedModel, targets: Iterable[str]) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] in wanted]
 
 
-def fresh(model: PreTrainedModel, rank: int, alpha: float, targets: Iterable[str], seed: int) -> Adapter:
-    """An adapter that changes nothing: A drawn as peft draws it (Kaiming, uniform), B zero."""
+def init_adapter(model: PreTrainedModel, rank: int, alpha: float, targets: Iterable[str], seed: int) -> Adapter:
+    """A new adapter that changes nothing yet: A is Kaiming-uniform, B is zero."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name in targeted(model, targets):
@@ -133,36 +144,102 @@ def fresh(model: PreTrainedModel, rank: int, alpha: float, targets: Iterable[str
     return Adapter(rank, alpha, weights)
 
 
-def attach(model: PreTrainedModel, adapter: Adapter) -> dict[str, LowRank]:
-    """Put the adapter's layers into `model`, in place; the layers below stay the very same modules."""
-    check(model, adapter)
+def init_like_peft(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> Adapter:
+    """A new adapter of all linear layers with the random numbers that peft draws after `torch.manual_seed(seed)`."""
+    weights = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for name, module in linears(model):
+            a = nn.Linear(module.in_features, rank, bias=False)
+            b = nn.Linear(rank, module.out_features, bias=False)  # draws numbers too, as in peft
+            nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+            nn.init.zeros_(b.weight)
+            weights[name] = (a.weight.detach(), b.weight.detach())
+    return Adapter(rank, alpha, weights)
+
+
+# -- adapters in models -----------------------------------------------------------------------------------
+
+
+def attach(model: PreTrainedModel, adapter: Adapter) -> dict[str, LoRALinear]:
+    """Wrap the adapter's layers in `LoRALinear`, in place. The wrapped layers keep their parameter objects."""
+    check_fits(model, adapter)
     layers = {}
     for name, (a, b) in adapter.weights.items():
         parent, _, leaf = name.rpartition(".")
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear)
         like = base.weight
-        layers[name] = LowRank(base, a.detach().to(like).clone(), b.detach().to(like).clone(), adapter.scale)
+        layers[name] = LoRALinear(base, a.detach().to(like).clone(), b.detach().to(like).clone(), adapter.scale)
         setattr(model.get_submodule(parent), leaf, layers[name])
     return layers
 
 
-def check(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse an adapter of another model."""
-    known = {name: module.weight.shape for name, module in linears(model)}
+def attach_trainable(model: PreTrainedModel, rank: int, alpha: float, seed: int) -> None:
+    """Freeze the model and attach a new adapter to all its linear layers, in place.
+
+    The adapter has the model's dtype; the optimizer holds its float32 master weights.
+    """
+    attach(model, init_like_peft(model, rank, alpha, seed))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+@contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Run the model without its adapter: the policy that training started from."""
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
+
+
+def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Raise if the adapter was built for another model."""
+    shapes = {name: module.weight.shape for name, module in linears(model)}
     for name, (a, b) in adapter.weights.items():
-        if name not in known:
-            raise unknown("module in the sparse adapter", name, known)
+        if name not in shapes:
+            raise unknown("module in the sparse adapter", name, shapes)
         shape = (b.shape[0], a.shape[1])
         require(
-            shape == tuple(known[name]) and a.shape[0] == b.shape[1] == adapter.rank,
-            f"sparse adapter: {name} is made for a weight of shape {shape} at rank {a.shape[0]}, the model has "
-            f"{tuple(known[name])} at rank {adapter.rank}.",
+            shape == tuple(shapes[name]) and a.shape[0] == b.shape[1] == adapter.rank,
+            f"sparse adapter: {name} is built for a weight of shape {shape} at rank {a.shape[0]}, but the model has "
+            f"{tuple(shapes[name])} at rank {adapter.rank}.",
         )
 
 
-def own_linears(model: PreTrainedModel) -> None:
-    """Give a model that shares its parameters linear layers of its own, to merge an adapter into."""
+# -- merging ----------------------------------------------------------------------------------------------
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """float32 W + scale · B A."""
+    return torch.addmm(
+        weight.float(), b.to(weight.device, torch.float32), a.to(weight.device, torch.float32), alpha=scale
+    )
+
+
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and unsharded values of the model's parameters with the attached adapter merged in."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            continue
+        module, _, leaf = name.rpartition(".")
+        value = full_tensor(parameter.detach())
+        if module.endswith(BASE):
+            module = module.removesuffix(BASE)
+            layer = model.get_submodule(module)
+            if leaf == "weight" and isinstance(layer, LoRALinear):
+                a, b = (full_tensor(each.detach()) for each in (layer.lora_a, layer.lora_b))
+                value = merged_weight(value, a, b, layer.scale).to(value.dtype)
+        yield f"{module}.{leaf}", value
+
+
+def copy_linears(model: PreTrainedModel) -> None:
+    """Give a model that shares its parameters separate linear layers, as the target of `merge`."""
     for _, module in linears(model):
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
@@ -179,6 +256,5 @@ def merge(adapter: Adapter, dense: PreTrainedModel, sparse: PreTrainedModel) -> 
         for leaf, parameter in module.named_parameters(recurse=False):
             value = getattr(source, leaf)
             if leaf == "weight" and name in adapter.weights:
-                a, b = (x.to(value.device, torch.float32) for x in adapter.weights[name])
-                value = torch.addmm(value.float(), b, a, alpha=adapter.scale)
+                value = merged_weight(value, *adapter.weights[name], adapter.scale)
             parameter.copy_(value)

@@ -21,8 +21,7 @@ from alula.engine.kv_cache import parse_bytes
 from alula.errors import SettingError
 from alula.files import size_text
 from alula.models.load import SHAPE, find_pretrained, short_name
-from alula.models.lora import Adapter, linears, targeted
-from alula.models.lora import check as fits
+from alula.models.lora import Adapter, check_fits, linears, targeted
 from alula.models.shapes import SHAPES, shape
 from alula.models.supported import refuse_unsupported
 from alula.rewards.scoring import check as check_rewards
@@ -143,7 +142,7 @@ def begin_with(config: RunConfig, model: PreTrainedModel) -> Adapter | None:
     if config.distill is None or begin is None:
         return None
     try:
-        fits(model, begin)
+        check_fits(model, begin)
     except SettingError as error:
         raise SettingError(
             f"distill.adapter={config.distill.adapter!r} does not fit model.source={config.model.source!r} "
