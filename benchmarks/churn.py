@@ -41,7 +41,7 @@ def churn(engine: Engine, sparsity: Sparsity, *, longest: int, rows: int, steps:
         "sparsity": sparsity.describe(),
         "longest": longest,
         "steps": steps,
-        "kv_pool_bytes": engine.pool.count * engine.page * engine.shape.token_bytes,
+        "kv_pool_bytes": engine.pool.count * engine.page * engine.geometry.kv_token_bytes,
         **clock.summary(),
     }
 

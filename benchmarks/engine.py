@@ -71,8 +71,8 @@ def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilin
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     body = total - table - (0 if tied else head)
     tokens = sequences * length
-    shape = engine.shape
-    attention = 2 * 2 * shape.layers * shape.q_heads * shape.head_dim * sequences * length * length / 2
+    geometry = engine.geometry
+    attention = 2 * 2 * geometry.layers * geometry.attention_width * sequences * length * length / 2
     work = 2 * body * tokens + attention
     return {
         "kind": "packed prefill and score",

@@ -18,7 +18,7 @@ from alula.mismatch.calibrate.families import parse_methods
 from alula.mismatch.calibrate.file import Calibration, Configuration
 from alula.mismatch.calibrate.verify import policy_of, verify
 from alula.mismatch.measure import Bins
-from alula.mismatch.plan.cost import AnalyticCost, Hardware, Shape
+from alula.mismatch.plan.cost import AnalyticCost, Hardware
 from alula.mismatch.plan.plan import Infeasible, Workload, default_tau, plan
 
 DEVICE, PAGE, LENGTH, BINS = "cuda", 16, 2048, Bins(256, 8)
@@ -119,10 +119,10 @@ def real(ceilings: Ceilings) -> Iterator[Row]:
 
 def checked(one: Engine, found: Calibration, family: Configuration, fresh: tuple[tuple[int, ...], ...]) -> Row:
     """One family's plan, in the memory of 64 dense rows, and its tail on rollouts of its own."""
-    shape, tau = Shape.of(one.model), default_tau(found)
+    geometry, tau = one.geometry, default_tau(found)
     cost, work = (
-        AnalyticCost(shape, Hardware.named("h200")),
-        Workload(LENGTH, kv_bytes=64 * LENGTH * shape.kv_token_bytes),
+        AnalyticCost(geometry, Hardware.named("h200")),
+        Workload(LENGTH, kv_bytes=64 * LENGTH * geometry.kv_token_bytes),
     )
     only = replace(
         found,

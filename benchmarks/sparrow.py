@@ -20,9 +20,9 @@ from alula.bench.ceilings import Ceilings
 from alula.bench.decode import StepBench, rollouts
 from alula.engine import model_runner as engine_runner
 from alula.engine.block_manager import pages_for
-from alula.engine.engine import shape_of
-from alula.mismatch.plan.cost import AnalyticCost, Hardware, Shape, Timing, fit, median_error
+from alula.mismatch.plan.cost import AnalyticCost, Hardware, Timing, fit, median_error
 from alula.mismatch.plan.timings import timing_record
+from alula.models.geometry import Geometry
 from alula.models.load import load_model
 from alula.sparsity.policy import DENSE
 
@@ -45,7 +45,7 @@ def engine(model: str, batch: int, longest: int, buckets: tuple[int, ...] = ()) 
     return Engine(
         loaded,
         page=PAGE,
-        kv_memory=pages * PAGE * shape_of(loaded.model).token_bytes,
+        kv_memory=pages * PAGE * Geometry.of(loaded.model).kv_token_bytes,
         max_rows=batch,
         max_length=longest + 2 * LOOKAHEAD,
         buckets=(*buckets, batch),
@@ -56,7 +56,7 @@ def engine(model: str, batch: int, longest: int, buckets: tuple[int, ...] = ()) 
 def step(one: Engine, batch: int, context: int, sparsity: Sparsity, ceilings: Ceilings) -> Row:
     bench = StepBench(one, batch, context, sparsity)
     seconds, floor = bench.seconds(chunks=4), bench.floor_bytes() / ceilings.bandwidth
-    record = timing_record(Shape.of(one.model), bench.bucket, context, sparsity, seconds * 1e3)
+    record = timing_record(one.geometry, bench.bucket, context, sparsity, seconds * 1e3)
     return {"ms": seconds * 1e3, "floor_ms": floor * 1e3, "timing": record}
 
 
@@ -121,7 +121,7 @@ def both(ceilings: Ceilings) -> Iterator[Row]:
     for name, sparsity in policies.items():
         pool = memory * 2 * PAGE // (2 * PAGE + 1) if sparsity.select else memory  # a summary is half a token's KV
         held = sparsity.evict.budget + sparsity.evict.buffer + PAGE if sparsity.evict else longest // 2
-        rows = pool // (PAGE * shape_of(loaded.model).token_bytes) // pages_for(held, PAGE) - 2
+        rows = pool // (PAGE * Geometry.of(loaded.model).kv_token_bytes) // pages_for(held, PAGE) - 2
         one = Engine(loaded, page=PAGE, kv_memory=pool, max_rows=rows, max_length=longest + 64)
         row = churn(one, sparsity, longest=longest, rows=rows, steps=256)
         dense = dense or row["tokens_per_s"]
@@ -183,11 +183,11 @@ def cost(ceilings: Ceilings) -> Iterator[Row]:
     policies = [DENSE, *(Sparsity(select=Select("block-topk", b)) for b in (512, 1024, 2048, 4096))]
     grid = [(b, c, s) for b in batches for c in (1000, 4000, 8000, 16000, 32000) for s in policies]
     steps = [step(one, b, c, s, ceilings)["timing"] for b, c, s in grid]
-    shape, order = Shape.of(one.model), np.random.default_rng(0).permutation(len(steps))
+    geometry, order = one.geometry, np.random.default_rng(0).permutation(len(steps))
     held_out, seen = order[: len(steps) // 3], order[len(steps) // 3 :]
-    fitted = fit([steps[i] for i in seen], shape)
+    fitted = fit([steps[i] for i in seen], geometry)
     unseen = [Timing.from_dict(steps[i]) for i in held_out]
-    analytic = AnalyticCost(shape, Hardware(ceilings.matrix / 1e12, ceilings.bandwidth / 1e12))
+    analytic = AnalyticCost(geometry, Hardware(ceilings.matrix / 1e12, ceilings.bandwidth / 1e12))
     yield {
         "kind": "cost model",
         "model": model,

@@ -130,7 +130,7 @@ def one_step(
         "rollout_tokens_per_s": tokens / phases["rollout"],
         "veto_rate": 1 - corrected.keep.float().mean().item(),
         "kv_saved": float(np.mean([r.kv.saved for r in rollouts])),
-        "kv_peak_gib": engine.pool.peak * engine.page * engine.shape.token_bytes / 2**30,
+        "kv_peak_gib": engine.pool.peak * engine.page * engine.geometry.kv_token_bytes / 2**30,
         "learner_peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 

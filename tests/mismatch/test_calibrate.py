@@ -30,11 +30,12 @@ from alula.mismatch.calibrate.find_budget import Smallest, below, rungs, smalles
 from alula.mismatch.calibrate.search import next_budgets, spread
 from alula.mismatch.calibrate.verify import Verification, named, policy_of, verify
 from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
-from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, Shape
+from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware
 from alula.mismatch.plan.plan import Workload, plan
 from alula.mismatch.plan.timings import load_cost, timing_record
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import MIN_PROMPTS, Tail
+from alula.models.geometry import Geometry
 from alula.models.load import load_model
 from alula.models.lora import attach, init_adapter
 from alula.objective.veto import Share
@@ -76,7 +77,7 @@ def literal_tails(rollouts, alphas, width: int, bins: int) -> list[float]:
 
 def literal_savings(engine, text, policy) -> Savings:
     """Step by step: what the dense policy would hold, what is held, what each layer reads."""
-    held, read, dense, evictions, sparse, layers = 0.0, 0.0, 0.0, 0, 0, engine.shape.layers
+    held, read, dense, evictions, sparse, layers = 0.0, 0.0, 0.0, 0, 0, engine.geometry.layers
     for rollout in text:
         cached, here, steps = len(rollout.prompt_ids), [], len(rollout) - 1
         evicted = 0
@@ -221,7 +222,7 @@ def test_calibration_against_direct_measurement(engine, text, tmp_path):
     np.testing.assert_allclose(found.floor.value, floor.value, atol=1e-5)
     assert found.floor.overall > 1 - 1e-5
     assert found.notes["tokens"] == sum(map(len, text))
-    assert Shape(**found.notes["shape"]) == Shape.of(engine.model)
+    assert Geometry(**found.notes["shape"]) == Geometry.of(engine.model)
 
 
 class Killed(Exception):
@@ -344,7 +345,9 @@ def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
             work.rollouts = text
             measured = ForwardMeasure(engine, EVICT, grid.budgets, work, BINS, False)
             assert measured(grown.budgets[:j], j, smaller[-1]).lower < 0.6, "one rung less would not do"
-    made = plan(found, AnalyticCost(Shape(10**9, 2, 6, 2, 12), Hardware.named("h200")), Workload(30, batch=8), tau=0.6)
+    made = plan(
+        found, AnalyticCost(Geometry(10**9, 2, 6, 2, 12), Hardware.named("h200")), Workload(30, batch=8), tau=0.6
+    )
     assert made.schedule.budgets == grown.budgets
     assert made.configuration.kind == "evict"
     found.save(tmp_path / "calibration.json")
@@ -365,7 +368,7 @@ def test_an_evictor_beside_a_selector(engine, text, tmp_path):
     found.save(tmp_path / "calibration.json")
     only = [m for m in Calibration.load(tmp_path / "calibration.json").measured if m.configuration.evicts]
     tau = min(b.lower for b in measured.tail) - 1e-6
-    cost, work = AnalyticCost(Shape.of(engine.model), Hardware.named("h200")), Workload(30, 6, kv_bytes=1 << 20)
+    cost, work = AnalyticCost(Geometry.of(engine.model), Hardware.named("h200")), Workload(30, 6, kv_bytes=1 << 20)
     made = plan(replace(found, measured=tuple(only)), cost, work, tau=tau)
     assert made.sparse.batch > made.dense.batch, "the memory that the evictor frees becomes rows"
     policy = policy_of(made.schedule)
@@ -379,7 +382,7 @@ def test_an_evictor_beside_a_selector(engine, text, tmp_path):
 
 def test_a_schedule_made_for_one_part_alone_is_refused_beside_another(engine, tmp_path):
     found = run(engine, tmp_path / "work.json", Grid((SELECT, EVICT), (12, 36), forward=False))
-    cost, work = AnalyticCost(Shape.of(engine.model), Hardware.named("h200")), Workload(30, 6, 4)
+    cost, work = AnalyticCost(Geometry.of(engine.model), Hardware.named("h200")), Workload(30, 6, 4)
     for kind, other in (("select", EVICT), ("evict", SELECT)):
         only = tuple(m for m in found.measured if m.configuration.kind == kind)
         policy = policy_of(plan(replace(found, measured=only), cost, work, tau=0.01).schedule)
@@ -830,13 +833,13 @@ def test_what_to_verify(tmp_path):
 
 
 def test_timings_become_a_cost_model(tmp_path):
-    shape, other = Shape(10**9, 8, 8, 4, 64), Shape(10**8, 2, 2, 2, 8)
-    truth = AnalyticCost(shape, Hardware(100, 1))
+    geometry, other = Geometry(10**9, 8, 8, 4, 64), Geometry(10**8, 2, 2, 2, 8)
+    truth = AnalyticCost(geometry, Hardware(100, 1))
     steps = []
     for batch in (1, 8, 32):
         for context in (512, 2048, 8192):
             for policy in (DENSE, Sparsity(select=Select("block-topk", 256))):
-                record = timing_record(shape, batch, context, policy, 1.0)
+                record = timing_record(geometry, batch, context, policy, 1.0)
                 ms = float(truth.step_ms(batch, record["kv_read"], record["pages_scored"]))
                 steps.append({"kind": "decode step", "timing": record | {"ms": ms}})
     dense, sparse = (s["timing"] for s in steps[:2])
@@ -844,16 +847,16 @@ def test_timings_become_a_cost_model(tmp_path):
     assert (sparse["kv_read"], sparse["pages_scored"]) == (0.25 * 512 + 0.75 * 256, 0.75 * 32)
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"machine": {}, "steps": steps, "more": [timing_record(other, 1, 9, DENSE, 3.0)]}))
-    fitted = load_cost(path, shape)
+    fitted = load_cost(path, geometry)
     assert fitted.notes["timings"] == len(steps)
     assert fitted.notes["median_error"] < 0.02
     fitted.save(tmp_path / "cost.json")
-    assert load_cost(tmp_path / "cost.json", shape) == FittedCost(shape, fitted.constants)
-    with pytest.raises(SettingError, match="no decode step of a model of shape"):
-        load_cost(path, replace(shape, layers=9))
+    assert load_cost(tmp_path / "cost.json", geometry) == FittedCost(geometry, fitted.constants)
+    with pytest.raises(SettingError, match="no decode step of a model"):
+        load_cost(path, replace(geometry, layers=9))
     with pytest.raises(SettingError, match="there is none"):
-        load_cost(tmp_path / "none.json", shape)
-    assert asdict(shape) == dense["shape"]
+        load_cost(tmp_path / "none.json", geometry)
+    assert asdict(geometry) == dense["shape"]
 
 
 def test_the_dense_side_is_the_plain_model_where_the_sparse_policy_has_an_adapter(loaded, text):

@@ -12,7 +12,6 @@ from alula.mismatch.plan.cost import (
     AnalyticCost,
     FittedCost,
     Hardware,
-    Shape,
     Timing,
     features,
     fit,
@@ -21,14 +20,15 @@ from alula.mismatch.plan.cost import (
     median_error,
 )
 from alula.mismatch.plan.nnls import nnls
+from alula.models.geometry import Geometry
 from alula.sparsity.footprint import demand
 from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
 
-SHAPES = {
-    "1.7b": Shape(1_720_000_000, 28, 16, 8, 128),
-    "4b": Shape(4_020_000_000, 36, 32, 8, 128),
-    "8b": Shape(7_570_000_000, 36, 32, 8, 128),
+GEOMETRIES = {
+    "1.7b": Geometry(1_720_000_000, 28, 16, 8, 128),
+    "4b": Geometry(4_020_000_000, 36, 32, 8, 128),
+    "8b": Geometry(7_570_000_000, 36, 32, 8, 128),
 }
 
 
@@ -63,50 +63,54 @@ def test_nnls_with_collinear_and_empty_columns():
     assert a @ x == pytest.approx([2.0, 4.0, 6.0])
 
 
-def machine_ms(shape: Shape, batch: float, read: float, scored: float) -> float:
+def machine_ms(geometry: Geometry, batch: float, read: float, scored: float) -> float:
     """A step of a machine that is no linear model: rooflines, saturation with the batch, launch latencies."""
-    weights = max(shape.parameters * 2 / 4.3e9, 2 * shape.parameters * batch / 790e9)
-    busy = batch * shape.kv_heads / (batch * shape.kv_heads + 40)
-    attention = batch * read * shape.kv_token_bytes / (3.6e9 * busy)
-    select = shape.layers * (0.004 + 2e-6 * scored) + batch * scored * shape.layers * shape.kv_heads * 300 / 3e9
+    weights = max(geometry.parameters * 2 / 4.3e9, 2 * geometry.parameters * batch / 790e9)
+    busy = batch * geometry.kv_heads / (batch * geometry.kv_heads + 40)
+    attention = batch * read * geometry.kv_token_bytes / (3.6e9 * busy)
+    select = (
+        geometry.layers * (0.004 + 2e-6 * scored) + batch * scored * geometry.layers * geometry.kv_heads * 300 / 3e9
+    )
     return 0.9 + weights + attention + (select if scored else 0)
 
 
-def grid(shape: Shape, batches, contexts, noise: float, seed: int = 0) -> list[Timing]:
+def grid(geometry: Geometry, batches, contexts, noise: float, seed: int = 0) -> list[Timing]:
     rng = np.random.default_rng(seed)
     timings = []
     for batch in batches:
         for context in contexts:
             for budget in (None, 512, 2048, 4096):
                 if budget is None or budget < context:
-                    read = context if budget is None else (2 * context + (shape.layers - 2) * budget) / shape.layers
-                    scored = 0 if budget is None else (shape.layers - 2) / shape.layers * context / 16
-                    ms = machine_ms(shape, batch, read, scored) * np.exp(noise * rng.normal())
+                    read = (
+                        context if budget is None else (2 * context + (geometry.layers - 2) * budget) / geometry.layers
+                    )
+                    scored = 0 if budget is None else (geometry.layers - 2) / geometry.layers * context / 16
+                    ms = machine_ms(geometry, batch, read, scored) * np.exp(noise * rng.normal())
                     timings.append(Timing(batch, context, read, scored, ms))
     return timings
 
 
-@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize("size", GEOMETRIES)
 def test_fit_predicts_steps_it_has_not_seen(size):
-    shape = SHAPES[size]
-    cost = fit(grid(shape, (1, 4, 16, 32, 64), (1024, 4096, 16384, 32768), 0.02), shape)
-    held_out = grid(shape, (2, 8, 24, 48), (2048, 8192, 24576), 0.02, seed=1)
+    geometry = GEOMETRIES[size]
+    cost = fit(grid(geometry, (1, 4, 16, 32, 64), (1024, 4096, 16384, 32768), 0.02), geometry)
+    held_out = grid(geometry, (2, 8, 24, 48), (2048, 8192, 24576), 0.02, seed=1)
     assert median_error(cost, held_out) <= 0.06
     assert min(cost.constants.values()) >= 0
 
 
 def test_fit_finds_the_constants_of_a_linear_machine():
-    shape = SHAPES["1.7b"]
+    geometry = GEOMETRIES["1.7b"]
     true = {"fixed": 1.5, "rows_tflop": 2.0, "kv_gb": 0.25, "select": 0.02, "scored_mpages": 0.4}
     true["moved_gb"] = 2 * true["kv_gb"]  # no eviction is timed, so it is taken to read and write at the KV's rate
     rng = np.random.default_rng(0)
     timings = []
     for _ in range(60):
         batch, read, scored = rng.integers(1, 64), rng.integers(100, 9000), rng.integers(0, 2) * rng.integers(1, 2000)
-        terms = features(shape, batch, read, scored)
+        terms = features(geometry, batch, read, scored)
         ms = sum(true.get(name, 0) * float(term) for name, term in terms.items())
         timings.append({"batch": batch, "context": 1, "kv_read": read, "pages_scored": scored, "ms": ms, "gpu": "x"})
-    found = fit(timings, shape)
+    found = fit(timings, geometry)
     fixed = found.constants.pop("fixed") + found.constants.pop("weights_gb") * 3.44  # one model: not separable
     assert fixed == pytest.approx(1.5, rel=1e-6)
     for name, value in found.constants.items():
@@ -115,34 +119,34 @@ def test_fit_finds_the_constants_of_a_linear_machine():
 
 def test_fit_refuses_what_it_cannot_use():
     with pytest.raises(SettingError, match="at least 5"):
-        fit([Timing(1, 1, 1, 0, 1.0)], SHAPES["4b"])
+        fit([Timing(1, 1, 1, 0, 1.0)], GEOMETRIES["4b"])
     with pytest.raises(SettingError, match="'kv_read' is missing"):
-        fit([{"batch": 1, "context": 1, "pages_scored": 0, "ms": 1.0}], SHAPES["4b"])
+        fit([{"batch": 1, "context": 1, "pages_scored": 0, "ms": 1.0}], GEOMETRIES["4b"])
 
 
 def test_cost_file(tmp_path):
-    cost = fit(grid(SHAPES["4b"], (1, 8), (1024, 4096), 0.0), SHAPES["4b"], device="a GPU")
+    cost = fit(grid(GEOMETRIES["4b"], (1, 8), (1024, 4096), 0.0), GEOMETRIES["4b"], device="a GPU")
     cost.save(tmp_path / "cost.json")
-    again = FittedCost.load(tmp_path / "cost.json", SHAPES["4b"])
+    again = FittedCost.load(tmp_path / "cost.json", GEOMETRIES["4b"])
     assert again == cost
     assert again.notes == cost.notes
     with pytest.raises(SettingError, match="was fitted for"):
-        FittedCost.load(tmp_path / "cost.json", SHAPES["8b"])
+        FittedCost.load(tmp_path / "cost.json", GEOMETRIES["8b"])
 
 
 def test_analytic_equals_the_papers_totals():
     """Sums over steps against the closed forms of section 3.3 (no prompt, so that its typos play no part)."""
-    shape, rows, out, page, budget = SHAPES["8b"], 8, 4000, 16, 1024
+    geometry, rows, out, page, budget = GEOMETRIES["8b"], 8, 4000, 16, 1024
     hardware = Hardware(989, 4.8)
-    cost = AnalyticCost(shape, hardware)
-    width, group = shape.layers * shape.kv_heads * shape.head_dim, shape.query_heads / shape.kv_heads
-    intensity = hardware.tflops / hardware.terabytes_per_second * shape.value_bytes
+    cost = AnalyticCost(geometry, hardware)
+    width, group = geometry.layers * geometry.kv_heads * geometry.head_dim, geometry.query_heads / geometry.kv_heads
+    intensity = hardware.tflops / hardware.terabytes_per_second * geometry.value_bytes
     lengths = np.arange(out)
 
     def flops(ms: np.ndarray) -> float:
         return float(ms.sum()) / 1e3 * hardware.tflops * 1e12
 
-    weights = shape.parameters * out * (2 * rows + intensity)
+    weights = geometry.parameters * out * (2 * rows + intensity)
     dense = weights + group * out**2 * rows * width + intensity * rows * out**2 * width
     assert flops(cost.step_ms(rows, lengths, 0)) == pytest.approx(dense, rel=1e-3)
 
@@ -155,7 +159,7 @@ def test_analytic_equals_the_papers_totals():
 @pytest.mark.parametrize(("size", "batch", "floor"), [("1.7b", 35, 3.2), ("4b", 26, 2.7), ("8b", 26, 2.4)])
 def test_floors_of_the_published_schedules(size, batch, floor):
     """Traffic alone at 4.3 TB/s, two dense layers, 32k tokens, the largest batch that dense fits."""
-    cost = AnalyticCost(SHAPES[size], Hardware(1e9, 4.3))
+    cost = AnalyticCost(GEOMETRIES[size], Hardware(1e9, 4.3))
     sparse = selecting(Schedule.load(f"qwen3-{size}-0.86"), block=16, dense_layers=2)
     dense_ms = generation(cost, DENSE, batch=batch, prompt=0, new_tokens=32_000).ms
     assert dense_ms / generation(cost, sparse, batch=batch, prompt=0, new_tokens=32_000).ms == pytest.approx(
@@ -209,7 +213,7 @@ def test_evict_and_select_together_read_less_than_they_hold():
 
 
 def test_memory_and_the_batch_that_fits():
-    cost = AnalyticCost(SHAPES["1.7b"], Hardware.named("h200"))
+    cost = AnalyticCost(GEOMETRIES["1.7b"], Hardware.named("h200"))
     at = {"prompt": 100, "new_tokens": 900}
     one = generation(cost, DENSE, batch=1, **at)
     assert one.peak_kv_bytes == 999 * 114_688
@@ -227,7 +231,7 @@ def test_memory_and_the_batch_that_fits():
         assert demand(select, layers=28, **at).scored[-1] == pytest.approx(63 * vectors * 26 / 28)
 
 
-def test_shape_of_a_model():
+def test_geometry_of_a_model():
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 32,
@@ -239,9 +243,9 @@ def test_shape_of_a_model():
     }
     for tied in (True, False):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied))
-        shape = Shape.of(model)
+        geometry = Geometry.of(model)
         total = sum(p.numel() for p in model.parameters())
-        assert shape == Shape(total if tied else total - 3200, 3, 4, 2, 8, 4)
+        assert geometry == Geometry(total if tied else total - 3200, 3, 4, 2, 8, 4)
 
 
 def test_unknown_hardware_is_named():

@@ -14,18 +14,19 @@ from alula.errors import SettingError
 from alula.mismatch.calibrate.families import parse_methods
 from alula.mismatch.calibrate.file import Calibration, Configuration, Measured
 from alula.mismatch.calibrate.label import family_label, label
-from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, Shape, features, generation
+from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, features, generation
 from alula.mismatch.plan.evictor_schedule import plan_forward
 from alula.mismatch.plan.plan import GAP, Infeasible, Workload, cheapest_monotone, inherit_from, plan, reachable_tau
 from alula.mismatch.plan.plot import Line, chart, plot_pareto, plot_tails, ticks
 from alula.mismatch.plan.tradeoff import table, tradeoffs
 from alula.mismatch.tail import Estimate, Tail
+from alula.models.geometry import Geometry
 from alula.sparsity.policy import DENSE
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.text import parse_sparsity
 
-SHAPE = Shape(1_720_000_000, 28, 16, 8, 128)
-COST = AnalyticCost(SHAPE, Hardware.named("h200"))
+GEOMETRY = Geometry(1_720_000_000, 28, 16, 8, 128)
+COST = AnalyticCost(GEOMETRY, Hardware.named("h200"))
 BUDGETS = (64, 128, 256, 512, 1024)
 BINS, WIDTH = 6, 500
 WORK = Workload(new_tokens=BINS * WIDTH, batch=64)
@@ -193,8 +194,8 @@ def test_the_fastest_family_wins_and_the_others_are_reported():
 
 def test_selecting_costs_more_than_reading_where_the_cache_is_short():
     """With an expensive selection the first bin is read whole, although a smaller budget would pass."""
-    constants = dict.fromkeys(features(SHAPE, 1, 1, 1), 0.0) | {"fixed": 1.0, "kv_gb": 0.1, "select": 1.0}
-    made = plan(calibration(np.full((5, BINS), 0.95)), FittedCost(SHAPE, constants), WORK, tau=0.9)
+    constants = dict.fromkeys(features(GEOMETRY, 1, 1, 1), 0.0) | {"fixed": 1.0, "kv_gb": 0.1, "select": 1.0}
+    made = plan(calibration(np.full((5, BINS), 0.95)), FittedCost(GEOMETRY, constants), WORK, tau=0.9)
     assert min(made.schedule.budgets) >= 512
     cheap = plan(calibration(np.full((5, BINS), 0.95)), COST, WORK, tau=0.9)
     assert max(cheap.schedule.budgets) == 64
@@ -342,7 +343,7 @@ def run_plan(*arguments) -> int:
 @pytest.fixture
 def calibration_file(tmp_path):
     path = tmp_path / "calibration.json"
-    replace(calibration(realistic()), notes={"shape": asdict(SHAPE)}).save(path)
+    replace(calibration(realistic()), notes={"shape": asdict(GEOMETRY)}).save(path)
     return path
 
 

@@ -8,9 +8,10 @@ import torch
 from alula import Evict, Sampling, Sparsity
 from alula.engine.batch_state import Rows
 from alula.engine.eviction import evict, upload
-from alula.engine.kv_cache import Cache, Shape
+from alula.engine.kv_cache import Cache
 from alula.engine.scheduler import Event
 from alula.engine.sequence import Request, Sequence
+from alula.models.geometry import Geometry
 from alula.ops.compact import PagedKeys, install
 from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
 from alula.ops.rkv_score import (
@@ -189,7 +190,7 @@ def test_importance_is_the_same_for_any_pages():
 @pytest.mark.parametrize("name", METHODS)
 def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch):
     """Two rows in other places than their numbers, page tables of different lengths, one upload with another event."""
-    shape = Shape(2, 4, 2, 16, torch.float32, 0.25)
+    geometry = Geometry(0, 2, 4, 2, 16, value_bytes=4)
     request = Request(0, [5] * 6, Sampling(), Sparsity(evict=Evict(name, 20, window=4, sinks=2)), frozenset(), 0)
     sequences = [Sequence(request, sample) for sample in range(2)]
     pages = torch.randperm(59, generator=torch.Generator().manual_seed(0)).add(1).tolist()
@@ -199,7 +200,7 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
     for kernels in "01":
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", kernels)
         device = torch.device(DEVICE if kernels == "1" else "cpu")
-        cache, rows = Cache(shape, 60, 4, 6, device), Rows(6, 12, 1, device, torch.float32, 8)
+        cache, rows = Cache(geometry, torch.float32, 0.25, 60, 4, 6, device), Rows(6, 12, 1, device, torch.float32, 8)
         cache.prepare(summary_kinds=0, ring=4, accumulated_tokens=40)
         random = torch.Generator().manual_seed(1)
         for state in (cache.keys, cache.values, cache.ring, cache.accumulated):

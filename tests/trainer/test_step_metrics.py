@@ -27,7 +27,7 @@ def generated(engine, policy, prompt, tokens, n):
     engine.pool.peak = 0
     prompts = [[index + 2] * prompt for index in range(4)]
     made = engine.generate(prompts, Sampling(n=n, max_new_tokens=tokens, ignore_eos=True, seed=0), policy)
-    return made, engine.pool.peak * PAGE * engine.shape.token_bytes
+    return made, engine.pool.peak * PAGE * engine.geometry.kv_token_bytes
 
 
 @pytest.mark.parametrize(("prompt", "tokens", "n", "pays"), [(8, 100, 8, True), (64, 24, 8, False), (60, 60, 1, True)])

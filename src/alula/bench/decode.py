@@ -17,7 +17,6 @@ from alula.engine.features import Features
 from alula.engine.rollout import Sampling
 from alula.engine.sequence import Request, Sequence
 from alula.errors import require
-from alula.mismatch.plan.cost import Shape
 from alula.mismatch.plan.timings import timing_record
 from alula.sparsity.policy import DENSE, Sparsity, budget_at
 
@@ -32,18 +31,18 @@ def weight_bytes(engine: Engine) -> int:
 
 def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int:
     """KV, and page summaries, that attention must read for one row of `context` tokens with `held` of them cached."""
-    shape = engine.shape
-    per_layer = shape.token_bytes // shape.layers
+    geometry = engine.geometry
+    per_layer = geometry.kv_token_bytes // geometry.layers
     select = sparsity.select
     if select is None:
-        return held * shape.token_bytes
+        return held * geometry.kv_token_bytes
     page = engine.page
     budget = min(held, pages_for(budget_at(select.budget, context), page) * page)
-    dense = min(select.dense_layers, shape.layers)
+    dense = min(select.dense_layers, geometry.layers)
     summaries = pages_for(held, page) * per_layer // 2 * Features(selector=select.method).summary_kinds
     if budget >= held:
         summaries = 0
-    return dense * held * per_layer + (shape.layers - dense) * (budget * per_layer + summaries)
+    return dense * held * per_layer + (geometry.layers - dense) * (budget * per_layer + summaries)
 
 
 class StepBench:
@@ -122,8 +121,8 @@ def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ce
         "floor_ms": floor * 1e3,
         "of_floor": floor / seconds,
         "tokens_per_s": batch / seconds,
-        "kv_bytes": batch * bench.held * engine.shape.token_bytes,
-        "timing": timing_record(Shape.of(engine.model), bench.bucket, bench.held, sparsity, seconds * 1e3),
+        "kv_bytes": batch * bench.held * engine.geometry.kv_token_bytes,
+        "timing": timing_record(engine.geometry, bench.bucket, bench.held, sparsity, seconds * 1e3),
     }
 
 
@@ -149,7 +148,7 @@ def rollouts(
         "sparsity": sparsity.describe(),
         "seconds": seconds,
         "tokens_per_s": batch * new_tokens / seconds,
-        "kv_peak_bytes": engine.pool.peak * engine.page * engine.shape.token_bytes,
+        "kv_peak_bytes": engine.pool.peak * engine.page * engine.geometry.kv_token_bytes,
         "kv_saved": float(np.mean([r.kv.saved for r in done])),
         "peak_pages_per_sequence": max(r.kv.peak_pages for r in done),
     }

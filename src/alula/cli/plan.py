@@ -82,14 +82,13 @@ def check_workload(new_tokens: int | None, prompt: int, batch: int | None, kv_me
 
 def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> "Cost":
     """Fitted to timings of this machine where there are any, else Sparrow's analytic form."""
-    from alula.mismatch.plan.cost import AnalyticCost, Hardware, Shape
+    from alula.mismatch.plan.cost import AnalyticCost, Hardware
     from alula.mismatch.plan.timings import load_cost
+    from alula.models.geometry import Geometry
 
-    if "shape" not in calibration.notes:
-        raise SettingError("calibration: its notes have no model shape, which costs depend on; calibrate again.")
-    shape = Shape(**calibration.notes["shape"])
+    geometry = Geometry(**calibration.notes["shape"])
     if timings is not None:
-        fitted = load_cost(timings, shape)
+        fitted = load_cost(timings, geometry)
         error = fitted.notes.get("median_error")
         typer.echo(f"cost fitted to {fitted.notes.get('timings')} steps of {timings}, median error {error:.1%}\n")
         return fitted
@@ -102,7 +101,7 @@ def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> 
     else:
         device = Hardware.named(hardware)
     typer.echo(f"analytic cost for {hardware}; give --timings for one fitted to this machine\n")
-    return AnalyticCost(shape, device)
+    return AnalyticCost(geometry, device)
 
 
 def as_bytes(text: str) -> float:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from alula.engine.batch_state import Rows
 from alula.engine.block_manager import PagePool, pages_for
 from alula.engine.features import Features
-from alula.engine.kv_cache import Cache, Shape, pages_in, parse_bytes
+from alula.engine.kv_cache import Cache, pages_in, parse_bytes
 from alula.engine.model_runner import Decoded, Runner
 from alula.engine.prefill import First, enter_rows, prefill
 from alula.engine.results import as_rollout, collect
@@ -28,6 +28,7 @@ from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.scheduler import Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
+from alula.models.geometry import Geometry, attention_scaling
 from alula.models.load import LoadedModel, load_model, share_weights
 from alula.models.lora import Adapter, check_fits, copy_linears, merge
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
@@ -81,22 +82,23 @@ class Engine:
         self.device = next(self.model.parameters()).device
         cuda = self.device.type == "cuda"
         require(cuda or not graphs, "graphs=True: CUDA graphs need device=cuda; leave it out on the CPU.")
-        self.shape = shape_of(self.model)
+        self.geometry = Geometry.of(self.model)
+        self.dtype = next(self.model.parameters()).dtype
         self.page = page
         memory = parse_bytes(kv_memory) if kv_memory is not None else default_memory(self.device)
-        pages = pages_in(memory, self.shape, page)
+        pages = pages_in(memory, self.geometry, page)
         longest = min(max_length or getattr(self.model.config, "max_position_embeddings", 1 << 20), (pages - 1) * page)
         if kv_memory is None:
             pages = min(pages, ample_pages(max_rows, longest, page))
         self.lookahead = lookahead or (8 if cuda else 1)
         self.pool = PagePool(pages)
-        self.cache = Cache(self.shape, pages, page, max_rows, self.device)
+        self.cache = Cache(self.geometry, self.dtype, attention_scaling(self.model), pages, page, max_rows, self.device)
         self.rows = Rows(
             max_rows,
             pages_for(longest, page),
             self.lookahead,
             self.device,
-            self.shape.dtype,
+            self.dtype,
             self.model.config.hidden_size,
         )
         self.sparse_model: PreTrainedModel | None = None
@@ -326,7 +328,7 @@ class Engine:
             if chunk is not None:
                 launched.append(self.runner.decode(chunk, features))
             while launched and (len(launched) > self._in_flight or chunk is None):
-                for sequence in collect(launched.popleft(), self.shape, self.page):
+                for sequence in collect(launched.popleft(), self.geometry, self.page):
                     yield self._done(sequence, scheduler)
         yield from self._sweep_aborted(scheduler)
 
@@ -348,7 +350,7 @@ class Engine:
         sequences.remove(sequence)
         if not sequences:
             del self._live[sequence.request.id]
-        return as_rollout(sequence, self.shape, self.tokenizer, self.policy_version)
+        return as_rollout(sequence, self.geometry, self.dtype, self.tokenizer, self.policy_version)
 
     # -- scoring ------------------------------------------------------------------------------------------
 
@@ -465,15 +467,6 @@ class Engine:
             yield
         finally:
             self.wake()
-
-
-def shape_of(model: Any) -> Shape:
-    config = model.config
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    scaling = next((m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")), dim**-0.5)
-    dtype = next(model.parameters()).dtype
-    return Shape(config.num_hidden_layers, heads, getattr(config, "num_key_value_heads", heads), dim, dtype, scaling)
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -30,14 +30,14 @@ def upload(events: list[Event], device: torch.device) -> list[Tensor]:
 @torch.inference_mode()
 def evict(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor:
     """Score, choose and compact, given what `upload` brought; returns the kept slots int32 [C, L, Hkv, keep]."""
-    each = event.n * cache.shape.token_bytes // 2
+    each = event.n * cache.geometry.kv_token_bytes // 2
     together = max(1, SCORING_BYTES // each)
     kept = [_evict_rows(cache, rows, event, part) for part in table.split(together)]
     return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
 def _evict_rows(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor:
-    shape = cache.shape
+    geometry = cache.geometry
     settings = event.sequences[0].request.sparsity.evict
     assert settings is not None
     evictor = build(settings)
@@ -52,18 +52,18 @@ def _evict_rows(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor
         paged=PagedKeys(cache.keys, old_pages, event.n),
         queries=queries,
         attention=attention_sums,
-        scaling=shape.scaling,
-        row_keys=rows.key[row].repeat_interleave(shape.layers) if evictor.seeded else None,
-        position=rows.position[row].long().repeat_interleave(shape.layers) if evictor.seeded else None,
+        scaling=cache.scaling,
+        row_keys=rows.key[row].repeat_interleave(geometry.layers) if evictor.seeded else None,
+        position=rows.position[row].long().repeat_interleave(geometry.layers) if evictor.seeded else None,
     )
     protected = event.sequences[0].prompt if settings.protect_prompt else 0
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
-    kept = kept.view(len(row), shape.layers, shape.kv_heads, event.keep)
+    kept = kept.view(len(row), geometry.layers, geometry.kv_heads, event.keep)
     compact(cache.keys, cache.values, kept, old_pages, new_pages)
     if any(sequence.request.sparsity.select for sequence in event.sequences):
         cache.summarise(new_pages[:, : event.keep // cache.page].flatten().long())
     if attention_sums is not None:
-        moved = attention_sums.view(len(row), shape.layers, shape.kv_heads, -1).gather(3, kept.long())
+        moved = attention_sums.view(len(row), geometry.layers, geometry.kv_heads, -1).gather(3, kept.long())
         cache.accumulated[:, row] = 0  # type: ignore[index]
         cache.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
     install(rows.table, rows.kv_len, row, new_pages, event.keep)

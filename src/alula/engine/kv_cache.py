@@ -1,32 +1,17 @@
 """The tensors that hold KV, and what some methods keep beside it."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from alula.engine.virtual_memory import Block
 from alula.errors import require
+from alula.models.geometry import Geometry
 from alula.ops.append import summarise
 
 SUMMARISED_BYTES = 1 << 28
 """Most bytes of keys that are summarised at a time."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    scaling: float = 1.0
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one token, over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class Cache:
@@ -38,13 +23,23 @@ class Cache:
     [layer, row, kv_head, tokens] attention for evictors.
     """
 
-    def __init__(self, shape: Shape, pages: int, page: int, rows: int, device: torch.device) -> None:
-        self.shape, self.page, self.rows, self.device = shape, page, rows, device
-        layout = (shape.layers, pages, shape.kv_heads, page, shape.head_dim)
+    def __init__(
+        self,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        scaling: float,
+        pages: int,
+        page: int,
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        self.geometry, self.dtype, self.scaling = geometry, dtype, scaling
+        self.page, self.rows, self.device = page, rows, device
+        layout = (geometry.layers, pages, geometry.kv_heads, page, geometry.head_dim)
         self._blocks: dict[str, Block] = {}
         self.generation = 0
         """Counts allocations: graphs captured before the last one hold dead addresses."""
-        both = self._allocate("kv", (2, *layout), shape.dtype)
+        both = self._allocate("kv", (2, *layout), dtype)
         self.keys, self.values = both[0], both[1]
         self.summaries: Tensor | None = None
         self.ring: Tensor | None = None
@@ -52,14 +47,14 @@ class Cache:
 
     def prepare(self, *, summary_kinds: int, ring: int, accumulated_tokens: int) -> None:
         """Make room for what the requests of a call need beside KV."""
-        s, page_count = self.shape, self.keys.shape[1]
+        g, page_count = self.geometry, self.keys.shape[1]
         if summary_kinds and (self.summaries is None or self.summaries.shape[3] != summary_kinds):
-            kinds = (s.layers, page_count, s.kv_heads, summary_kinds, s.head_dim)
-            self.summaries = self._allocate("summaries", kinds, s.dtype)
+            kinds = (g.layers, page_count, g.kv_heads, summary_kinds, g.head_dim)
+            self.summaries = self._allocate("summaries", kinds, self.dtype)
         if ring and (self.ring is None or self.ring.shape[3] < ring):
-            self.ring = self._allocate("ring", (s.layers, self.rows, s.q_heads, ring, s.head_dim), s.dtype)
+            self.ring = self._allocate("ring", (g.layers, self.rows, g.query_heads, ring, g.head_dim), self.dtype)
         if accumulated_tokens and (self.accumulated is None or self.accumulated.shape[3] < accumulated_tokens):
-            sums = (s.layers, self.rows, s.kv_heads, accumulated_tokens)
+            sums = (g.layers, self.rows, g.kv_heads, accumulated_tokens)
             self.accumulated = self._allocate("accumulated", sums, torch.float32)
 
     def _allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -76,9 +71,9 @@ class Cache:
         """Write the summaries of pages that were filled other than token by token."""
         assert self.summaries is not None
         if len(pages):
-            each = len(pages) * self.page * self.shape.token_bytes // (2 * self.shape.layers)
+            each = len(pages) * self.page * self.geometry.kv_token_bytes // (2 * self.geometry.layers)
             together = max(1, SUMMARISED_BYTES // each)
-            for first in range(0, self.shape.layers, together):  # a prompt's pages are many, an eviction's few
+            for first in range(0, self.geometry.layers, together):  # a prompt's pages are many, an eviction's few
                 layers = slice(first, first + together)
                 found = summarise(self.keys[layers, pages], self.summaries.shape[3])
                 self.summaries[layers, pages] = found.to(self.summaries.dtype)
@@ -96,11 +91,11 @@ class Cache:
             block.restore()
 
 
-def pages_in(memory: int, shape: Shape, page: int) -> int:
-    pages = memory // (page * shape.token_bytes)
+def pages_in(memory: int, geometry: Geometry, page: int) -> int:
+    pages = memory // (page * geometry.kv_token_bytes)
     require(
         pages >= 4,
-        f"kv_memory={memory} bytes holds {pages} pages of {page} tokens ({page * shape.token_bytes} bytes each); "
+        f"kv_memory={memory} bytes holds {pages} pages of {page} tokens ({page * geometry.kv_token_bytes} bytes each); "
         "give it at least 4 pages.",
     )
     return pages

@@ -89,7 +89,7 @@ def attend_prompts(
 def prefill(runner: "Runner", groups: list[Prefill], features: Features) -> First:
     """Write the prompts' KV and draw the first token of every rollout that waits on them."""
     cache, device = runner.cache, runner.device
-    page, shape = cache.page, cache.shape
+    page, geometry = cache.page, cache.geometry
     prompts = [g.request.prompt_ids for g in groups]
     lengths = [len(p) for p in prompts]
     at = np.concatenate([np.arange(n) for n in lengths])
@@ -98,11 +98,11 @@ def prefill(runner: "Runner", groups: list[Prefill], features: Features) -> Firs
     if features.ring:
         starts = np.cumsum([0, *lengths[:-1]])
         p.tail = on_device(ring_places(groups, starts, features.ring), device)
-        layout = (shape.layers, len(groups), shape.q_heads, features.ring, shape.head_dim)
-        p.rings = torch.empty(layout, dtype=shape.dtype, device=device)
+        layout = (geometry.layers, len(groups), geometry.query_heads, features.ring, geometry.head_dim)
+        p.rings = torch.empty(layout, dtype=cache.dtype, device=device)
     if features.accumulates:
         p.attention = [
-            torch.empty(shape.layers, shape.kv_heads, n, device=device) if accumulates(g.request) else None
+            torch.empty(geometry.layers, geometry.kv_heads, n, device=device) if accumulates(g.request) else None
             for g, n in zip(groups, lengths)
         ]
     hidden = runner.forward_prompts(p, prompts, features.adapted)

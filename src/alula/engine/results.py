@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from alula.engine.block_manager import pages_for
-from alula.engine.kv_cache import Shape
 from alula.engine.model_runner import Decoded
 from alula.engine.prefill import First
 from alula.engine.rollout import NEVER, Rollout
 from alula.engine.scheduler import Chunk, Event, Part
 from alula.engine.sequence import Sequence
+from alula.models.geometry import Geometry
 
 
-def collect(launched: First | Decoded, shape: Shape, page: int) -> Iterator[Sequence]:
+def collect(launched: First | Decoded, geometry: Geometry, page: int) -> Iterator[Sequence]:
     """Read results, waiting for them if need be; yields the sequences that end with them."""
     arrays = launched.results.arrays()
     if isinstance(launched, First):
@@ -27,7 +27,7 @@ def collect(launched: First | Decoded, shape: Shape, page: int) -> Iterator[Sequ
                 sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
                 sequence.acceptance, sequence.hidden = [], []
                 if sequence.request.record:
-                    start_history(sequence, shape)
+                    start_history(sequence, geometry)
                 if extend(sequence, {name: array[i : i + 1] for name, array in arrays.items()}):
                     yield sequence
         return
@@ -79,7 +79,7 @@ def extend(sequence: Sequence, arrays: dict[str, np.ndarray]) -> bool:
     return sequence.finish is not None
 
 
-def as_rollout(sequence: Sequence, shape: Shape, tokenizer: Any, version: int) -> Rollout:
+def as_rollout(sequence: Sequence, geometry: Geometry, dtype: torch.dtype, tokenizer: Any, version: int) -> Rollout:
     request = sequence.request
     assert sequence.finish is not None
     text = None
@@ -90,7 +90,7 @@ def as_rollout(sequence: Sequence, shape: Shape, tokenizer: Any, version: int) -
         token_ids=sequence.tokens,
         logprobs=None if request.sampling.filtered else torch.tensor(sequence.logprobs, dtype=torch.float32),
         finish=sequence.finish,
-        kv=sequence.finish_accounting(shape.token_bytes),
+        kv=sequence.finish_accounting(geometry.kv_token_bytes),
         policy_version=version,
         prompt_index=request.prompt_index,
         sample_index=sequence.sample,
@@ -105,18 +105,18 @@ def as_rollout(sequence: Sequence, shape: Shape, tokenizer: Any, version: int) -
     if sequence.acceptance:
         rollout.acceptance = torch.tensor(sequence.acceptance, dtype=torch.float32)
     if sequence.hidden:
-        rollout.hidden = torch.from_numpy(np.concatenate(sequence.hidden)).view(shape.dtype)
+        rollout.hidden = torch.from_numpy(np.concatenate(sequence.hidden)).view(dtype)
     if sequence.history is not None:
         rollout.history = seen_history(sequence)
     return rollout
 
 
-def start_history(sequence: Sequence, shape: Shape) -> None:
+def start_history(sequence: Sequence, geometry: Geometry) -> None:
     if sequence.evicts:
         length = sequence.prompt + sequence.request.sampling.max_new_tokens
-        sequence.history = np.full((shape.layers, shape.kv_heads, length), NEVER, np.int32)
+        sequence.history = np.full((geometry.layers, geometry.kv_heads, length), NEVER, np.int32)
         sequence.kept_positions = np.broadcast_to(
-            np.arange(length, dtype=np.int32), (shape.layers, shape.kv_heads, length)
+            np.arange(length, dtype=np.int32), (geometry.layers, geometry.kv_heads, length)
         )
 
 

@@ -160,8 +160,8 @@ def kept_acceptance(engine: "Engine", rollouts: Many[Rollout], temperature: floa
 def teachers(engine: "Engine", rollouts: Many[Rollout]) -> list[Teacher]:
     """The dense hidden states that predict the rollouts' tokens, one packed pass each, side by side in one tensor."""
     width, total = engine.model.config.hidden_size, sum(map(len, rollouts))
-    fits = total * width * engine.shape.dtype.itemsize <= TEACHER_BYTES
-    hidden = torch.empty(total, width, dtype=engine.shape.dtype, device=engine.device if fits else "cpu")
+    fits = total * width * engine.dtype.itemsize <= TEACHER_BYTES
+    hidden = torch.empty(total, width, dtype=engine.dtype, device=engine.device if fits else "cpu")
     found, filled = [], 0
     for batch in batches(rollouts, engine.prefill_tokens):
         packed, start = engine.runner.forward_packed([r.prompt_ids + r.token_ids for r in batch]), 0

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alula.models.geometry import Geometry
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -30,11 +32,10 @@ def training_flops(model: PreTrainedModel, lengths: Sequence[int], scored: int) 
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     body = (p for p in model.parameters() if p is not embedding and p is not head)
     per_token = sum(_factor(p) * p.numel() for p in body)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_attention_heads * head_dim
+    geometry = Geometry.of(model)
     return Flops(
         layers=float(per_token * sum(lengths)),
-        attention=6.0 * config.num_hidden_layers * width * sum(n * n for n in lengths),
+        attention=6.0 * geometry.layers * geometry.attention_width * sum(n * n for n in lengths),
         head=float(_factor(head) * config.hidden_size * config.vocab_size * scored),
     )
 

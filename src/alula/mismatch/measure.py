@@ -75,7 +75,7 @@ def measure(
             if not left[which]:
                 tails[which] = found = bins.tail(text, alphas[which])  # type: ignore[call-overload,arg-type]
                 alphas[which] = []
-                done(which, found, Savings.of(text, uses[which], policies[which], engine.shape.layers))
+                done(which, found, Savings.of(text, uses[which], policies[which], engine.geometry.layers))
     return tails  # type: ignore[return-value]
 
 

@@ -5,7 +5,7 @@ What a plan comes to while the run learns and while it generates, and whether th
 import copy
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
 from alula.errors import SettingError
 from alula.files import size_text
+from alula.models.geometry import Geometry
 from alula.models.load import SHAPE, find_pretrained, short_name
 from alula.models.lora import Adapter, check_fits, linears, targeted
 from alula.models.shapes import SHAPES, shape
@@ -98,10 +99,10 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
     text = model_config.get_text_config()
     check_positions(config, model_config, data)
-    heads, layers = text.num_attention_heads, text.num_hidden_layers
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     width = 4 if dtype_of(config) == "float32" else 2
-    kv_token = 2 * layers * getattr(text, "num_key_value_heads", heads) * head_dim * width
+    geometry = replace(Geometry.of(model), value_bytes=width)
+    kv_token = geometry.kv_token_bytes
+    layer_inputs = geometry.layers * text.hidden_size * (4 if config.model.residual else width)
 
     s = config.sampling
     rollouts = s.prompts * s.n
@@ -122,9 +123,7 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
         gradients=4 * trained // ranks,
         reference=parameters * width // ranks if config.objective.kl > 0 and not lora else 0,
         logits=2 * 4 * config.learner.logprob_chunk * text.vocab_size,
-        activations=layers * text.hidden_size * (4 if config.model.residual else width) * config.learner.token_budget
-        if config.learner.activation_checkpointing
-        else 0,
+        activations=layer_inputs * config.learner.token_budget if config.learner.activation_checkpointing else 0,
         prompt=prompt,
         kv_token=kv_token,
         kv_dense=running * longest * kv_token,

@@ -210,14 +210,13 @@ class Trainer:
                     distilled = self.distill.step(step, batch, learned.advantages)
                     self.distill.publish()
 
-        shape = self.engine.shape
         metrics = step_metrics(
             self.config,
             batch,
             learned,
             clock,
             self.world,
-            peak_bytes=pool.peak * self.engine.page * shape.token_bytes,
+            peak_bytes=pool.peak * self.engine.page * self.engine.geometry.kv_token_bytes,
             epoch=self.stream.seen / len(self.stream.dataset),
             matrix_rate=self.matrix_rate,
         )

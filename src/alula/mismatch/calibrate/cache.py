@@ -109,7 +109,7 @@ def made_with(engine: Engine, text: "Text", bins: Bins) -> dict[str, Any]:
         "model": engine.name,
         "weights": fingerprint(p for _, p in sorted(engine.model.named_parameters())),
         "adapter": "none" if engine.sparse_model is None else fingerprint(engine.sparse_model.parameters()),
-        "dtype": str(engine.shape.dtype).removeprefix("torch."),
+        "dtype": str(engine.dtype).removeprefix("torch."),
         "residual": residual_of(engine.model),
         "device": engine.device.type,
         "prompts": len(text.prompts),

@@ -19,7 +19,6 @@ from alula.mismatch.calibrate.cache import Work
 from alula.mismatch.calibrate.file import Calibration, Configuration, Forward, Measured
 from alula.mismatch.calibrate.search import next_budgets, spread
 from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
-from alula.mismatch.plan.cost import Shape
 from alula.mismatch.plan.evictor_schedule import plan_forward
 from alula.mismatch.plan.plan import GAP, Infeasible
 from alula.mismatch.tail import MIN_PROMPTS, Estimate
@@ -100,7 +99,7 @@ def calibrate(
     )
     taus = grid.taus or (work.floor.overall - GAP,)
     say(f"dense floor {work.floor.overall:.4f}; searching for {', '.join(f'tau {tau:.4f}' for tau in taus)}")
-    forward, notes = [], {"shape": asdict(Shape.of(engine.model)), **work.notes()}
+    forward, notes = [], {"shape": asdict(engine.geometry), **work.notes()}
     for family in sorted(grid.families, key=lambda family: (family.block or min(pages), family.kind)):
         engine = engine_with(family.block or engine.page)
         search(engine, family, grid, taus, work, bins, say, progress)

@@ -100,7 +100,7 @@ def verify(
     rollouts, alphas = own_rollouts(engine, text.prompts, text.sampling, policy, progress=progress)
     bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
     vetoed = Share.vetoed(rollouts, engine.score(rollouts), text.samples)
-    kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.shape.layers)
+    kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
     return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed, kv)
 
 

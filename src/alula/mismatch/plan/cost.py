@@ -11,42 +11,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from alula.errors import SettingError, require, unknown
 from alula.mismatch.plan.nnls import nnls
+from alula.models.geometry import Geometry
 from alula.sparsity.footprint import demand
 from alula.sparsity.policy import Sparsity
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a model that a decode step's cost depends on."""
-
-    parameters: int
-    """Parameters that every step reads: an untied input embedding is looked up, not read."""
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_bytes: int = 2
-
-    @classmethod
-    def of(cls, model: Any) -> "Shape":
-        """The shape of a Hugging Face causal LM."""
-        config = model.config
-        looked_up = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(
-            sum(p.numel() for p in model.parameters()) - looked_up,
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_dim,
-            model.dtype.itemsize,
-        )
-
-    @property
-    def kv_token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
 
 
 @dataclass(frozen=True)
@@ -72,7 +41,7 @@ class Timing:
 
 class Cost(Protocol):
     @property
-    def shape(self) -> Shape: ...
+    def geometry(self) -> Geometry: ...
 
     def step_ms(self, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0) -> Array:
         """Milliseconds of a step for rows that read, score and move this much (see `Demand`)."""
@@ -80,23 +49,23 @@ class Cost(Protocol):
 
 
 def features(
-    shape: Shape, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0
+    geometry: Geometry, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0
 ) -> dict[str, Array]:
     """What a step's time is linear in. The `row` terms are latencies: work of one row that no batch hides."""
     b, r, s, m = (np.asarray(x, dtype=np.float64) for x in np.broadcast_arrays(batch, read, scored, moved))
     selecting = (s > 0).astype(np.float64)
-    heads = shape.layers * shape.kv_heads
+    heads = geometry.layers * geometry.kv_heads
     return {
         "fixed": np.ones_like(b),
-        "weights_gb": np.full_like(b, shape.parameters * shape.value_bytes / 1e9),
-        "rows_tflop": b * 2 * shape.parameters / 1e12,
-        "kv_gb": b * r * shape.kv_token_bytes / 1e9,
-        "kv_row_mtokens": r * shape.layers / 1e6,
-        "select": selecting * shape.layers,
+        "weights_gb": np.full_like(b, geometry.parameters * geometry.value_bytes / 1e9),
+        "rows_tflop": b * 2 * geometry.parameters / 1e12,
+        "kv_gb": b * r * geometry.kv_token_bytes / 1e9,
+        "kv_row_mtokens": r * geometry.layers / 1e6,
+        "select": selecting * geometry.layers,
         "select_rows_mheads": selecting * b * heads / 1e6,
         "scored_mpages": b * s * heads / 1e6,
-        "scored_row_mpages": s * shape.layers / 1e6,
-        "moved_gb": b * m * shape.kv_token_bytes / 1e9,
+        "scored_row_mpages": s * geometry.layers / 1e6,
+        "moved_gb": b * m * geometry.kv_token_bytes / 1e9,
     }
 
 
@@ -104,41 +73,43 @@ def features(
 class FittedCost:
     """Σ constant · feature, with constants ≥ 0 in milliseconds per unit of the feature's name."""
 
-    shape: Shape
+    geometry: Geometry
     constants: dict[str, float]
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def step_ms(self, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0) -> Array:
-        terms = features(self.shape, batch, read, scored, moved)
+        terms = features(self.geometry, batch, read, scored, moved)
         return np.sum([self.constants[name] * value for name, value in terms.items()], axis=0)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps({"version": 1, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path, shape: Shape | None = None) -> "FittedCost":
-        """A saved cost model; `shape` is the model it is wanted for."""
+    def load(cls, path: str | Path, geometry: Geometry | None = None) -> "FittedCost":
+        """A saved cost model; `geometry` is the model it is wanted for."""
         data = json.loads(Path(path).read_text())
         require(data.get("version") == 1, f"cost model {path}: version {data.get('version')!r}, not 1; fit it again.")
-        found = cls(Shape(**data["shape"]), data["constants"], data["notes"])
-        if shape is not None and shape != found.shape:
-            raise SettingError(f"cost model {path} was fitted for {found.shape}, not {shape}; run `alula bench` on it.")
+        found = cls(Geometry(**data["geometry"]), data["constants"], data["notes"])
+        if geometry is not None and geometry != found.geometry:
+            raise SettingError(
+                f"cost model {path} was fitted for {found.geometry}, not {geometry}; run `alula bench` on it."
+            )
         return found
 
 
-def fit(timings: Iterable[Timing | Mapping[str, Any]], shape: Shape, **notes: Any) -> FittedCost:
+def fit(timings: Iterable[Timing | Mapping[str, Any]], geometry: Geometry, **notes: Any) -> FittedCost:
     """The constants that minimise Σ (predicted/measured − 1)²: short steps count as much as long ones."""
     steps = [t if isinstance(t, Timing) else Timing.from_dict(t) for t in timings]
     require(len(steps) >= 5, f"{len(steps)} timings: a cost model needs at least 5, over several batches and lengths.")
     ms = np.array([t.ms for t in steps])
     require(bool((ms > 0).all()), "timings: every `ms` must be positive.")
-    terms = features(shape, *_columns(steps))
+    terms = features(geometry, *_columns(steps))
     constants = nnls(np.stack(list(terms.values()), 1) / ms[:, None], np.ones(len(ms)))
-    fitted = FittedCost(shape, dict(zip(terms, constants.tolist())))
+    fitted = FittedCost(geometry, dict(zip(terms, constants.tolist())))
     if not terms["moved_gb"].any():  # no eviction was timed: what it moves is read and written at the KV's rate
         fitted.constants["moved_gb"] = 2 * fitted.constants["kv_gb"]
     return FittedCost(
-        shape, fitted.constants, {"timings": len(ms), "median_error": median_error(fitted, steps), **notes}
+        geometry, fitted.constants, {"timings": len(ms), "median_error": median_error(fitted, steps), **notes}
     )
 
 
@@ -187,16 +158,16 @@ class AnalyticCost:
     read by every row, as this engine does, not once per group. Evictions read and write what they move.
     """
 
-    shape: Shape
+    geometry: Geometry
     hardware: Hardware
 
     def step_ms(self, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0) -> Array:
         b, t, s, m = (np.asarray(x, dtype=np.float64) for x in np.broadcast_arrays(batch, read, scored, moved))
-        shape = self.shape
-        width, group = shape.layers * shape.kv_heads * shape.head_dim, shape.query_heads / shape.kv_heads
-        flops = b * (2 * shape.parameters + group * width * (2 * t + s))
-        values = shape.parameters + b * width * (2 * t + s + 4 * m)
-        seconds = flops / (self.hardware.tflops * 1e12) + values * shape.value_bytes / (
+        geometry = self.geometry
+        width, group = geometry.layers * geometry.kv_heads * geometry.head_dim, geometry.query_heads / geometry.kv_heads
+        flops = b * (2 * geometry.parameters + group * width * (2 * t + s))
+        values = geometry.parameters + b * width * (2 * t + s + 4 * m)
+        seconds = flops / (self.hardware.tflops * 1e12) + values * geometry.value_bytes / (
             self.hardware.terabytes_per_second * 1e12
         )
         return 1e3 * seconds
@@ -218,10 +189,10 @@ class Generation:
 
 def generation(cost: Cost, sparsity: Sparsity, *, batch: int, prompt: int, new_tokens: int) -> Generation:
     """Integrate the step time over the lengths prompt … prompt + new_tokens − 1, all rows in step."""
-    ask = demand(sparsity, prompt, new_tokens, cost.shape.layers)
+    ask = demand(sparsity, prompt, new_tokens, cost.geometry.layers)
     ms = float(cost.step_ms(batch, ask.read, ask.scored, ask.moved).sum())
     dense_read = np.arange(prompt, prompt + new_tokens).sum()
-    peak = float((ask.held + ask.summaries).max()) * cost.shape.kv_token_bytes * batch
+    peak = float((ask.held + ask.summaries).max()) * cost.geometry.kv_token_bytes * batch
     return Generation(ms, batch, 1e3 * batch * new_tokens / ms, float(ask.read.sum() / max(dense_read, 1)), peak)
 
 

@@ -249,7 +249,7 @@ def _infeasible(
 
 def _ms_per_bin(calibration: Calibration, configuration: Configuration, cost: Cost, workload: Workload) -> Array:
     """Time that a whole generation under one budget spends in each bin, at the dense policy's batch."""
-    ask = demand(configuration.sparsity(), workload.prompt, workload.new_tokens, cost.shape.layers)
+    ask = demand(configuration.sparsity(), workload.prompt, workload.new_tokens, cost.geometry.layers)
     ms = cost.step_ms(workload.rows(cost, DENSE), ask.read, ask.scored, ask.moved)
     lengths = np.arange(workload.prompt, workload.prompt + workload.new_tokens)
     return np.bincount(

@@ -7,31 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from alula.errors import SettingError
-from alula.mismatch.plan.cost import FittedCost, Shape, fit
+from alula.mismatch.plan.cost import FittedCost, fit
+from alula.models.geometry import Geometry
 from alula.sparsity.footprint import demand
 from alula.sparsity.policy import Sparsity
 
 
-def timing_record(shape: Shape, batch: int, context: int, sparsity: Sparsity, ms: float) -> dict[str, Any]:
+def timing_record(geometry: Geometry, batch: int, context: int, sparsity: Sparsity, ms: float) -> dict[str, Any]:
     """What `fit` needs of one measured step: `batch` rows launched (with padding) that hold `context` tokens each.
 
     An evictor decides what is held, not what a step reads of it: evictions come between steps.
     """
-    ask = demand(Sparsity(select=sparsity.select), context, 1, shape.layers)
+    ask = demand(Sparsity(select=sparsity.select), context, 1, geometry.layers)
     return {
         "batch": batch,
         "context": context,
         "kv_read": float(ask.read[0]),
         "pages_scored": float(ask.scored[0]),
         "ms": ms,
-        "shape": asdict(shape),
+        "shape": asdict(geometry),
     }
 
 
-def load_cost(path: str | Path, shape: Shape) -> FittedCost:
-    """The cost model for `shape` from a file: one saved by `FittedCost.save`, or records of steps to fit one to.
+def load_cost(path: str | Path, geometry: Geometry) -> FittedCost:
+    """The cost model for `geometry` from a file: one saved by `FittedCost.save`, or records of steps to fit one to.
 
-    The records may lie anywhere in the file; those of models of another shape are left out.
+    The records may lie anywhere in the file; those of models of another geometry are left out.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -40,14 +41,14 @@ def load_cost(path: str | Path, shape: Shape) -> FittedCost:
     except json.JSONDecodeError as error:
         raise SettingError(f"timings file {path}: not JSON ({error}).") from error
     if isinstance(data, dict) and "constants" in data:
-        return FittedCost.load(path, shape)
-    found = [record for record in records(data) if Shape(**record["shape"]) == shape]
+        return FittedCost.load(path, geometry)
+    found = [record for record in records(data) if Geometry(**record["shape"]) == geometry]
     if not found:
         raise SettingError(
-            f"timings file {path}: no decode step of a model of shape {shape}; run `alula bench` on it (a bare shape "
+            f"timings file {path}: no decode step of a model with {geometry}; run `alula bench` on it (a bare shape "
             "that was calibrated on a task has that task's small vocabulary: bench a folder instead)."
         )
-    return fit(found, shape, source=str(path))
+    return fit(found, geometry, source=str(path))
 
 
 def records(data: Any) -> Iterator[dict[str, Any]]:

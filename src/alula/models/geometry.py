@@ -1,0 +1,47 @@
+"""The sizes of a model that memory and speed depend on, computed in one place."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Geometry:
+    parameters: int
+    """Parameters that every decode step reads: an untied input embedding is looked up, not read."""
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_bytes: int = 2
+    """Bytes of one weight and of one value in the KV cache."""
+
+    @classmethod
+    def of(cls, model: Any) -> "Geometry":
+        """The geometry of a Hugging Face causal LM."""
+        config = model.config.get_text_config()
+        looked_up = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+        heads = config.num_attention_heads
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()) - looked_up,
+            layers=config.num_hidden_layers,
+            query_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            value_bytes=next(model.parameters()).dtype.itemsize,
+        )
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token, over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
+
+    @property
+    def attention_width(self) -> int:
+        """Values of one token's queries in one layer, over all heads."""
+        return self.query_heads * self.head_dim
+
+
+def attention_scaling(model: Any) -> float:
+    """The factor that the model's attention multiplies its logits with."""
+    own = (m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling"))
+    return next(own, Geometry.of(model).head_dim ** -0.5)
