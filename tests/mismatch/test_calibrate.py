@@ -643,7 +643,7 @@ def test_so_many_prompts_tell_a_share_from_a_limit(prompts, samples, limit, data
     """At that many the same share's interval leaves the limit out, at nine tenths of them it does not."""
     share = Share(data.draw(st.integers(0, prompts * samples)), prompts * samples, samples)
     needed = share.prompts_to_tell_from(limit)
-    if needed is None or needed < 20:
+    if needed is None or not 20 <= needed < 1e9:  # beyond, the two differ by less than float64 resolves
         return
     for count, told in ((needed + 1, True), (0.9 * needed, False)):
         lower, upper = Share(share.value * count * samples, count * samples, samples).interval
