@@ -522,8 +522,8 @@ def test_a_run_distils_every_chosen_rollout_and_its_engine_samples_with_what_was
         objective={"loss": "dr_grpo", "clip_high": 0.28, "kl": 0.1, "correction": {"preset": "sparse-rl", "veto": 1e6}},
         distill=RECIPE["distill"] | {"move": None, "every": 1, "fraction": 1.0},
     )
-    experiences, learn = [], trainer.updater.learn
-    trainer.updater.learn = lambda batch, place: experiences.append(batch) or learn(batch, place)
+    experiences, update = [], trainer.updater.update
+    trainer.updater.update = lambda batch, *rest: experiences.append(batch) or update(batch, *rest)
     trainer.run()
     assert len(seen) == 3
     assert trainer.distill.distiller.loss == replace(trainer.config.loss, kl=0.0)
@@ -605,13 +605,13 @@ def test_phi_alone_is_trained_before_the_first_step(tmp_path):
     plain, run = beginning(tmp_path / "plain", None), beginning(tmp_path / "run", FIRST)
     prompts = {trainer: [] for trainer in (plain, run)}
     for trainer, seen in prompts.items():
-        learn = trainer.updater.learn
+        update = trainer.updater.update
 
-        def learned(batch, place, seen=seen, learn=learn):
+        def updated(batch, *rest, seen=seen, update=update):
             seen.append([rollout.prompt_ids for rollout in batch.rollouts])
-            return learn(batch, place)
+            return update(batch, *rest)
 
-        trainer.updater.learn = learned
+        trainer.updater.update = updated
     start = {name: value.detach().clone() for name, value in run.learner.full_parameters()}
     distiller, calls = run.distill.distiller, []
     step, train_step = distiller.step, run.train_step

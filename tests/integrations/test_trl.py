@@ -246,7 +246,7 @@ def test_accepted_divisors_and_kl(tmp_path, loss_type):
     parts = divisors(kind, correction, sequence, 8, corrected)
     expected, _ = policy_loss(
         logprobs,
-        None,
+        logprobs.detach(),
         advantages[sequence],
         corrected.weights,
         sequence,

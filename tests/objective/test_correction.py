@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alula.errors import SettingError
+from alula.objective import ragged
 from alula.objective.correction import PRESETS, Correction, correct
-from alula.objective.mismatch_metrics import percentiles
+from alula.objective.mismatch_metrics import correction_metrics, mismatch_metrics, percentiles
 from rollout_batches import Batch, batches, flat, padded
 
 QUICK = settings(max_examples=40, deadline=None)
@@ -76,6 +77,12 @@ def corrected(batch: Batch, correction: Correction, **kwargs):
     )
 
 
+def metrics_of(batch: Batch, correction: Correction, **kwargs):
+    log_ratio = flat(batch.dense) - flat(batch.sparse)
+    metrics = mismatch_metrics(log_ratio, batch.sequence, batch.rollouts, correction.veto, correction.clamp, **kwargs)
+    return metrics | correction_metrics(corrected(batch, correction), **kwargs)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @QUICK
 @given(batch=batches())
@@ -92,16 +99,18 @@ def test_preset_equals_a_loop(name, batch):
 @pytest.mark.parametrize("name", PRESETS)
 @QUICK
 @given(batch=batches())
-def test_padded_input_equals_flat_input(name, batch):
+def test_padded_input_is_flattened_and_back(name, batch):
     dense, mask = padded(batch.dense)
     sparse, _ = padded(batch.sparse, fill=99.0)  # padding may hold anything
-    result, expected = correct(dense, sparse, mask, PRESETS[name]), corrected(batch, PRESETS[name])
-    assert torch.equal(result.weights[mask], expected.weights)
-    assert torch.equal(result.token_keep[mask], expected.token_keep)
-    assert not result.weights[~mask].any()
-    assert not result.token_keep[~mask].any()
+    sequence, *logprobs = ragged.flatten(mask, dense, sparse)
+    result = correct(*logprobs, sequence, PRESETS[name], sequences=len(mask))
+    expected = corrected(batch, PRESETS[name])
+    weights, token_keep = (ragged.unflatten(values, mask) for values in (result.weights, result.token_keep))
+    assert torch.equal(weights[mask], expected.weights)
+    assert torch.equal(token_keep[mask], expected.token_keep)
+    assert not weights[~mask].any()
+    assert not token_keep[~mask].any()
     assert torch.equal(result.keep, expected.keep)
-    assert result.metrics == expected.metrics
 
 
 @QUICK
@@ -110,38 +119,36 @@ def test_metrics_are_taken_before_masking(batch):
     rows = batch.log_ratios()
     values = [value for row in rows for value in row]
     xis = [xi(value) for value in values]
-    metrics = corrected(batch, Correction.sparse_rl()).metrics
+    metrics = metrics_of(batch, Correction.sparse_rl())
     expected = {
         "veto_rate": sum(vetoed(row) >= 0 for row in rows) / len(rows),
-        "veto_token_rate": sum(value < math.log(1e-4) for value in values) / len(values),
-        "mismatch_kl_k1": -sum(values) / len(values),
-        "mismatch_kl_k3": sum(x - 1 - math.log(x) for x in xis) / len(xis),
+        "veto_rate_token": sum(value < math.log(1e-4) for value in values) / len(values),
+        "kl_k1": -sum(values) / len(values),
+        "kl_k3": sum(x - 1 - math.log(x) for x in xis) / len(xis),
         "ess": sum(xis) ** 2 / (len(xis) * sum(x * x for x in xis)),
-        "xi_mean": sum(xis) / len(xis),
-        "xi_min": min(xis),
-        "xi_max": max(xis),
-        "rejected_rate": sum(vetoed(row) >= 0 for row in rows) / len(rows),
-        "masked_token_rate": sum(len(row) for row in rows if vetoed(row) >= 0) / len(values),
-        "capped_token_rate": 0.0,
+        "rejected": sum(vetoed(row) >= 0 for row in rows) / len(rows),
+        "masked_token": sum(len(row) for row in rows if vetoed(row) >= 0) / len(values),
+        "capped_token": 0.0,
     }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     for percent in (1, 5, 50, 95, 99):
         quantile = torch.tensor(xis, dtype=torch.float64).quantile(percent / 100).item()
-        assert metrics[f"xi_p{percent}"] == pytest.approx(quantile, rel=1e-9)
-    shared = expected.keys() - {"rejected_rate", "masked_token_rate", "capped_token_rate"}
+        assert metrics[f"xi_p{percent:02}"] == pytest.approx(quantile, rel=1e-9)
+    shared = expected.keys() - {"rejected", "masked_token", "capped_token"}
     for correction in PRESETS.values():  # what is dropped later changes no measurement
-        others = corrected(batch, correction).metrics
-        own = {"veto_rate", "veto_token_rate"} if correction.veto == 1e-3 else set()  # taken at its own threshold
+        others = metrics_of(batch, correction)
+        own = {"veto_rate", "veto_rate_token"} if correction.veto == 1e-3 else set()  # taken at its own threshold
         assert all(others[name] == metrics[name] for name in shared - own)
 
 
 def test_shares_of_capped_and_masked_tokens():
     log_xi = torch.tensor([0.0, math.log(1.7), math.log(0.3), math.log(3.0)])
-    metrics = correct(log_xi, torch.zeros(4), torch.tensor([0, 0, 1, 1]), Correction.sparse_rl_code()).metrics
-    assert metrics["capped_token_rate"] == 0.5
-    assert metrics["masked_token_rate"] == 0.75
-    assert metrics["rejected_rate"] == 0.0
+    result = correct(log_xi, torch.zeros(4), torch.tensor([0, 0, 1, 1]), Correction.sparse_rl_code())
+    metrics = correction_metrics(result)
+    assert metrics["capped_token"] == 0.5
+    assert metrics["masked_token"] == 0.75
+    assert metrics["rejected"] == 0.0
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -172,12 +179,12 @@ def test_batch_normalisation_is_per_optimizer_step_and_over_ranks(level, batch, 
         parts = [_part(batch, half) for half in halves]
         if all(part.sequence.numel() and 1 in [steps[i] for i in half] for part, half in zip(parts, halves)):
             mine = [torch.tensor([steps[i] for i in half]) for half in halves]
-            results = on_ranks(2, lambda r, reduce: corrected(parts[r], correction, step=mine[r], reduce=reduce))
+            results = on_ranks(2, lambda r, reduce, _: corrected(parts[r], correction, step=mine[r], reduce=reduce))
             joined = torch.cat([result.weights for result in results])
             torch.testing.assert_close(joined, torch.cat(whole), rtol=1e-12, atol=0)
-            metrics = corrected(batch, correction).metrics
-            for result in results:
-                assert result.metrics == pytest.approx(metrics, rel=1e-9)
+            metrics = metrics_of(batch, correction)
+            for found in on_ranks(2, lambda r, reduce, gather: metrics_of(parts[r], correction, gather=gather)):
+                assert found == pytest.approx(metrics, rel=1e-9)
 
 
 def _part(batch: Batch, rows: range) -> Batch:
@@ -185,18 +192,18 @@ def _part(batch: Batch, rows: range) -> Batch:
 
 
 def on_ranks(count: int, action):
-    """`action(rank, reduce)` on several ranks at once, a thread each, that meet for every sum."""
-    meet, given_ = threading.Barrier(count), [torch.empty(0)] * count
+    """`action(rank, reduce, gather)` on several ranks at once, a thread each, that meet for every collective."""
+    meet, given_ = threading.Barrier(count), [None] * count
 
     def run(rank: int):
-        def reduce(tensor):
-            given_[rank] = tensor.clone()
+        def gather(value):
+            given_[rank] = value
             meet.wait(10)
-            total = torch.stack(given_).sum(0)
+            values = list(given_)
             meet.wait(10)
-            return total
+            return values
 
-        return action(rank, reduce)
+        return action(rank, lambda tensor: torch.stack(gather(tensor.clone())).sum(0), gather)
 
     with ThreadPoolExecutor(count) as ranks:
         return list(ranks.map(run, range(count)))
@@ -210,7 +217,8 @@ def test_equal_policies_are_left_alone_bit_for_bit(name, batch):
     result = correct(sparse.clone(), sparse, batch.sequence, PRESETS[name], sequences=batch.rollouts)
     assert torch.equal(result.weights, torch.ones_like(sparse))
     assert result.keep.all()
-    assert (result.metrics["mismatch_kl_k3"], result.metrics["ess"]) == (0.0, 1.0)
+    metrics = mismatch_metrics(sparse - sparse, batch.sequence, batch.rollouts)
+    assert (metrics["kl_k3"], metrics["ess"]) == (0.0, 1.0)
 
 
 def test_interleaved_tokens_keep_their_own_order():
@@ -227,9 +235,10 @@ def test_weights_carry_no_gradient():
 
 
 def test_a_dense_probability_of_zero_is_vetoed_not_nan():
-    result = correct(torch.tensor([-math.inf, 0.0]), torch.zeros(2), torch.tensor([0, 1]), Correction.sparse_rl())
+    log_ratio, sequence = torch.tensor([-math.inf, 0.0]), torch.tensor([0, 1])
+    result = correct(log_ratio, torch.zeros(2), sequence, Correction.sparse_rl())
     assert result.weights.tolist() == [0.0, 1.0]
-    assert result.metrics["xi_min"] == pytest.approx(math.exp(-20))
+    assert mismatch_metrics(log_ratio, sequence, 2)["kl_k3"] == pytest.approx((math.exp(-20) - 1 + 20) / 2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -238,18 +247,29 @@ def test_percentiles_equal_torch_quantile(values):
     tensor = torch.tensor(values, dtype=torch.float64)
     expected = tensor.quantile(torch.tensor([0.01, 0.05, 0.5, 0.95, 0.99], dtype=torch.float64))
     torch.testing.assert_close(percentiles(tensor), expected)
-    assert torch.equal(percentiles(tensor, reduce=lambda counts: counts), percentiles(tensor))
 
 
-def test_percentiles_are_those_of_all_ranks_together():
+def test_percentiles_are_those_of_all_ranks_together_with_one_collective():
     """Ranks of unequal size whose own percentiles are far from the whole's, one of them without a token."""
-    values = [torch.randn(301).double().exp(), 100 * torch.rand(57).double(), torch.empty(0).double()]
-    at = (0, 5, 50, 99, 100)
-    found = on_ranks(3, lambda rank, reduce: percentiles(values[rank], at, reduce))
-    expected = torch.cat(values).quantile(torch.tensor([0.0, 0.05, 0.5, 0.99, 1.0], dtype=torch.float64))
-    for one in found:
-        torch.testing.assert_close(one, expected)
-    assert not torch.allclose(percentiles(values[0], at), expected), "one rank alone would say something else"
+    values = [torch.randn(301).double(), torch.rand(57).double() - 3, torch.empty(0).double()]
+    calls = []
+
+    def measured(rank, _, gather):
+        def counting(value):
+            calls.append(rank)
+            return gather(value)
+
+        sequence = torch.zeros(len(values[rank]), dtype=torch.int64)
+        return mismatch_metrics(values[rank], sequence, int(len(sequence) > 0), gather=counting)
+
+    found = on_ranks(3, measured)
+    assert sorted(calls) == [0, 1, 2]
+    expected = torch.cat(values).exp()
+    alone = mismatch_metrics(values[0], torch.zeros(301, dtype=torch.int64), 1)
+    for percent in (1, 5, 50, 95, 99):
+        name, quantile = f"xi_p{percent:02}", expected.quantile(percent / 100).item()
+        assert [one[name] for one in found] == pytest.approx([quantile] * 3)
+        assert alone[name] != pytest.approx(quantile), "one rank alone would measure something else"
 
 
 @pytest.mark.parametrize(

@@ -391,17 +391,17 @@ def test_a_rollout_that_breaks_off_teaches_nothing(tmp_path, monkeypatch):
         rollouts[0].token_ids, rollouts[0].logprobs, rollouts[0].text = [], torch.empty(0), ""
         return rollouts
 
-    learn, found = run.updater.learn, []
+    advantages, found = run.updater.advantages, []
 
-    def learned(batch, *arguments):
-        batch.rewards[:4] = [1.0, 1.0, 1.0, 0.0]  # whatever was thought of what there is of it
-        found.append(learn(batch, *arguments))
+    def remembered(batch, corrected):
+        batch.rewards[:4] = [1.0, 1.0, 1.0, 0.0]  # whatever the broken answers were worth
+        found.append(advantages(batch, corrected))
         return found[0]
 
     monkeypatch.setattr(run.collector, "generate", broken)
-    monkeypatch.setattr(run.updater, "learn", learned)
+    monkeypatch.setattr(run.updater, "advantages", remembered)
     run.train_step()
-    assert [advantage != 0 for advantage in found[0].advantages[:4].tolist()] == [False, False, False, True]
+    assert [advantage != 0 for advantage in found[0][:4].tolist()] == [False, False, False, True]
     [row] = toy.rows(tmp_path / "run", "metrics.jsonl")
     assert row["policy/skipped"] == 0
     assert row["policy/loss"] is not None

@@ -15,7 +15,7 @@ from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.errors import SettingError
 from alula.run.checkpoint import CheckpointError
 from alula.sparsity.policy import DENSE
-from alula.trainer.batch import Experience, minibatches
+from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
 from alula.trainer.collector import kv_of_both
 from alula.trainer.evaluation import HeldOut, joined
@@ -36,9 +36,9 @@ def one_step(config, prepare=lambda run: None):
     run = toy.trainer(config)
     prepare(run)
     before, kept = weights(run), []
-    collect, learn = run.collector.collect, run.updater.learn
+    collect, update = run.collector.collect, run.updater.update
     run.collector.collect = lambda *arguments: kept.append(collect(*arguments)) or kept[-1]
-    run.updater.learn = lambda *arguments: kept.append(learn(*arguments)) or kept[-1]
+    run.updater.update = lambda *arguments: kept.append(update(*arguments)) or kept[-1]
     run.train_step()
     return before, kept[0], kept[1], weights(run), run
 
@@ -110,7 +110,7 @@ def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
         ]
     assert mixed, "the seed has no group with a signal and a vetoed rollout"
 
-    step = minibatches(batch, 2, unit, (0, 1, 0)).tolist()
+    step = assign_minibatches(batch, 2, unit, (0, 1, 0)).tolist()
     for number in range(2):
         members = [i for i in range(16) if step[i] == number]
         loss = 0.0
@@ -236,7 +236,7 @@ def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, co
     assert 0 < len(silent) < 16
     assert left_out == [batch.rollouts[i] for i in silent]
     assert (learned.vetoed, learned.rejected) == (scored.vetoed, scored.rejected)
-    assert learned.taught == scored.taught
+    assert learned.trained == scored.trained
     two, one = (
         {name: value for name, value in toy.rows(tmp_path / run, "metrics.jsonl")[0].items() if "mismatch/" in name}
         for run in ("two", "one")
@@ -247,8 +247,14 @@ def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, co
 
 def test_one_update_mode_scores_nothing_where_the_update_computes_everything(tmp_path):
     settings = ("learner.updates=1", "objective.kl=0", "objective.one_update=true", "objective.skip_no_signal=false")
-    _, batch, *_ = one_step(toy.quick(tmp_path / "run", *settings))
-    assert batch.left_out == {}
+    scored = []
+
+    def watch(run):
+        score = run.learner.score
+        run.learner.score = lambda rollouts, *rest: scored.extend(rollouts) or score(rollouts, *rest)
+
+    one_step(toy.quick(tmp_path / "run", *settings), watch)
+    assert scored == []
     assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/kl_k3"] > 0
 
 
@@ -257,7 +263,7 @@ def test_leaving_out_what_teaches_nothing_changes_nothing(tmp_path, updates):
     settings = (CALM, "objective.kl=0", "objective.correction.veto=0.9", f"learner.updates={updates}")
     *_, learned, skipped, _ = one_step(toy.quick(tmp_path / "skip", *settings))
     *_, everyone, computed, _ = one_step(toy.quick(tmp_path / "all", *settings, "objective.skip_no_signal=false"))
-    assert learned.taught == everyone.taught < 16
+    assert learned.trained == everyone.trained < 16
     scored = [sum(update.scored_tokens for update in one.updates) for one in (learned, everyone)]
     assert scored[0] < scored[1]
     assert close(skipped, computed, 1e-6)
@@ -279,7 +285,7 @@ def test_truncated_answers_can_be_masked(tmp_path):
     _, _, unmasked, _, _ = one_step(toy.quick(tmp_path / "other", *settings))
     stopped = torch.tensor([finish == "stop" for finish in finishes])
     assert torch.equal(unmasked.advantages[stopped], learned.advantages[stopped]), "the baseline counts everybody"
-    assert unmasked.taught > learned.taught
+    assert unmasked.trained > learned.trained
 
 
 # -- reroll and dynamic sampling ----------------------------------------------------------------------------
@@ -436,31 +442,31 @@ def test_reroll_and_dynamic_sampling_report_the_mismatch_of_every_round(tmp_path
     assert 0 < sum(batch.rerolled) < 8
     row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
     assert row["mismatch/veto_rate"] == row["mismatch/rerolled"] == sum(batch.rerolled) / 8
-    log_xi = [value for one in batch.as_sampled for value in one.tolist()]
+    log_xi = [value for one in batch.log_ratios_before_reroll for value in one.tolist()]
     assert row["mismatch/kl_k1"] == pytest.approx(-statistics.fmean(log_xi), abs=1e-7)
 
 
 # -- parts --------------------------------------------------------------------------------------------------
 
 
-def experience(groups: int, n: int) -> Experience:
+def rollout_batch(groups: int, n: int) -> RolloutBatch:
     rollouts = [Rollout([1], [2], torch.zeros(1), "stop") for _ in range(groups * n)]
-    return Experience(rollouts, [], [0.0] * len(rollouts), {}, [], n)
+    return RolloutBatch(rollouts, [], n)
 
 
 @pytest.mark.parametrize(("groups", "n", "updates"), [(8, 4, 4), (7, 3, 2), (5, 2, 5), (3, 4, 1)])
 @pytest.mark.parametrize("unit", ["groups", "rollouts"])
 def test_minibatches_share_out_everything_evenly(groups, n, updates, unit):
-    step = minibatches(experience(groups, n), updates, unit, (0, 1))
+    step = assign_minibatches(rollout_batch(groups, n), updates, unit, (0, 1))
     sizes = torch.bincount(step, minlength=updates)
     assert int(sizes.sum()) == groups * n
     assert int(sizes.max() - sizes.min()) <= (n if unit == "groups" else 1)
     if unit == "groups":
         assert torch.equal(step.view(groups, n), step.view(groups, n)[:, :1].expand(-1, n))
-    again = minibatches(experience(groups, n), updates, unit, (0, 1))
+    again = assign_minibatches(rollout_batch(groups, n), updates, unit, (0, 1))
     assert torch.equal(step, again)
     if updates > 1 and groups > 5:
-        assert not torch.equal(step, minibatches(experience(groups, n), updates, unit, (0, 2)))
+        assert not torch.equal(step, assign_minibatches(rollout_batch(groups, n), updates, unit, (0, 2)))
 
 
 def test_a_clock_counts_nested_phases_once(monkeypatch):

@@ -15,7 +15,7 @@ from alula.engine.rollout import Rollout, Sampling, Scores
 from alula.sparsity.text import parse_sparsity
 
 if TYPE_CHECKING:
-    from alula.trainer.batch import Experience
+    from alula.trainer.batch import RolloutBatch
     from alula.trainer.collector import Collector
 
 
@@ -73,7 +73,7 @@ class Stage:
         evicts = self.collector.sparsity.evict is not None
         return self.distiller.chosen(prompts, *place) if evicts and self.distiller.config.due(place[0]) else False
 
-    def step(self, step: int, batch: "Experience", advantages: Tensor) -> dict[str, float]:
+    def step(self, step: int, batch: "RolloutBatch", advantages: Tensor) -> dict[str, float]:
         """Distil the chosen rollouts, vetoed ones included. One that was continued densely is no sparse rollout."""
         if not self.distiller.config.due(step):
             return dict(self.measured)
@@ -90,7 +90,7 @@ class Stage:
         del metrics["time"]
         return {f"distill/{name}": value for name, value in metrics.items()} | self.measured
 
-    def _chosen(self, step: int, batch: "Experience") -> list[bool]:
+    def _chosen(self, step: int, batch: "RolloutBatch") -> list[bool]:
         if self.collector.sparsity.evict is not None:
             return [rollout.history is not None for rollout in batch.rollouts]
         groups = self.distiller.chosen(batch.groups, step)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,12 +23,13 @@ from alula.engine.rollout import Rollout, Sampling
 from alula.errors import SettingError, require
 from alula.models.load import LoadedModel, share_weights
 from alula.models.supported import refuse_after_dry_run, refuse_unsupported
+from alula.objective import ragged
 from alula.objective.correction import Correction, correct
 from alula.objective.losses import LOSSES
+from alula.objective.mismatch_metrics import correction_metrics, mismatch_metrics
 from alula.objective.settings import Loss, check
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.text import parse_sparsity
-from alula.trainer.step_metrics import MISMATCH
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -116,6 +118,10 @@ class SparseGRPOTrainer(GRPOTrainer):
         """Sums over processes, where there are several."""
         return (lambda value: self.accelerator.reduce(value, "sum")) if self.accelerator.num_processes > 1 else None
 
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of all processes."""
+        return gather_object([value])
+
     # -- what TRL calls -------------------------------------------------------------------------------------
 
     def _generate_single_turn(
@@ -158,14 +164,16 @@ class SparseGRPOTrainer(GRPOTrainer):
         dense = batch.get("old_per_token_logps")
         if dense is None:
             dense = self._dense_logprobs(batch)
-        sparse, mask = batch["sampling_per_token_logps"], batch["completion_mask"]
-        corrected = correct(dense.float(), sparse, mask, self.correction, reduce=self._reduce)
-        batch["advantages"] = batch["advantages"][:, None] * corrected.weights
-        if self.correction.inner == "accepted":
-            batch["tool_mask"] = corrected.token_keep.long()
+        mask, rollouts, c = batch["completion_mask"], len(batch["completion_mask"]), self.correction
+        sequence, dense, sparse = ragged.flatten(mask, dense.float(), batch["sampling_per_token_logps"])
+        corrected = correct(dense, sparse, sequence, c, sequences=rollouts, reduce=self._reduce)
+        batch["advantages"] = batch["advantages"][:, None] * ragged.unflatten(corrected.weights, mask)
+        if c.inner == "accepted":
+            batch["tool_mask"] = ragged.unflatten(corrected.token_keep, mask).long()
             batch["num_items_in_batch"] = self.accelerator.reduce(batch["tool_mask"].sum(), "sum")
-        for theirs, ours in MISMATCH.items():
-            self._metrics["train"][f"mismatch/{ours}"].append(corrected.metrics[theirs])
+        metrics = mismatch_metrics(dense - sparse, sequence, rollouts, c.veto, c.clamp, self._gather)
+        for name, value in (metrics | correction_metrics(corrected, self._gather)).items():
+            self._metrics["train"][f"mismatch/{name}"].append(value)
         return batch
 
     @torch.no_grad()

@@ -11,57 +11,61 @@ Every preset's numbers and sources: docs/corrections.md.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from alula.objective import ragged
-from alula.objective.mismatch_metrics import Reduce, mismatch_metrics
 from alula.objective.settings import PRESETS, Correction
 from alula.objective.veto import below_veto
 
-__all__ = ["PRESETS", "Corrected", "Correction", "correct"]
+__all__ = ["PRESETS", "Corrected", "Correction", "Reduce", "correct"]
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all ranks."""
 
 
 @dataclass(frozen=True)
 class Corrected:
     weights: Tensor
-    """[T] (or [N, L] as given): what multiplies a token's clipped objective; 0 where dropped. No gradient."""
+    """[T]: factor of each token's clipped objective; 0 where dropped. No gradient."""
     keep: Tensor
-    """bool [N]: rollouts not dropped whole."""
+    """bool [N]: false for rollouts that are dropped whole."""
     token_keep: Tensor
-    """bool, as `weights`: tokens not dropped; false in padding."""
+    """bool [T]: false for dropped tokens."""
+    capped: Tensor
+    """bool [T]: tokens whose weight was cut to `Correction.cap`."""
     first_vetoed: Tensor
-    """int64 [N]: index within the rollout of its first token with ξ < veto, -1 where there is none."""
-    metrics: dict[str, float]
+    """int64 [N]: index within the rollout of its first token with ξ < veto, -1 if there is none."""
+
+    @classmethod
+    def none(cls, sequence: Tensor, sequences: int) -> "Corrected":
+        """No correction: weight 1 for every token of `sequences` rollouts."""
+        off = torch.zeros_like(sequence, dtype=torch.bool)
+        keep = torch.ones(sequences, dtype=torch.bool, device=sequence.device)
+        first = torch.full((sequences,), -1, device=sequence.device)
+        return cls(torch.ones_like(sequence, dtype=torch.float32), keep, ~off, off, first)
 
 
 @torch.no_grad()
 def correct(
     dense_old_logprobs: Tensor,
     sparse_logprobs: Tensor,
-    layout: Tensor,
+    sequence: Tensor,
     correction: Correction,
     *,
     sequences: int | None = None,
     step: Tensor | None = None,
     reduce: Reduce | None = None,
 ) -> Corrected:
-    """Apply `correction` to log-probs [T] with `layout` = sequence [T], or padded [N, L] with a mask [N, L].
+    """Apply `correction` to log-probs [T]; `sequence` [T] is the rollout of each token (`ragged.flatten` if padded).
 
-    `step` [N] names the optimizer step that each rollout goes into (default: one for all; as many on every
-    rank) and `reduce` sums a tensor over ranks; `batch_normalise` takes its mean over both, so packing changes
-    nothing. The metrics are those of `mismatch_metrics`, taken before anything is dropped, and the shares
-    `rejected_rate` (of rollouts dropped whole), `masked_token_rate` and `capped_token_rate`.
+    `step` [N] numbers the optimizer step of each rollout (default: one step for all; the same number of steps on every
+    rank). `reduce` sums a tensor over ranks. `batch_normalise` takes its mean over the whole step on all ranks, so
+    packing changes nothing. The metrics are in `alula.objective.mismatch_metrics`.
     """
-    if dense_old_logprobs.dim() == 2:
-        sequence, dense, sparse = ragged.flatten(layout, dense_old_logprobs, sparse_logprobs)
-        flat = correct(dense, sparse, sequence, correction, sequences=len(layout), step=step, reduce=reduce)
-        token_keep = ragged.unflatten(flat.token_keep, layout)
-        return replace(flat, weights=ragged.unflatten(flat.weights, layout), token_keep=token_keep)
-
-    sequence = layout
     if sequences is None:
         sequences = int(sequence.max()) + 1 if len(sequence) else 0
     log_ratio = dense_old_logprobs - sparse_logprobs
@@ -90,9 +94,7 @@ def correct(
         token_keep &= spared
 
     keep = _kept(token_keep, first_vetoed, sequence, correction)
-    metrics = mismatch_metrics(log_ratio, sequence, sequences, correction.veto, correction.clamp, reduce)
-    metrics |= _dropped(keep, token_keep, capped, reduce)
-    return Corrected(torch.where(token_keep, weights, 0), keep, token_keep, first_vetoed, metrics)
+    return Corrected(torch.where(token_keep, weights, 0), keep, token_keep, capped, first_vetoed)
 
 
 def _kept(token_keep: Tensor, first_vetoed: Tensor, sequence: Tensor, correction: Correction) -> Tensor:
@@ -127,16 +129,3 @@ def _mean_weight(
     sums = reduce(sums) if reduce else sums
     mean = sums[0] / sums[1].clamp(min=1)
     return torch.where(mean > 1e-8, mean, 1.0).to(weights.dtype)[token_step]
-
-
-def _dropped(keep: Tensor, token_keep: Tensor, capped: Tensor, reduce: Reduce | None) -> dict[str, float]:
-    sums = torch.stack(
-        [flags.double().sum() for flags in (~keep, ~token_keep, capped)]
-        + [torch.tensor(flags.numel(), dtype=torch.float64, device=keep.device) for flags in (keep, token_keep)]
-    )
-    rejected, masked, over, rollouts, tokens = (reduce(sums) if reduce else sums).tolist()
-    return {
-        "rejected_rate": rejected / max(rollouts, 1),
-        "masked_token_rate": masked / max(tokens, 1),
-        "capped_token_rate": over / max(tokens, 1),
-    }

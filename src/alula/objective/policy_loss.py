@@ -15,9 +15,8 @@ from torch import Tensor
 
 from alula.errors import SettingError, require
 from alula.objective import ragged
-from alula.objective.correction import Corrected
+from alula.objective.correction import Corrected, Reduce
 from alula.objective.losses import LOSSES, LossInputs, RatioLevel
-from alula.objective.mismatch_metrics import Reduce
 from alula.objective.settings import Correction, Loss
 
 
@@ -80,7 +79,7 @@ def divisors(
 
 def policy_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor | None,
+    old_logprobs: Tensor,
     advantages: Tensor,
     weights: Tensor,
     sequence: Tensor,
@@ -93,60 +92,49 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a (micro-)batch of whole rollouts, all tensors [T], and its detached metrics.
 
-    `old_logprobs` are the learner's dense ones, or None in one-update mode, where `logprobs` themselves are old. A
-    token of weight 0 adds exactly nothing to the policy term, whatever its ratio. `kl_mask` is `Corrected.token_keep`
-    where the correction sets `mask_kl`. The metrics are means over the batch's tokens before masking; `merge_metrics`
-    joins those of several micro-batches.
+    `old_logprobs` are the learner's dense ones; in one-update mode `logprobs.detach()`. A token of weight 0 adds
+    exactly nothing to the policy term, whatever its ratio. `kl_mask` is `Corrected.token_keep` if the correction sets
+    `mask_kl`. The metrics are means over the batch's tokens before masking, named as in docs/metrics.md (`policy/`),
+    and `tokens`; `merge_metrics` joins those of several micro-batches.
     """
     require(
         loss.kl == 0 or reference_logprobs is not None,
         f"kl={loss.kl} needs the reference's log-probs; set kl to 0.",
     )
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
     active = weights > 0
     kind, rollouts = LOSSES[loss.kind], len(divisors.policy)
     objective = kind.objective(
         LossInputs(
             logprobs=torch.where(active, logprobs, 0),
-            ratio=_ratio(torch.where(active, logprobs - old, 0), sequence, rollouts, kind.ratio),
+            ratio=_ratio(torch.where(active, logprobs - old_logprobs, 0), sequence, rollouts, kind.ratio),
             advantages=advantages,
             clip=loss.clip,
             dual_clip=loss.dual_clip,
         )
     )
-    policy = -(weights * objective / divisors.policy[sequence].to(logprobs.dtype)).sum()
+    result = -(weights * objective / divisors.policy[sequence].to(logprobs.dtype)).sum()
 
-    metrics = _ratio_metrics(_ratio(logprobs.detach() - old, sequence, rollouts, kind.ratio), advantages, loss)
-    result = policy
-    if reference_logprobs is not None:
-        distance = logprobs - reference_logprobs
-        metrics["kl"] = _k3(distance.detach()).mean()
-        kl = _k3(distance if kl_mask is None else torch.where(kl_mask, distance, 0))
-        kl = kl if loss.kl_clamp is None else kl.clamp(max=loss.kl_clamp)
-        kl_loss = loss.kl * (kl / divisors.kl[sequence].to(logprobs.dtype)).sum()
-        metrics["kl_loss"] = kl_loss.detach()
-        if loss.kl > 0:
-            result = policy + kl_loss
+    metrics = {"tokens": logprobs.new_tensor(len(logprobs))}
     if entropies is not None:
         metrics["entropy"] = entropies.detach().mean()
-    return result, metrics | {"loss": result.detach(), "policy_loss": policy.detach()}
+    metrics |= _ratio_metrics(logprobs.detach() - old_logprobs, advantages, sequence, rollouts, loss)
+    if reference_logprobs is not None:
+        distance = logprobs - reference_logprobs
+        metrics["kl_ref"] = _k3(distance.detach()).mean()
+        if loss.kl > 0:
+            kl = _k3(distance if kl_mask is None else torch.where(kl_mask, distance, 0))
+            kl = kl if loss.kl_clamp is None else kl.clamp(max=loss.kl_clamp)
+            result = result + loss.kl * (kl / divisors.kl[sequence].to(logprobs.dtype)).sum()
+    return result, metrics
 
 
 def merge_metrics(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """One optimizer step's metrics from its micro-batches', of all ranks: losses add up, `_min` and `_max` are
-    extremes, the others are means over tokens."""
+    """Metrics of one optimizer step from those of its micro-batches on all ranks: means over `tokens`, their sum."""
     names = list(parts[0])
     table = torch.stack([torch.stack([part[name].double() for name in names]) for part in parts])
     tokens = table[:, names.index("tokens")]
-    added = [name == "tokens" or name.endswith("loss") for name in names]
-    share = torch.where(torch.tensor(added, device=table.device), 1.0, tokens[:, None])
-    sums = (table * share).sum(0)
-    values = torch.where(torch.tensor(added, device=table.device), sums, sums / sums[names.index("tokens")])
-    merged = dict(zip(names, values.tolist()))
-    for name, column in zip(names, table.unbind(1)):
-        if name.endswith(("_min", "_max")):
-            merged[name] = (column.min() if name.endswith("_min") else column.max()).item()
-    return merged
+    means = (table * tokens[:, None]).sum(0) / tokens.sum()
+    return dict(zip(names, means.tolist())) | {"tokens": tokens.sum().item()}
 
 
 def _ratio(log_ratio: Tensor, sequence: Tensor, sequences: int, level: RatioLevel) -> Tensor:
@@ -160,21 +148,12 @@ def _k3(distance: Tensor) -> Tensor:
     return torch.exp(-distance) - 1 + distance
 
 
-def _ratio_metrics(ratio: Tensor, advantages: Tensor, loss: Loss) -> dict[str, Tensor]:
-    low, high = loss.clip
+def _ratio_metrics(
+    log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, loss: Loss
+) -> dict[str, Tensor]:
+    kind, (low, high) = LOSSES[loss.kind], loss.clip
+    ratio = _ratio(log_ratio, sequence, sequences, kind.ratio)
     below, above = ratio < 1 - low, ratio > 1 + high
-    if LOSSES[loss.kind].pessimistic:  # the minimum lets a clip bind on one side only, by the advantage's sign
+    if kind.pessimistic:  # the minimum lets a clip bind on one side only, by the advantage's sign
         below, above = below & (advantages < 0), above & (advantages > 0)
-    metrics = {
-        "tokens": ratio.new_tensor(len(ratio)),
-        "clip_fraction": (below | above).float().mean(),
-        "clip_fraction_low": below.float().mean(),
-        "clip_fraction_high": above.float().mean(),
-        "ratio_mean": ratio.mean(),
-        "ratio_min": ratio.min(),
-        "ratio_max": ratio.max(),
-        "update_kl": (ratio - 1 - ratio.log()).mean(),
-    }
-    if loss.dual_clip is not None:
-        metrics["dual_clip_fraction"] = ((ratio > loss.dual_clip) & (advantages < 0)).float().mean()
-    return metrics
+    return {"clip_fraction": (below | above).float().mean(), "update_kl": (ratio - 1 - ratio.log()).mean()}

@@ -1,4 +1,4 @@
-"""One rank's rollouts of a step with everything that is known about them."""
+"""The rollouts of a step on this rank, with everything that is known about them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,76 +12,80 @@ from alula.objective import ragged
 
 
 @dataclass
-class Experience:
-    """Rollouts group by group: those of one prompt stand together."""
+class RolloutBatch:
+    """Rollouts in groups: those of one prompt are adjacent."""
 
     rollouts: list[Rollout]
     examples: list[Example]
-    """Of each rollout."""
-    rewards: list[float]
-    parts: dict[str, list[float]]
-    """Each reward unweighted."""
-    failures: list[list[str]]
-    """Why each answer could not be graded, one reason for every reward that failed."""
+    """The prompt's example, per rollout."""
     n: int
     """Rollouts per group."""
+    rewards: list[float] = field(default_factory=list)
+    reward_parts: dict[str, list[float]] = field(default_factory=dict)
+    """Each reward before weighting."""
+    failures: list[list[str]] = field(default_factory=list)
+    """Per rollout: why it could not be graded, one reason for every reward that failed."""
     dense: list[Tensor] = field(default_factory=list)
-    """Old log-probs [len] of each rollout under the dense policy; none in one-update mode."""
+    """Old log-probs [len] of each rollout under the dense policy. In one-update mode the update fills in what it
+    computes."""
     reference: list[Tensor] = field(default_factory=list)
-    """Log-probs under the initial policy, where there is a KL."""
+    """Log-probs under the initial policy. Empty without a KL."""
     rerolled: list[bool] = field(default_factory=list)
-    as_sampled: list[Tensor] = field(default_factory=list)
-    """log ξ of each rollout as it was sampled, where some were rerolled since."""
-    left_out: dict[int, Tensor] = field(default_factory=dict)
-    """In one-update mode: old log-probs of the rollouts that the update does not compute."""
+    log_ratios_before_reroll: list[Tensor] = field(default_factory=list)
+    """log ξ of each rollout as it was sampled. Empty without reroll."""
     drawn_groups: int = 0
-    silent_groups: int = 0
-    """How many of them had equal rewards, before dynamic sampling chose."""
+    no_signal_groups: int = 0
+    """Groups of equal rewards among the drawn ones, before dynamic sampling chose."""
     drawn_tokens: int = 0
-    """All that were generated: of groups that were not chosen, and what a reroll replaced, too."""
+    """All generated tokens, including groups that were not chosen and tokens that a reroll replaced."""
 
     @property
     def group(self) -> Tensor:
+        """int64 [N]: the group of each rollout."""
         return torch.arange(len(self.rollouts)) // self.n
 
     @property
     def groups(self) -> int:
         return len(self.rollouts) // self.n
 
-    def sparse(self, device: torch.device) -> list[Tensor]:
-        """Log-probs under the policy that sampled."""
+    @property
+    def lengths(self) -> list[int]:
+        return [len(rollout) for rollout in self.rollouts]
+
+    def sampled(self, device: torch.device) -> list[Tensor]:
+        """Log-probs of each rollout under the policy that sampled it."""
         return [rollout.sampler_logprobs().to(device) for rollout in self.rollouts]
 
     def sequence(self, device: torch.device) -> Tensor:
         """int64 [T]: the rollout of each token."""
-        return ragged.sequence([len(rollout) for rollout in self.rollouts], device)
+        return ragged.sequence(self.lengths, device)
 
-    def taught(self, mask_truncated: bool) -> Tensor:
-        """bool [N]: rollouts that may teach something: not broken off, and not cut off where that is masked."""
-        unfinished = ("error", "aborted", "length") if mask_truncated else ("error", "aborted")
-        return torch.tensor([r.finish not in unfinished for r in self.rollouts], dtype=torch.bool)
+    def trainable_mask(self, mask_truncated: bool) -> Tensor:
+        """bool [N]: excludes rollouts that failed or were aborted, and truncated ones if `mask_truncated`."""
+        excluded = ("error", "aborted", "length") if mask_truncated else ("error", "aborted")
+        return torch.tensor([r.finish not in excluded for r in self.rollouts], dtype=torch.bool)
 
-    def choose(self, groups: list[int]) -> "Experience":
-        """Some of the groups, in the order given."""
+    def choose(self, groups: list[int]) -> "RolloutBatch":
+        """Some of the groups, in the given order."""
         keep = [g * self.n + i for g in groups for i in range(self.n)]
 
         def pick(values: list[Any]) -> list[Any]:
             return [values[i] for i in keep] if values else []
 
-        return Experience(
+        return RolloutBatch(
             pick(self.rollouts),
             pick(self.examples),
-            pick(self.rewards),
-            {name: pick(values) for name, values in self.parts.items()},
-            pick(self.failures),
             self.n,
+            pick(self.rewards),
+            {name: pick(values) for name, values in self.reward_parts.items()},
+            pick(self.failures),
             pick(self.dense),
             pick(self.reference),
             pick(self.rerolled),
-            pick(self.as_sampled),
-            drawn_groups=self.drawn_groups,
-            silent_groups=self.silent_groups,
-            drawn_tokens=self.drawn_tokens,
+            pick(self.log_ratios_before_reroll),
+            self.drawn_groups,
+            self.no_signal_groups,
+            self.drawn_tokens,
         )
 
     def completions(self, count: int, vetoed: list[bool]) -> list[dict[str, Any]]:
@@ -102,25 +106,27 @@ class Experience:
         return rows
 
     @classmethod
-    def join(cls, rounds: list["Experience"]) -> "Experience":
-        whole = rounds[0]
+    def join(cls, rounds: list["RolloutBatch"]) -> "RolloutBatch":
+        """All rounds of dynamic sampling as one batch. Changes the first."""
+        first = rounds[0]
+        lists = ("rollouts", "examples", "rewards", "failures", "dense", "rerolled", "log_ratios_before_reroll")
         for other in rounds[1:]:
-            for name in ("rollouts", "examples", "rewards", "failures", "dense", "rerolled", "as_sampled"):
-                getattr(whole, name).extend(getattr(other, name))
-            for name, values in other.parts.items():
-                whole.parts[name].extend(values)
-            for name in ("drawn_groups", "silent_groups", "drawn_tokens"):
-                setattr(whole, name, getattr(whole, name) + getattr(other, name))
-        return whole
+            for name in lists:
+                getattr(first, name).extend(getattr(other, name))
+            for name, values in other.reward_parts.items():
+                first.reward_parts[name].extend(values)
+            for name in ("drawn_groups", "no_signal_groups", "drawn_tokens"):
+                setattr(first, name, getattr(first, name) + getattr(other, name))
+        return first
 
 
-def minibatches(experience: Experience, updates: int, unit: str, seed: tuple[int, ...]) -> Tensor:
-    """int64 [N]: the optimizer step that each rollout goes into, by whole groups or by single rollouts.
+def assign_minibatches(batch: RolloutBatch, updates: int, unit: str, seed: tuple[int, ...]) -> Tensor:
+    """int64 [N]: the optimizer step of each rollout. `unit` is `groups` (kept together) or `rollouts`.
 
-    A seeded shuffle shared out as evenly as it goes: the same on every machine, and none where there is one step.
+    The order is a seeded shuffle, the same on every machine, and split evenly. With one step nothing is shuffled.
     """
-    count = experience.groups if unit == "groups" else len(experience.rollouts)
+    count = batch.groups if unit == "groups" else len(batch.rollouts)
     order = shuffled(count, *seed) if updates > 1 else list(range(count))
     step = torch.empty(count, dtype=torch.int64)
     step[torch.tensor(order, dtype=torch.int64)] = torch.arange(count) * updates // max(count, 1)
-    return step.repeat_interleave(experience.n) if unit == "groups" else step
+    return step.repeat_interleave(batch.n) if unit == "groups" else step

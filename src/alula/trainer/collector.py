@@ -23,7 +23,7 @@ from alula.objective.advantages import has_signal
 from alula.objective.correction import correct
 from alula.rewards import Rewards
 from alula.sparsity.policy import DENSE, Sparsity
-from alula.trainer.batch import Experience
+from alula.trainer.batch import RolloutBatch
 from alula.trainer.signals import StopRequest
 from alula.trainer.step_metrics import Clock
 
@@ -53,26 +53,26 @@ class Collector:
     def sparsity(self) -> Sparsity:
         return self.monitor.sparsity
 
-    def collect(self, step: int, stream: PromptStream, clock: Clock) -> Experience:
+    def collect(self, step: int, stream: PromptStream, clock: Clock) -> RolloutBatch:
         """This rank's share of a step: `sampling.prompts` groups, drawn again under dynamic sampling until so many
         have a signal or the rounds are used up."""
         s = self.config.sampling
-        rounds: list[Experience] = []
+        rounds: list[RolloutBatch] = []
         wanted = len(self.world.local_slice(range(s.prompts)))
-        found = 0
+        with_signal = 0
         for round_ in range(s.max_rounds if s.dynamic else 1):
-            if self.world.all_max(max(0, wanted - found)) == 0 and rounds:
+            if self.world.all_max(max(0, wanted - with_signal)) == 0 and rounds:
                 break
             examples = self.world.local_slice(stream.next(s.prompts))
             rounds.append(self._round(examples, (step, round_), clock))
-            found += rounds[-1].drawn_groups - rounds[-1].silent_groups
-        whole = Experience.join(rounds)
+            with_signal += rounds[-1].drawn_groups - rounds[-1].no_signal_groups
+        whole = RolloutBatch.join(rounds)
         signal = has_signal(torch.tensor(whole.rewards), whole.group)[:: s.n].tolist()
         loud = [g for g, has in enumerate(signal) if has]
         silent = [g for g, has in enumerate(signal) if not has]
         return whole if len(rounds) == 1 else whole.choose(sorted((loud + silent)[:wanted]))
 
-    def _round(self, examples: list[Example], place: tuple[int, int], clock: Clock) -> Experience:
+    def _round(self, examples: list[Example], place: tuple[int, int], clock: Clock) -> RolloutBatch:
         s = self.config.sampling
         self.say("rollouts")
         with clock.phase("rollout"):
@@ -83,18 +83,18 @@ class Collector:
         if place[1] == 0:
             with clock.phase("mismatch"):
                 self.observed = self.monitor.step(rollouts)
-        found = Experience(rollouts, [e for e in examples for _ in range(s.n)], [], {}, [], s.n)
-        found.drawn_tokens = sum(map(len, rollouts))
+        batch = RolloutBatch(rollouts, [e for e in examples for _ in range(s.n)], s.n)
+        batch.drawn_tokens = sum(map(len, rollouts))
         if self.correction.reroll:
-            self._reroll(found, self.seed("reroll", *place), clock)
+            self._reroll(batch, self.seed("reroll", *place), clock)
         self.say("rewards")
         with clock.phase("reward"):
-            self._reward(found)
+            self._reward(batch)
         self.stop.obey()
-        found.drawn_groups = len(examples)
-        signal = has_signal(torch.tensor(found.rewards), found.group)[:: s.n]
-        found.silent_groups = int((~signal).sum())
-        return found
+        batch.drawn_groups = len(examples)
+        signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: s.n]
+        batch.no_signal_groups = int((~signal).sum())
+        return batch
 
     def generate(
         self,
@@ -120,51 +120,51 @@ class Collector:
             yield rollout
             self.stop.obey_alone()
 
-    def _reroll(self, found: Experience, seed: int, clock: Clock) -> None:
+    def _reroll(self, batch: RolloutBatch, seed: int, clock: Clock) -> None:
         """Vetoed rollouts get a dense continuation; the mismatch that is reported is that of what was sampled."""
         temperature, device = self.config.sampling.temperature, self.world.device
         self.say("scoring")
         with clock.phase("score"), self.engine.asleep():
-            found.dense = [scores.logprobs for scores in self.learner.score(found.rollouts, temperature)]
-        sparse = found.sparse(device)
-        found.as_sampled = [dense - sampled for dense, sampled in zip(found.dense, sparse)]
+            batch.dense = [scores.logprobs for scores in self.learner.score(batch.rollouts, temperature)]
+        sparse = batch.sampled(device)
+        batch.log_ratios_before_reroll = [dense - sampled for dense, sampled in zip(batch.dense, sparse)]
         corrected = correct(
-            torch.cat(found.dense),
+            torch.cat(batch.dense),
             torch.cat(sparse),
-            found.sequence(device),
+            batch.sequence(device),
             self.correction,
-            sequences=len(found.rollouts),
+            sequences=len(batch.rollouts),
         )
-        vetoed = {i: (found.rollouts[i], k) for i, k in enumerate(corrected.first_vetoed.tolist()) if k >= 0}
-        found.rerolled = [i in vetoed for i in range(len(found.rollouts))]
+        vetoed = {i: (batch.rollouts[i], k) for i, k in enumerate(corrected.first_vetoed.tolist()) if k >= 0}
+        batch.rerolled = [i in vetoed for i in range(len(batch.rollouts))]
         self.say("rerolls")
         with clock.phase("rollout"):
             if vetoed:
                 for suffix in self._stream(continuations(self.engine, vetoed, seed)):
                     rollout, first = vetoed[suffix.prompt_index]
-                    found.drawn_tokens += len(suffix)
-                    found.rollouts[suffix.prompt_index] = spliced(rollout, first, suffix, self.engine.tokenizer)
+                    batch.drawn_tokens += len(suffix)
+                    batch.rollouts[suffix.prompt_index] = spliced(rollout, first, suffix, self.engine.tokenizer)
         self.say("scoring")
         with clock.phase("score"), self.engine.asleep():
-            again = self.learner.score([found.rollouts[i] for i in vetoed], temperature)
+            again = self.learner.score([batch.rollouts[i] for i in vetoed], temperature)
             for i, scores in zip(vetoed, again):
-                found.dense[i] = scores.logprobs
+                batch.dense[i] = scores.logprobs
 
-    def _reward(self, found: Experience) -> None:
+    def _reward(self, batch: RolloutBatch) -> None:
         graded = self.rewards.score(
-            [rollout.decoded() for rollout in found.rollouts],
-            [example.record() for example in found.examples],
-            finishes=[rollout.finish for rollout in found.rollouts],
-            lengths=[len(rollout) for rollout in found.rollouts],
+            [rollout.decoded() for rollout in batch.rollouts],
+            [example.record() for example in batch.examples],
+            finishes=[rollout.finish for rollout in batch.rollouts],
+            lengths=[len(rollout) for rollout in batch.rollouts],
         )
         if not self.graded:
             reasons = Counter(reason for _, reason in graded.failures)
-            self.refuse_ungraded(self.rewards.names, reasons, len(found.rollouts), "run's first")
+            self.refuse_ungraded(self.rewards.names, reasons, len(batch.rollouts), "run's first")
             self.graded = True
-        found.rewards, found.parts = graded.total, graded.parts
-        found.failures = [[] for _ in found.rollouts]
+        batch.rewards, batch.reward_parts = graded.total, graded.parts
+        batch.failures = [[] for _ in batch.rollouts]
         for i, reason in graded.failures:
-            found.failures[i].append(reason)
+            batch.failures[i].append(reason)
 
     def sampling(self, *words: object, n: int = 1) -> Sampling:
         """As the run samples, seeded for a purpose."""

@@ -17,7 +17,7 @@ from alula.distributed import World
 from alula.errors import RunFailed
 from alula.learner.learner import Update
 from alula.run.run_log import RunLogger
-from alula.trainer.batch import Experience
+from alula.trainer.batch import RolloutBatch
 from alula.trainer.health_checks import (
     STEP_CHECKS,
     Evaluation,
@@ -28,7 +28,7 @@ from alula.trainer.health_checks import (
     sparse_ahead,
 )
 from alula.trainer.step_metrics import whole_sum
-from alula.trainer.update import Learned
+from alula.trainer.update import StepResult
 
 REARM = 20
 WATCHED = (
@@ -143,15 +143,15 @@ class StepAlerts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.idle, self.ungraded, self.not_finite = state["idle"], state["ungraded"], state["not_finite"]
 
-    def check(self, step: int, batch: Experience, learned: Learned) -> None:
+    def check(self, step: int, batch: RolloutBatch, result: StepResult) -> None:
         """Report the problems of a step; raise TrainingFailed if the run must end."""
-        self._nothing_learned(step, batch, learned)
+        self._nothing_learned(step, batch, result)
         self._not_graded(step, batch)
-        self._not_finite(step, learned.updates)
+        self._not_finite(step, result.updates)
 
-    def _nothing_learned(self, step: int, batch: Experience, learned: Learned) -> None:
+    def _nothing_learned(self, step: int, batch: RolloutBatch, result: StepResult) -> None:
         taught, rejected, rollouts = (
-            whole_sum(self.world, count) for count in (learned.taught, sum(learned.rejected), len(batch.rollouts))
+            whole_sum(self.world, count) for count in (result.trained, sum(result.rejected), len(batch.rollouts))
         )
         if not taught and not self.idle:
             if rejected == rollouts:
@@ -163,7 +163,7 @@ class StepAlerts:
             self.logger.event(step, "nothing-learned", f"Step {step} taught nothing: {reason}.", advice)
         self.idle = not taught
 
-    def _not_graded(self, step: int, batch: Experience) -> None:
+    def _not_graded(self, step: int, batch: RolloutBatch) -> None:
         failed = [why for share in self.world.all_gather(batch.failures) for why in share if why]
         reasons = Counter(reason for why in failed for reason in why)
         if failed and not self.ungraded:

@@ -14,8 +14,8 @@ from alula.config.run import RunConfig
 from alula.distributed import World
 from alula.engine.rollout import Rollout
 from alula.learner.learner import Update
-from alula.trainer.batch import Experience
-from alula.trainer.update import Learned
+from alula.trainer.batch import RolloutBatch
+from alula.trainer.update import StepResult
 
 
 class Clock:
@@ -54,28 +54,10 @@ class Clock:
         return time.perf_counter()
 
 
-MISMATCH = {
-    "veto_rate": "veto_rate",
-    "veto_token_rate": "veto_rate_token",
-    "mismatch_kl_k1": "kl_k1",
-    "mismatch_kl_k3": "kl_k3",
-    "ess": "ess",
-    "xi_p1": "xi_p01",
-    "xi_p5": "xi_p05",
-    "xi_p50": "xi_p50",
-    "xi_p95": "xi_p95",
-    "xi_p99": "xi_p99",
-    "rejected_rate": "rejected",
-    "masked_token_rate": "masked_token",
-    "capped_token_rate": "capped_token",
-}
-POLICY = {"entropy": "entropy", "clip_fraction": "clip_fraction", "update_kl": "update_kl", "kl": "kl_ref"}
-
-
 def step_metrics(
     config: RunConfig,
-    batch: Experience,
-    learned: Learned,
+    batch: RolloutBatch,
+    result: StepResult,
     clock: Clock,
     world: World,
     *,
@@ -84,22 +66,22 @@ def step_metrics(
     matrix_rate: float | None,
 ) -> dict[str, float]:
     """The same on every rank, clocks aside, which are this rank's."""
-    metrics = rollout_metrics(config, batch, world, peak_bytes) | update_metrics(learned.updates)
-    metrics["policy/taught"] = whole_sum(world, learned.taught) / whole_sum(world, len(batch.rollouts))
-    metrics |= {f"mismatch/{ours}": learned.mismatch[theirs] for theirs, ours in MISMATCH.items()}
+    metrics = rollout_metrics(config, batch, world, peak_bytes) | update_metrics(result.updates)
+    metrics["policy/taught"] = whole_sum(world, result.trained) / whole_sum(world, len(batch.rollouts))
+    metrics |= {f"mismatch/{name}": value for name, value in result.mismatch.items()}
     metrics["data/epoch"] = epoch
     metrics |= {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
     metrics["time/step"] = clock.total
     metrics["speed/tokens_per_s"] = whole_sum(world, batch.drawn_tokens) / max(clock.seconds["rollout"], 1e-9)
     if matrix_rate:
-        metrics["speed/mfu"] = learned.flops / max(clock.seconds["update"], 1e-9) / matrix_rate
+        metrics["speed/mfu"] = result.flops / max(clock.seconds["update"], 1e-9) / matrix_rate
     return metrics
 
 
-def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_bytes: int) -> dict[str, float]:
+def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_bytes: int) -> dict[str, float]:
     rollouts = batch.rollouts
-    judge = config.rewards.correct or next(iter(batch.parts))
-    right = [value >= config.rewards.threshold - 1e-9 for value in batch.parts[judge]]
+    judge = config.rewards.correct or next(iter(batch.reward_parts))
+    right = [value >= config.rewards.threshold - 1e-9 for value in batch.reward_parts[judge]]
     sums = {
         "reward/mean": sum(batch.rewards),
         "reward/accuracy": sum(right),
@@ -108,14 +90,14 @@ def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_byt
         "response/truncated": sum(r.finish == "length" for r in rollouts),
         "kv/tokens_mean": sum(r.kv.mean_tokens for r in rollouts),
     }
-    if len(batch.parts) > 1:
-        sums |= {f"reward/part/{name}": sum(values) for name, values in batch.parts.items()}
+    if len(batch.reward_parts) > 1:
+        sums |= {f"reward/part/{name}": sum(values) for name, values in batch.reward_parts.items()}
     if batch.rerolled:
         sums["mismatch/rerolled"] = sum(batch.rerolled)
     extra = {
         "count": len(rollouts),
         "groups": batch.drawn_groups,
-        "silent": batch.silent_groups,
+        "no_signal": batch.no_signal_groups,
         "held": sum(r.kv.mean_tokens * len(r) for r in rollouts),
         "dense": sum(r.kv.dense_mean_tokens * len(r) for r in rollouts),
         "bytes": peak_bytes,
@@ -123,7 +105,7 @@ def rollout_metrics(config: RunConfig, batch: Experience, world: World, peak_byt
     }
     total = added([*world.all_gather(sums | extra)])
     metrics = {name: total[name] / total["count"] for name in sums}
-    metrics["groups/no_signal"] = total["silent"] / total["groups"]
+    metrics["groups/no_signal"] = total["no_signal"] / total["groups"]
     if config.sampling.dynamic:
         metrics["groups/drawn"] = total["groups"]
     metrics["kv/saved"] = 1 - total["held"] / total["dense"] if total["dense"] else 0.0
@@ -147,9 +129,9 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     measured = [update.metrics for update in updates if update.metrics]
     tokens = sum(one["tokens"] for one in measured)
-    for theirs, ours in POLICY.items():
-        if measured and theirs in measured[0]:
-            metrics[f"policy/{ours}"] = sum(one[theirs] * one["tokens"] for one in measured) / tokens
+    for name in measured[0] if measured else ():
+        if name != "tokens":
+            metrics[f"policy/{name}"] = sum(one[name] * one["tokens"] for one in measured) / tokens
     taken = [update for update in updates if update.taken]
     metrics["policy/loss"] = fmean(update.loss for update in taken) if taken else math.nan
     metrics["policy/grad_norm"] = fmean(update.grad_norm for update in taken) if taken else math.nan

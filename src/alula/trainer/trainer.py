@@ -200,20 +200,23 @@ class Trainer:
             self.stop.obey()  # the last chance: from here on the step is finished
             self.record.phase("learning")
             with clock.phase("update"):
-                learned = self.updater.learn(batch, (self.config.seed, step, self.world.rank))
+                minibatch = self.updater.assign_minibatches(batch, step)
+                corrected = self.updater.correct(batch, minibatch)
+                advantages = self.updater.advantages(batch, corrected)
+                result = self.updater.update(batch, minibatch, corrected, advantages)
             with clock.phase("weights"):
                 self._publish_weights()
             distilled: dict[str, float] = {}
             if self.distill:
                 self.record.phase("distilling")
                 with clock.phase("distill"):
-                    distilled = self.distill.step(step, batch, learned.advantages)
+                    distilled = self.distill.step(step, batch, advantages)
                     self.distill.publish()
 
         metrics = step_metrics(
             self.config,
             batch,
-            learned,
+            result,
             clock,
             self.world,
             peak_bytes=pool.peak * self.engine.page * self.engine.geometry.kv_token_bytes,
@@ -222,13 +225,13 @@ class Trainer:
         )
         metrics |= self.collector.observed.metrics | distilled | (self.distill.balance(metrics) if self.distill else {})
         self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
-        self.record.log_step(step, metrics, batch.completions(self.config.logging.completions, learned.vetoed))
+        self.record.log_step(step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         self._warn(self.health.observe(metrics))
         for event in self.collector.observed.events:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
-        for event in self.monitor.count_vetoes(batch.rollouts, learned.vetoed, batch.n):
+        for event in self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n):
             self.record.event(step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
-        self.alerts.check(step, batch, learned)
+        self.alerts.check(step, batch, result)
         self._settle()
 
     def evaluate(self) -> None:

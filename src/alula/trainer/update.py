@@ -1,203 +1,248 @@
-"""From scored and rewarded rollouts to optimizer steps: correction, advantages, divisors, losses."""
+"""The second half of a step, from rewarded rollouts to optimizer steps: score → correct → advantages → update."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from alula.config.run import RunConfig
-from alula.learner.learner import Learner, LossFn, Update
+from alula.engine.rollout import Rollout
+from alula.learner.learner import Learner, Update
 from alula.learner.packing import Packed
 from alula.objective import ragged
 from alula.objective.advantages import group_advantages
 from alula.objective.correction import Corrected, correct
-from alula.objective.mismatch_metrics import mismatch_metrics
+from alula.objective.mismatch_metrics import correction_metrics, mismatch_metrics
 from alula.objective.policy_loss import Divisors, divisors, policy_loss
 from alula.objective.veto import below_veto
-from alula.trainer.batch import Experience, minibatches
+from alula.trainer.batch import RolloutBatch, assign_minibatches
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """What the loss needs to know about rollouts: one entry each, except for `reference` without a KL."""
+
+    rollouts: list[Rollout]
+    advantages: Tensor
+    divisors: Divisors
+    sampled: list[Tensor]
+    """Log-probs under the policy that sampled."""
+    dense: list[Tensor]
+    """Old log-probs under the dense policy; unused in one-update mode, like the next two."""
+    weights: list[Tensor]
+    token_keep: list[Tensor]
+    reference: list[Tensor]
+
+    def select(self, rows: Tensor) -> "LossBatch":
+        indices = rows.tolist()
+        return LossBatch(
+            [self.rollouts[i] for i in indices],
+            self.advantages[rows],
+            self.divisors.rows(rows),
+            [self.sampled[i] for i in indices],
+            [self.dense[i] for i in indices],
+            [self.weights[i] for i in indices],
+            [self.token_keep[i] for i in indices],
+            [self.reference[i] for i in indices] if self.reference else [],
+        )
 
 
 @dataclass
-class Learned:
-    """What a step did to the policy."""
+class StepResult:
+    """What a step's updates did. Per-rollout fields are those of this rank."""
 
     updates: list[Update]
     mismatch: dict[str, float]
-    """Of the whole step on all ranks, as it was sampled; and what the correction dropped of it."""
+    """Metrics of the whole step on all ranks: the mismatch as it was sampled, and what the correction dropped."""
     flops: float
-    taught: int
-    """Rollouts of this rank that the policy's gradient came from."""
+    trained: int
+    """Number of rollouts with a policy gradient."""
     rejected: list[bool]
-    """Rollouts of this rank that were dropped whole, by a veto or by a mask."""
+    """Rollouts that were dropped whole, by a veto or by a mask."""
     vetoed: list[bool]
-    """Rollouts of this rank with a token that a veto would find, as they were sampled, whatever the correction."""
+    """Rollouts with a token below the veto threshold as they were sampled, whatever the correction."""
     advantages: Tensor
-    """[N]: of every rollout of this rank, dropped ones too."""
+    """[N], for dropped rollouts too."""
 
 
 class Updater:
-    """The objective of a run, applied to a step's rollouts in `learner.updates` optimizer steps."""
+    """Applies the run's objective to a batch of rollouts.
+
+    In one-update mode the training forward itself gives the old log-probs. Then ξ is not known before the update: the
+    loss corrects each micro-batch, and only rollouts that the update does not compute are scored, for the metrics.
+    """
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self.config, self.learner, self.world = config, learner, learner.world
         self.loss, self.correction = config.loss, config.correction
         self.one_update = config.objective.one_update
 
-    def score(self, batch: Experience) -> None:
-        """Dense old log-probs, and those of the reference.
-
-        In one-update mode the update itself gives the old log-probs of what it computes; only what it leaves out is
-        scored, so that the mismatch is measured on the whole step all the same.
-        """
+    def score(self, batch: RolloutBatch) -> None:
+        """Fill in the old log-probs under the dense policy, and those under the reference."""
         temperature = self.config.sampling.temperature
         if self.one_update:
-            computed = self._computed(self._advantages(batch, None) != 0)
+            uncorrected = self._uncorrected(batch)
+            computed = self._computed(batch, uncorrected, self.advantages(batch, uncorrected))
             rows = (~computed).nonzero().squeeze(-1).tolist()
-            scored = self.learner.score([batch.rollouts[i] for i in rows], temperature)
-            batch.left_out = {i: scores.logprobs for i, scores in zip(rows, scored)}
-        elif not batch.dense:
-            batch.dense = [scores.logprobs for scores in self.learner.score(batch.rollouts, temperature)]
+            scores = self.learner.score([batch.rollouts[i] for i in rows], temperature)
+            batch.dense = [torch.empty(0, device=self.world.device)] * len(batch.rollouts)
+            for i, score in zip(rows, scores):
+                batch.dense[i] = score.logprobs
+        elif not batch.dense:  # reroll has scored them already
+            batch.dense = [score.logprobs for score in self.learner.score(batch.rollouts, temperature)]
         if self.loss.kl > 0:
-            initial = self.learner.score(batch.rollouts, temperature, reference=True)
-            batch.reference = [scores.logprobs for scores in initial]
+            scores = self.learner.score(batch.rollouts, temperature, reference=True)
+            batch.reference = [score.logprobs for score in scores]
 
-    def learn(self, batch: Experience, seed: tuple[int, ...]) -> Learned:
-        device = self.world.device
-        step = minibatches(batch, self.config.learner.updates, self.config.learner.minibatch, seed).to(device)
-        sequence, sparse, count = batch.sequence(device), batch.sparse(device), len(batch.rollouts)
+    def assign_minibatches(self, batch: RolloutBatch, step: int) -> Tensor:
+        """int64 [N]: the optimizer step of each rollout."""
+        settings, seed = self.config.learner, (self.config.seed, step, self.world.rank)
+        return assign_minibatches(batch, settings.updates, settings.minibatch, seed).to(self.world.device)
 
-        def corrected_from(dense: list[Tensor]) -> Corrected:
-            return correct(
-                torch.cat(dense),
-                torch.cat(sparse),
-                sequence,
-                self.correction,
-                sequences=count,
-                step=step,
-                reduce=self.world.all_sum,
+    def correct(self, batch: RolloutBatch, minibatch: Tensor) -> Corrected:
+        return self._uncorrected(batch) if self.one_update else self._correct(batch, minibatch)
+
+    def advantages(self, batch: RolloutBatch, corrected: Corrected) -> Tensor:
+        """[N]: against the group; 0 for rollouts that are not trainable."""
+        settings = self.config.objective
+        counted = None if self.correction.vetoed_in_baseline else corrected.keep.cpu()
+        rewards = torch.tensor(batch.rewards, dtype=torch.float32)
+        advantages = group_advantages(rewards, batch.group, settings.advantage, counted)
+        return torch.where(batch.trainable_mask(settings.mask_truncated), advantages, 0.0).to(self.world.device)
+
+    def update(self, batch: RolloutBatch, minibatch: Tensor, corrected: Corrected, advantages: Tensor) -> StepResult:
+        """Take the optimizer steps."""
+        loss_batch = self._loss_batch(batch, minibatch, corrected, advantages)
+        computed = self._computed(batch, corrected, advantages)
+        updates, flops = [], 0.0
+        for number in range(self.config.learner.updates):
+            rows = (computed & (minibatch == number)).nonzero().squeeze(-1)
+            mini = loss_batch.select(rows)
+            update = self.learner.update(
+                mini.rollouts, partial(self._micro_batch_loss, mini), self.config.sampling.temperature
             )
+            updates.append(update)
+            flops += self.learner.flops(mini.rollouts).total
+            if self.one_update:
+                for i, logprobs in zip(rows.tolist(), update.logprobs):
+                    batch.dense[i] = logprobs
+        if self.one_update:  # now ξ of the whole step is known
+            corrected = self._correct(batch, minibatch)
+        return StepResult(
+            updates=updates,
+            mismatch=self._mismatch(batch, corrected),
+            flops=flops,
+            trained=int(self._has_gradient(batch, corrected, advantages).sum()),
+            rejected=(~corrected.keep).tolist(),
+            vetoed=self._vetoed(batch),
+            advantages=advantages,
+        )
 
-        corrected = None if self.one_update else corrected_from(batch.dense)
-        advantages = self._advantages(batch, corrected)
-        whole = divisors(
-            self.loss,
+    def _correct(self, batch: RolloutBatch, minibatch: Tensor) -> Corrected:
+        device = self.world.device
+        return correct(
+            torch.cat(batch.dense),
+            torch.cat(batch.sampled(device)),
+            batch.sequence(device),
             self.correction,
-            sequence,
-            count,
-            corrected,
-            max_length=self.config.sampling.max_new_tokens,
-            step=step,
+            sequences=len(batch.rollouts),
+            step=minibatch,
             reduce=self.world.all_sum,
         )
 
-        lengths = [len(rollout) for rollout in batch.rollouts]
-        weights = None if corrected is None else list(corrected.weights.split(lengths))
-        kept = None if corrected is None else list(corrected.token_keep.split(lengths))
-        computed = self._computed(self._teaching(advantages, corrected, sequence))
-        updates, flops, own_logprobs = [], 0.0, dict(batch.left_out)
-        for number in range(self.config.learner.updates):
-            members = (computed & (step == number)).nonzero().squeeze(-1)
-            rows = members.tolist()
-            rollouts = [batch.rollouts[i] for i in rows]
-            loss_fn = self._loss_fn(
-                advantages[members],
-                whole.rows(members),
-                [sparse[i] for i in rows],
-                [batch.dense[i] for i in rows] if batch.dense else None,
-                [weights[i] for i in rows] if weights else None,
-                [kept[i] for i in rows] if kept else None,
-                [batch.reference[i] for i in rows] if batch.reference else None,
-            )
-            update = self.learner.update(rollouts, loss_fn, self.config.sampling.temperature)
-            updates.append(update)
-            flops += self.learner.flops(rollouts).total
-            own_logprobs |= zip(rows, update.logprobs)
-        dense = batch.dense or [own_logprobs[i] for i in range(count)]
-        if corrected is None:
-            corrected = corrected_from(dense)
-        teaching = self._teaching(advantages, corrected, sequence)
-        low = below_veto(torch.cat(dense) - torch.cat(sparse), self.correction.veto)
-        vetoed = batch.rerolled or (ragged.first(low, sequence, count) >= 0).tolist()
-        mismatch = self._mismatch(batch, corrected)
-        return Learned(updates, mismatch, flops, int(teaching.sum()), (~corrected.keep).tolist(), vetoed, advantages)
+    def _uncorrected(self, batch: RolloutBatch) -> Corrected:
+        return Corrected.none(batch.sequence(self.world.device), len(batch.rollouts))
 
-    def _advantages(self, batch: Experience, corrected: Corrected | None) -> Tensor:
-        settings = self.config.objective
-        counted = None if self.correction.vetoed_in_baseline or corrected is None else corrected.keep.cpu()
-        rewards = torch.tensor(batch.rewards, dtype=torch.float32)
-        advantages = group_advantages(rewards, batch.group, settings.advantage, counted)
-        return torch.where(batch.taught(settings.mask_truncated), advantages, 0.0).to(self.world.device)
+    def _has_gradient(self, batch: RolloutBatch, corrected: Corrected, advantages: Tensor) -> Tensor:
+        """bool [N]: with advantage 0 or without a kept token, a rollout's policy gradient is exactly 0."""
+        sequence = batch.sequence(self.world.device)
+        return (advantages != 0) & (ragged.total(corrected.token_keep.long(), sequence, len(advantages)) > 0)
 
-    def _computed(self, teaching: Tensor) -> Tensor:
-        """bool [N]: the rollouts that the update computes: with a KL all of them, since it teaches too."""
-        skips = self.config.objective.skip_no_signal and self.loss.kl == 0
-        return teaching if skips else torch.ones_like(teaching)
+    def _computed(self, batch: RolloutBatch, corrected: Corrected, advantages: Tensor) -> Tensor:
+        """bool [N]: rollouts that the update computes. With a KL it computes all, since each has a KL gradient."""
+        if self.config.objective.skip_no_signal and self.loss.kl == 0:
+            return self._has_gradient(batch, corrected, advantages)
+        return torch.ones_like(advantages, dtype=torch.bool)
 
-    def _teaching(self, advantages: Tensor, corrected: Corrected | None, sequence: Tensor) -> Tensor:
-        """bool [N]: a rollout of advantage 0 or without a kept token has a policy gradient of exactly 0."""
-        teaching = advantages != 0
-        if corrected is not None:
-            teaching &= ragged.total(corrected.token_keep.long(), sequence, len(advantages)) > 0
-        return teaching
-
-    def _loss_fn(
-        self,
-        advantages: Tensor,
-        divisors: Divisors,
-        sparse: list[Tensor],
-        dense: list[Tensor] | None,
-        weights: list[Tensor] | None,
-        kept: list[Tensor] | None,
-        reference: list[Tensor] | None,
-    ) -> LossFn:
-        """The loss of a micro-batch of one optimizer step's rollouts."""
-
-        def loss_fn(logprobs: Tensor, entropy: Tensor, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
-            rows = torch.tensor(packed.index, device=logprobs.device)
-            own = divisors.rows(rows)
-            sampled = packed.flat(sparse)
-            if weights is None or kept is None:  # one-update mode: the old log-probs are these
-                found = correct(
-                    logprobs.detach(), sampled, packed.sequence, self.correction, sequences=len(packed.index)
-                )
-                token_weights, token_keep, own = found.weights, found.token_keep, self._accepted(own, found, packed)
-            else:
-                token_weights, token_keep = packed.flat(weights), packed.flat(kept)
-            old = None if dense is None else packed.flat(dense)
-            return policy_loss(
-                logprobs,
-                old,
-                packed.rows(advantages)[packed.sequence],
-                token_weights,
-                packed.sequence,
-                self.loss,
-                own,
-                reference_logprobs=None if reference is None else packed.flat(reference),
-                kl_mask=token_keep if self.correction.mask_kl else None,
-                entropies=entropy,
-            )
-
-        return loss_fn
-
-    def _accepted(self, own: Divisors, found: Corrected, packed: Packed) -> Divisors:
-        """In one-update mode the divisors were made before the veto was known: |o_i| becomes the accepted tokens."""
-        if self.correction.inner != "accepted":
-            return own
-        accepted = ragged.total(found.token_keep.double(), packed.sequence, len(packed.index)).clamp(min=1)
-        share = accepted / torch.tensor(packed.response_lengths, device=accepted.device)
-        return Divisors(own.policy * share, own.kl * share if self.correction.mask_kl else own.kl)
-
-    def _mismatch(self, batch: Experience, corrected: Corrected) -> dict[str, float]:
-        """The mismatch of what was sampled, before a reroll repaired it, and what was dropped of what came out."""
-        if not batch.as_sampled:
-            return corrected.metrics
+    def _loss_batch(
+        self, batch: RolloutBatch, minibatch: Tensor, corrected: Corrected, advantages: Tensor
+    ) -> LossBatch:
         device = self.world.device
-        sequence = ragged.sequence([len(one) for one in batch.as_sampled], device)
-        return corrected.metrics | mismatch_metrics(
-            torch.cat(batch.as_sampled),
-            sequence,
+        counts = divisors(
+            self.loss,
+            self.correction,
+            batch.sequence(device),
+            len(batch.rollouts),
+            corrected,
+            max_length=self.config.sampling.max_new_tokens,
+            step=minibatch,
+            reduce=self.world.all_sum,
+        )
+        return LossBatch(
+            batch.rollouts,
+            advantages,
+            counts,
+            batch.sampled(device),
+            batch.dense,
+            list(corrected.weights.split(batch.lengths)),
+            list(corrected.token_keep.split(batch.lengths)),
+            batch.reference,
+        )
+
+    def _micro_batch_loss(
+        self, mini: LossBatch, logprobs: Tensor, entropy: Tensor, packed: Packed
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A `LossFn` of the learner, for the optimizer step on `mini`."""
+        counts = mini.divisors.rows(torch.tensor(packed.index, device=logprobs.device))
+        if self.one_update:
+            old = logprobs.detach()
+            corrected = correct(
+                old, packed.flat(mini.sampled), packed.sequence, self.correction, sequences=len(packed.index)
+            )
+            weights, token_keep = corrected.weights, corrected.token_keep
+            counts = self._count_accepted(counts, corrected, packed)
+        else:
+            old, weights, token_keep = (packed.flat(each) for each in (mini.dense, mini.weights, mini.token_keep))
+        return policy_loss(
+            logprobs,
+            old,
+            packed.rows(mini.advantages)[packed.sequence],
+            weights,
+            packed.sequence,
+            self.loss,
+            counts,
+            reference_logprobs=packed.flat(mini.reference) if mini.reference else None,
+            kl_mask=token_keep if self.correction.mask_kl else None,
+            entropies=entropy,
+        )
+
+    def _count_accepted(self, counts: Divisors, corrected: Corrected, packed: Packed) -> Divisors:
+        """In one-update mode the divisors were counted before the correction: |o_i| becomes the accepted tokens."""
+        if self.correction.inner != "accepted":
+            return counts
+        accepted = ragged.total(corrected.token_keep.double(), packed.sequence, len(packed.index)).clamp(min=1)
+        share = accepted / torch.tensor(packed.response_lengths, device=accepted.device)
+        return Divisors(counts.policy * share, counts.kl * share if self.correction.mask_kl else counts.kl)
+
+    def _mismatch(self, batch: RolloutBatch, corrected: Corrected) -> dict[str, float]:
+        """The mismatch as it was sampled, before a reroll; what was dropped, after it."""
+        log_ratios = batch.log_ratios_before_reroll or self._log_ratios(batch)
+        metrics = mismatch_metrics(
+            torch.cat(log_ratios),
+            ragged.sequence([len(log_ratio) for log_ratio in log_ratios], self.world.device),
             len(batch.rollouts),
             self.correction.veto,
             self.correction.clamp,
-            self.world.all_sum,
+            self.world.all_gather,
         )
+        return metrics | correction_metrics(corrected, self.world.all_gather)
+
+    def _vetoed(self, batch: RolloutBatch) -> list[bool]:
+        if batch.rerolled:
+            return batch.rerolled
+        low = below_veto(torch.cat(self._log_ratios(batch)), self.correction.veto)
+        return (ragged.first(low, batch.sequence(self.world.device), len(batch.rollouts)) >= 0).tolist()
+
+    def _log_ratios(self, batch: RolloutBatch) -> list[Tensor]:
+        return [dense - sampled for dense, sampled in zip(batch.dense, batch.sampled(self.world.device))]
