@@ -27,6 +27,7 @@ from sections import arguments, record, release
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench.decode import StepBench
+from alula.config.settings import LearnerSettings
 from alula.data import Dataset, load, prepare
 from alula.data.dataset import Example
 from alula.distill.config import DistillConfig
@@ -34,7 +35,6 @@ from alula.distill.distiller import Distiller
 from alula.distill.standalone import Rollouts, distill_alone, generate
 from alula.engine.rollout import Rollout
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig
 from alula.mismatch.measure import Bins, own_rollouts
 from alula.models.load import LoadedModel, load_model
 from alula.models.lora import init_adapter
@@ -244,7 +244,7 @@ class Bench:
 
     def _update_seconds(self, made: list[Rollout]) -> float:
         """One optimizer step of the learner on all rollouts, scoring not included."""
-        learner = Learner(self.loaded.model, LearnerConfig(lr=1e-9, token_budget=self.options.overhead_token_budget))
+        learner = Learner(self.loaded.model, LearnerSettings(lr=1e-9, token_budget=self.options.overhead_token_budget))
         loss, advantages = Loss(), torch.linspace(-1, 1, len(made), device=self.loaded.model.device)
         lengths = torch.tensor([len(r) for r in made], device=advantages.device)
         sequence = torch.repeat_interleave(torch.arange(len(made), device=advantages.device), lengths)

@@ -25,10 +25,10 @@ from alula import Engine, Evict, Sampling, Sparsity
 from alula.bench.ceilings import Ceilings, timed
 from alula.bench.decode import StepBench
 from alula.config.load import load_config
+from alula.config.settings import LearnerSettings
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig
 from alula.learner.packing import Packed
 from alula.models.load import LoadedModel, load_model
 from alula.objective.advantages import group_advantages
@@ -150,7 +150,7 @@ def learner_speed(ceilings: Ceilings) -> list[dict]:
     rng = np.random.default_rng(0)
     for settings in ({"compile": True, "activation_checkpointing": False}, {"compile": True}, {}):
         loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
-        learner = Learner(loaded.model, LearnerConfig(lr=1e-6, **settings))
+        learner = Learner(loaded.model, LearnerSettings(lr=1e-6, **settings))
         lengths = LENGTHS * 4
         sequences = random_sequences(rng, 151936, lengths)
 
@@ -206,7 +206,7 @@ def small_step(ceilings: Ceilings) -> list[dict]:
     loaded = load_model("shape:smollm2-135m", device="cuda")
     engine = Engine(loaded, kv_memory="20GiB", max_rows=512, max_length=1024)
     learner = Learner(
-        loaded.model, LearnerConfig(lr=1e-6, compile=True, activation_checkpointing=False, token_budget=32768)
+        loaded.model, LearnerSettings(lr=1e-6, compile=True, activation_checkpointing=False, token_budget=32768)
     )
     prompts = [rng.integers(0, 49152, 100).tolist() for _ in range(64)]
     found = []
@@ -224,7 +224,7 @@ def paper_step(ceilings: Ceilings) -> list[dict]:
     rng = np.random.default_rng(0)
     loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
     engine = Engine(loaded, kv_memory="40GiB", max_rows=1024, max_length=4608)
-    learner = Learner(loaded.model, LearnerConfig(lr=1e-6, compile=True, token_budget=16384))
+    learner = Learner(loaded.model, LearnerSettings(lr=1e-6, compile=True, token_budget=16384))
     prompts = [rng.integers(0, 151936, int(n)).tolist() for n in rng.integers(80, 240, 128)]
     lengths = np.clip(rng.lognormal(6.6, 0.8, 1024), 32, 4096).astype(int).tolist()
     sparsity = Sparsity(evict=Evict("rkv", budget=512, buffer=128, window=8, sinks=0))
@@ -312,7 +312,7 @@ def decode_step(loaded: LoadedModel) -> Callable[[], float]:
 
 def learner_update(loaded: LoadedModel) -> Callable[[], float]:
     """One optimizer step on 16k packed tokens; the first call compiles."""
-    learner = Learner(loaded.model, LearnerConfig(lr=1e-9, token_budget=sum(LENGTHS)))
+    learner = Learner(loaded.model, LearnerSettings(lr=1e-9, token_budget=sum(LENGTHS)))
     sequences = random_sequences(np.random.default_rng(0), loaded.model.config.vocab_size, LENGTHS)
     step = partial(learner.update, sequences, lambda logprobs, entropy, packed: (-logprobs.mean(), {}))
     return partial(timed, step, DEVICE, 1)

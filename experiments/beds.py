@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from alula.config.settings import LearnerSettings
 from alula.data import Dataset, prepare
 from alula.data.dataset import Example
 from alula.data.tasks.tokenizer import task_tokenizer
@@ -24,7 +25,6 @@ from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import Progress, WarmUp, teach, tiny_llama
 from alula.errors import SettingError
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig
 from alula.learner.sft import Trace, warm_up
 from alula.models.load import load_model
 from alula.run.export import export
@@ -121,15 +121,14 @@ class Gsm8kBed(Bed):
         traces = [Trace(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers)]
         order = [i for epoch in range(self.epochs) for i in shuffled(len(traces), f"{seed}/{epoch}")]
         batches = [[traces[i] for i in order[at : at + self.batch]] for at in range(0, len(order), self.batch)]
-        settings = LearnerConfig(
+        settings = LearnerSettings(
             lr=self.lr,
             warmup_steps=min(20, len(batches) - 1),
             decay="cosine",
-            total_steps=len(batches),
             token_budget=1 << 15,
             activation_checkpointing=False,
         )
-        learner = Learner(model, settings)
+        learner = Learner(model, settings, total_steps=len(batches))
         warm_up(learner, batches, seen=lambda step, loss: progress("solutions", step, len(batches), loss))
         export(folder, model, learner.full_parameters(), tokenizer)
 

@@ -15,6 +15,7 @@ import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config.load import read_tree
 from alula.config.run import DistillSettings
+from alula.config.settings import LearnerSettings
 from alula.data import PromptStream
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
@@ -27,7 +28,6 @@ from alula.distributed import World
 from alula.engine.rollout import Scores
 from alula.errors import SettingError
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig
 from alula.mismatch.tail import tail
 from alula.models.load import load_model
 from alula.models.lora import Adapter
@@ -322,7 +322,7 @@ def warmed_up():
     tokenizer = task_tokenizer(task)
     loaded = with_tokenizer(load_model("shape:tiny-qwen3"), tokenizer, cut=True)
     pairs = [supervised_ids(tokenizer, example) for example in task.dataset(512, seed=0)]
-    learner = Learner(loaded.model, LearnerConfig(lr=4e-3, activation_checkpointing=False))
+    learner = Learner(loaded.model, LearnerSettings(lr=4e-3, activation_checkpointing=False))
     sequences = [SimpleNamespace(prompt_ids=prompt, token_ids=answer) for prompt, answer in pairs]
     for step in range(40):
         rows = sequences[(16 * step) % 512 :][:16]

@@ -14,7 +14,7 @@ from alula.engine.rollout import KVUse, Rollout
 from alula.errors import SettingError
 from alula.evals import EvalResult, evaluate, markdown, table
 from alula.evals import metrics as m
-from alula.rewards import Rewards, RewardSpec
+from alula.rewards import Rewards, RewardTerm
 
 GRADED = [[True, False, False, True], [False, False, False, False], [False, True, True, True]]
 
@@ -116,7 +116,9 @@ def data():
 @pytest.mark.parametrize("batch", [None, 1])
 def test_evaluate(data, batch):
     calls = []
-    with Rewards([RewardSpec("math"), RewardSpec("format", 0.5, {"has": "boxed"})], workers=1) as rewards:
+    with Rewards(
+        [RewardTerm(name="math"), RewardTerm(name="format", weight=0.5, options={"has": "boxed"})], workers=1
+    ) as rewards:
         result = evaluate(
             fake_engine(calls), data, rewards, 3, batch=batch, model="M", sparsity="rkv 64+16", keep_samples=2
         )
@@ -144,7 +146,7 @@ def test_saved_kv_weighs_by_length(data):
         long.kv.mean_tokens = 10
         return [short, long]
 
-    with Rewards([RewardSpec("format", options={"has": "boxed"})], workers=1) as rewards:
+    with Rewards([RewardTerm(name="format", options={"has": "boxed"})], workers=1) as rewards:
         result = evaluate(generate, data, rewards)
     assert result.kv.saved == pytest.approx(1 - (10 * 50 + 90 * 10) / (100 * 100))
 
@@ -157,7 +159,7 @@ def test_prompt_ids_and_decode_are_used():
         seen.extend(prompts)
         return [rollout("\\boxed{2}", 0, "stop", 1, carry_text=False)]
 
-    with Rewards([RewardSpec("format", options={"has": "boxed"})], workers=1) as rewards:
+    with Rewards([RewardTerm(name="format", options={"has": "boxed"})], workers=1) as rewards:
         with pytest.raises(SettingError, match="decode="):
             evaluate(generate, data, rewards)
         result = evaluate(generate, data, rewards, decode=lambda ids: "".join(map(chr, ids)))
@@ -168,7 +170,7 @@ def test_prompt_ids_and_decode_are_used():
 
 
 def test_tables_of_models_and_sparsities(data):
-    with Rewards([RewardSpec("math")], workers=1) as rewards:
+    with Rewards([RewardTerm(name="math")], workers=1) as rewards:
         dense = evaluate(fake_engine([]), data, rewards, 3, model="M", sparsity="dense")
         sparse = evaluate(fake_engine([]), data, rewards, 3, model="M", sparsity="rkv 64+16")
         first = evaluate(fake_engine([]), Dataset(data[:1], "one"), rewards, 1, model="M", sparsity="dense")

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from alula.config.settings import LoRASettings
 from alula.distributed import World, init_world
-from alula.learner.learner_config import LoRA
 from alula.run.checkpoint import Checkpoints
 from distributed_worker import learner, rollouts, step, summary
 from two_ranks import run_on_two_ranks
@@ -37,7 +37,7 @@ def close(found, parameters, atol=1e-6):
 
 def test_same_loss_and_same_parameters_as_one_process(two_ranks):
     out, report = two_ranks
-    alone = learner(World(), reference=True)
+    alone = learner(World(), keep_reference=True)
     for number, found in enumerate(report["steps"], start=1):
         expected = summary(step(alone))
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
@@ -88,7 +88,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(two_ranks):
 
 def test_lora_and_half_precision(two_ranks):
     out, report = two_ranks
-    alone = learner(World(), lora=LoRA(rank=2, alpha=4))
+    alone = learner(World(), lora=LoRASettings(rank=2, alpha=4))
     step(alone)
     close(load_file(out / "lora.safetensors"), alone.full_parameters())
     for dtype in ("bfloat16", "float16"):

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import OPTConfig, OPTForCausalLM
 
+from alula.config.settings import LearnerSettings, LoRASettings
 from alula.errors import SettingError
 from alula.learner.forward import checkpoint_activations
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.learner.learning_rate import learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.models.load import load_model, share_weights
@@ -74,7 +74,7 @@ def test_packed_and_chunked_equals_plain_transformers(shape, checkpointing):
     rollouts = sequences()
     torch.manual_seed(0)
     coefficients = [torch.randn(len(r.token_ids)) for r in rollouts]
-    config = LearnerConfig(
+    config = LearnerSettings(
         lr=1e-3, token_budget=40, logprob_chunk=5, activation_checkpointing=checkpointing, max_grad_norm=None
     )
     learner = Learner(model, config)
@@ -164,7 +164,7 @@ def test_no_full_logits_in_score_or_update():
     model = tiny()
     rollouts = sequences(64, longest=30)
     coefficients = [torch.ones(len(r.token_ids)) for r in rollouts]
-    learner = Learner(model, LearnerConfig(token_budget=100_000, logprob_chunk=8))
+    learner = Learner(model, LearnerSettings(token_budget=100_000, logprob_chunk=8))
     vocabulary = model.config.vocab_size
     scored = sum(len(r.token_ids) for r in rollouts)
     with LargestTensor() as largest:
@@ -178,7 +178,7 @@ def test_no_full_logits_in_score_or_update():
 
 
 def test_topk_scores():
-    learner, rollouts = Learner(tiny(), LearnerConfig(token_budget=30)), sequences()
+    learner, rollouts = Learner(tiny(), LearnerSettings(token_budget=30)), sequences()
     rollouts[2].token_ids = []
     oracle = load_model("shape:tiny-qwen3", dtype="float32").model
     for rollout, scores in zip(rollouts, learner.score(rollouts, topk=3)):
@@ -266,19 +266,19 @@ def test_float16_keeps_gradients_that_its_range_would_lose():
     loss = weighted([torch.full((len(r.token_ids),), 1e-6) for r in rollouts])
     norms, moved = {}, {}
     for dtype in ("float32", "float16"):
-        learner = Learner(tiny(dtype=dtype), LearnerConfig(lr=1e-2, eps=1e-16, max_grad_norm=None, token_budget=40))
+        learner = Learner(tiny(dtype=dtype), LearnerSettings(lr=1e-2, eps=1e-16, max_grad_norm=None, token_budget=40))
         before = {name: master.clone() for name, master in learner.optimizer.masters.items()}
         norms[dtype] = learner.update(rollouts, loss).grad_norm
         moved[dtype] = torch.cat([(m - before[n]).flatten() for n, m in learner.optimizer.masters.items()]).detach()
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)
     assert torch.cosine_similarity(moved["float16"], moved["float32"], dim=0) > 0.95
-    unscaled = Learner(tiny(dtype="float16"), LearnerConfig(token_budget=40))
+    unscaled = Learner(tiny(dtype="float16"), LearnerSettings(token_budget=40))
     unscaled.optimizer.scale = None
     assert unscaled.update(rollouts, loss).grad_norm < 0.5 * norms["float32"]
 
 
 def test_float16_overflow_skips_the_step_and_lowers_the_scale():
-    learner, rollouts = Learner(tiny(dtype="float16"), LearnerConfig(lr=1e-3)), sequences()
+    learner, rollouts = Learner(tiny(dtype="float16"), LearnerSettings(lr=1e-3)), sequences()
     before = {name: t.clone() for name, t in learner.tensors().items()}
     huge = weighted([torch.full((len(r.token_ids),), 1e5) for r in rollouts])
     taken = [learner.update(rollouts, huge).taken for _ in range(2)]
@@ -295,7 +295,7 @@ def test_float16_overflow_skips_the_step_and_lowers_the_scale():
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_step_without_rollouts_changes_nothing(dtype):
     """Every rollout of a step may be rejected: there is no gradient then."""
-    learner = Learner(tiny(dtype=dtype), LearnerConfig(lr=1e-2))
+    learner = Learner(tiny(dtype=dtype), LearnerSettings(lr=1e-2))
     before = {name: p.clone() for name, p in learner.model.named_parameters()}
     update = learner.update([], weighted([]))
     assert (update.grad_norm, update.taken) == (0.0, True)
@@ -305,7 +305,7 @@ def test_a_step_without_rollouts_changes_nothing(dtype):
 def test_engine_shares_the_trained_parameters():
     model = tiny(dtype="bfloat16")
     engine = share_weights(model)
-    learner, rollouts = Learner(model, LearnerConfig(lr=1e-2)), sequences()
+    learner, rollouts = Learner(model, LearnerSettings(lr=1e-2)), sequences()
     before = {name: p.clone() for name, p in engine.named_parameters()}
     learner.update(rollouts, weighted([torch.ones(len(r.token_ids)) for r in rollouts]))
     changed = [not torch.equal(p, before[name]) for name, p in engine.named_parameters()]
@@ -315,7 +315,7 @@ def test_engine_shares_the_trained_parameters():
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison):
-    learner, rollouts = Learner(tiny(), LearnerConfig(lr=1e-2, token_budget=40)), sequences()
+    learner, rollouts = Learner(tiny(), LearnerSettings(lr=1e-2, token_budget=40)), sequences()
     good = weighted([torch.ones(len(r.token_ids)) for r in rollouts])
     learner.update(rollouts, good)
     before = {name: t.clone() for name, t in learner.tensors().items()}
@@ -336,7 +336,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(poison):
 
 
 def test_the_loss_falls():
-    learner, rollouts = Learner(tiny(), LearnerConfig(lr=3e-3, token_budget=60)), sequences()
+    learner, rollouts = Learner(tiny(), LearnerSettings(lr=3e-3, token_budget=60)), sequences()
     loss = weighted([torch.ones(len(r.token_ids)) for r in rollouts])
     losses = [learner.update(rollouts, loss).loss for _ in range(15)]
     assert losses[-1] < 3 * losses[0] < 0
@@ -355,18 +355,16 @@ def test_a_loss_without_gradient_and_rollouts_without_tokens():
 
 
 def test_reference_stays_what_training_began_with():
-    for config in (
-        LearnerConfig(lr=1e-2, reference=True),
-        LearnerConfig(lr=1e-2, lora=LoRA(rank=4, alpha=8)),
-    ):
-        learner, rollouts = Learner(tiny(), config), sequences()
+    for settings, kept in (({}, True), ({"lora": LoRASettings(rank=4, alpha=8)}, False)):
+        learner = Learner(tiny(), LearnerSettings(lr=1e-2, **settings), keep_reference=kept)
+        rollouts = sequences()
         before = learner.score(rollouts)
         learner.update(rollouts, weighted([torch.ones(len(r.token_ids)) for r in rollouts]))
         reference, after = learner.score(rollouts, reference=True), learner.score(rollouts)
         for a, b, c in zip(before, reference, after):
             assert torch.equal(a.logprobs, b.logprobs)
             assert not torch.equal(a.logprobs, c.logprobs)
-    with pytest.raises(SettingError, match="reference"):
+    with pytest.raises(SettingError, match=r"reference=True: .*objective\.kl"):
         Learner(tiny()).score(rollouts, reference=True)
 
 
@@ -374,7 +372,7 @@ def test_reference_stays_what_training_began_with():
 def test_lora_trains_adapters_only_and_merges_into_plain_weights(shape):
     model = tiny(shape)
     original = copy.deepcopy(model)
-    learner = Learner(model, LearnerConfig(lr=1e-2, lora=LoRA(rank=3, alpha=6)))
+    learner = Learner(model, LearnerSettings(lr=1e-2, lora=LoRASettings(rank=3, alpha=6)))
     rollouts = sequences()
     torch.testing.assert_close(learner.score(rollouts)[0].logprobs, plain_logprobs(original, rollouts[0], 1.0).detach())
     for _ in range(2):
@@ -398,7 +396,9 @@ def test_one_compiled_layer_serves_all_layers_and_micro_batches(monkeypatch):
 
     monkeypatch.setattr("alula.learner.forward.packed_attention", stand_in)
     torch._dynamo.reset()
-    eager, learner = (Learner(tiny(), LearnerConfig(activation_checkpointing=False, token_budget=60)) for _ in range(2))
+    eager, learner = (
+        Learner(tiny(), LearnerSettings(activation_checkpointing=False, token_budget=60)) for _ in range(2)
+    )
     graphs = []
 
     def count(graph, inputs):
@@ -429,12 +429,17 @@ def test_learning_rate_by_hand():
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(SettingError, match="did you mean 'cosine'"):
-        LearnerConfig(decay="cosin", total_steps=10)
-    with pytest.raises(SettingError, match="total_steps"):
-        LearnerConfig(decay="linear", warmup_steps=5)
-    with pytest.raises(SettingError, match="max_grad_norm"):
-        LearnerConfig(max_grad_norm=0)
+    with pytest.raises(SettingError, match=r"decay='cosin': .*'cosine'"):
+        LearnerSettings(decay="cosin")
+    with pytest.raises(SettingError, match="unknown setting 'lrr'; did you mean 'lr'"):
+        LearnerSettings(lrr=1)
+    with pytest.raises(SettingError, match=r"decay=linear .*warmup_steps=5.* has 5"):
+        Learner(tiny(), LearnerSettings(decay="linear", warmup_steps=5), total_steps=5)
+    for name, value in (("max_grad_norm", 0), ("lr", 0), ("betas", (1.0, 0.9)), ("eps", 0), ("weight_decay", -1)):
+        with pytest.raises(SettingError, match=f"setting {name}"):
+            LearnerSettings(**{name: value})
+    with pytest.raises(SettingError, match=r"setting lora.rank=0"):
+        LearnerSettings(lora={"rank": 0})
 
 
 def test_flops_by_hand():

@@ -9,10 +9,10 @@ import pytest
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.config.run import ControlSettings
+from alula.config.settings import ControlSettings, MonitorSettings
 from alula.errors import SettingError
-from alula.mismatch.control.control import Control, default_ladder
-from alula.mismatch.control.monitor import Monitor, Watch, controlled, schedule_of
+from alula.mismatch.control.control import default_ladder
+from alula.mismatch.control.monitor import Monitor, controlled, filled_in, schedule_of
 from alula.sparsity.policy import DENSE
 
 PROMPTS = [[int(t) for t in row] for row in np.random.default_rng(0).integers(2, 96, (12, 6))]
@@ -40,7 +40,7 @@ def percentile(values: list[float], share: float) -> float:
 
 @pytest.mark.parametrize("sparsity", [SELECTING, EVICTING], ids=["select", "evict"])
 def test_metrics_against_plain_counting(sparsity, engine):
-    monitor = Monitor(Watch(rollouts=5), sparsity, engine, LONGEST)
+    monitor = Monitor(watch(5), sparsity, engine, LONGEST)
     rollouts = rollouts_of(engine, monitor)
     watched = [r for r in rollouts if r.hidden is not None]
     assert [(r.prompt_index, r.sample_index) for r in watched] == [(i, 0) for i in range(5)]
@@ -74,17 +74,23 @@ def test_metrics_against_plain_counting(sparsity, engine):
 
 
 def test_nothing_to_watch(engine):
-    for monitor in (Monitor(Watch(8), DENSE, engine, LONGEST), Monitor(Watch(0), SELECTING, engine, LONGEST)):
+    for monitor in (
+        Monitor(watch(8), DENSE, engine, LONGEST),
+        Monitor(watch(0), SELECTING, engine, LONGEST),
+    ):
         rollouts = rollouts_of(engine, monitor)
         assert all(r.hidden is None for r in rollouts)
         assert monitor.step(rollouts).metrics == {}
-    assert Monitor(Watch(8), DENSE, engine, LONGEST).sparsity is DENSE
+    assert Monitor(watch(8), DENSE, engine, LONGEST).sparsity is DENSE
 
 
-def control(**changes) -> Control:
+def watch(rollouts: int) -> MonitorSettings:
+    return MonitorSettings(rollouts=rollouts)
+
+
+def control(**changes) -> ControlSettings:
     settings = {
         "tau": 0.97,
-        "max_length": LONGEST,
         "enabled": True,
         "on_violation": "adapt",
         "false_alarm_steps": 2.0,
@@ -92,12 +98,12 @@ def control(**changes) -> Control:
         "margin": 0.02,
         "ladder": (12, 16, 24, 36),
     }
-    return Control(**(settings | changes))
+    return ControlSettings(**(settings | changes))
 
 
 def test_budgets_rise_until_the_tail_is_held(engine):
     """The engine generates under the schedule in force, α comes back, and the schedule ends where the tail is."""
-    monitor = Monitor(Watch(12), SELECTING, engine, LONGEST, control())
+    monitor = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     seen = [monitor.sparsity.select.budget.budgets]
     events = []
     for seed in range(12):
@@ -113,7 +119,7 @@ def test_budgets_rise_until_the_tail_is_held(engine):
 
 
 def test_an_evictor_rises_everywhere(engine):
-    monitor = Monitor(Watch(12, width=12), EVICTING, engine, LONGEST, control(ladder=(6, 12, 24, 36)))
+    monitor = Monitor(MonitorSettings(rollouts=12, bin=12), EVICTING, engine, LONGEST, control(ladder=(6, 12, 24, 36)))
     assert monitor.sparsity.evict.budget.budgets == (6, 6, 6)
     for seed in range(3):
         monitor.step(rollouts_of(engine, monitor, seed, n=1))
@@ -122,7 +128,7 @@ def test_an_evictor_rises_everywhere(engine):
 
 
 def test_old_rollouts_do_not_count_against_a_new_budget(engine):
-    monitor = Monitor(Watch(12), SELECTING, engine, LONGEST, control())
+    monitor = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     stale = rollouts_of(engine, monitor, 0, n=1)
     while monitor.controller.version == 0:
         monitor.step(rollouts_of(engine, monitor, 1, n=1))
@@ -134,9 +140,9 @@ def test_old_rollouts_do_not_count_against_a_new_budget(engine):
 
 
 def test_dense_and_stop(engine):
-    dense = Monitor(Watch(12), SELECTING, engine, LONGEST, control(on_violation="dense"))
-    stop = Monitor(Watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
-    warn = Monitor(Watch(12), SELECTING, engine, LONGEST, control(on_violation="warn"))
+    dense = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="dense"))
+    stop = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
+    warn = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="warn"))
     told = []
     for seed in range(3):
         for monitor in (dense, stop, warn):
@@ -151,10 +157,10 @@ def test_dense_and_stop(engine):
 
 
 def test_a_restored_monitor_goes_on_exactly(engine):
-    one = Monitor(Watch(12), SELECTING, engine, LONGEST, control())
+    one = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     for seed in range(2):
         one.step(rollouts_of(engine, one, seed, n=1))
-    two = Monitor(Watch(12), SELECTING, engine, LONGEST, control())
+    two = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert two.sparsity == one.sparsity
     for seed in range(2, 5):
@@ -165,11 +171,11 @@ def test_a_restored_monitor_goes_on_exactly(engine):
 
 
 def test_a_run_stopped_by_the_controller_goes_on_only_if_told_otherwise(engine):
-    stopped = Monitor(Watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
+    stopped = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
     while not stopped.stopped:
         stopped.step(rollouts_of(engine, stopped, 1, n=1))
     for mode in ("stop", "adapt"):
-        again = Monitor(Watch(12), SELECTING, engine, LONGEST, control(on_violation=mode))
+        again = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation=mode))
         again.load_state_dict(stopped.state_dict())
         assert again.stopped == (mode == "stop")
 
@@ -177,9 +183,16 @@ def test_a_run_stopped_by_the_controller_goes_on_only_if_told_otherwise(engine):
 def test_ranks_see_each_others_tokens(engine):
     """Two ranks with half of the rollouts each, which both count their prompts from 0, come to the state of one with
     all."""
-    whole = Monitor(Watch(12), SELECTING, engine, LONGEST, control())
+    whole = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     parts = [
-        Monitor(Watch(12), SELECTING, engine, LONGEST, control(), share=lambda n, r=r: len(range(r, n, 2)))
+        Monitor(
+            watch(12),
+            SELECTING,
+            engine,
+            LONGEST,
+            control(),
+            share=lambda n, r=r: len(range(r, n, 2)),
+        )
         for r in range(2)
     ]
     assert [m.keep for m in parts] == [6, 6]
@@ -208,8 +221,8 @@ def test_which_budget_is_watched():
 
 
 def test_settings_of_the_controller(engine):
-    assert ControlSettings().build(SELECTING, 0.05, 4000) is None
-    built = ControlSettings(enabled=True).build(SELECTING, 0.05, 4000)
+    assert Monitor(MonitorSettings(), SELECTING, engine, 4000, ControlSettings()).controller is None, "off by default"
+    built = filled_in(ControlSettings(enabled=True), SELECTING, 4000)
     assert built.tau == 0.7, "the schedule's own"
     grid = (512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584)
     assert built.ladder[:6] == (12, 16, 20, 28, 36, 48), "a quarter apart, in blocks of 4"
@@ -217,15 +230,14 @@ def test_settings_of_the_controller(engine):
     assert default_ladder(512, 4000) == (*grid, 4000)
     assert default_ladder(1000, 600) == (512, 608), "nothing beyond what is dense"
     assert default_ladder(300, 2000) == (300, 375, 468, 512, 768, 1024, 1280, 1536, 2000)
-    assert not Control(0.7, 100).enabled
     with pytest.raises(SettingError, match=r"needs control\.tau"):
-        ControlSettings(enabled=True).build(EVICTING, 0.05, 4000)
+        filled_in(ControlSettings(enabled=True), EVICTING, 4000)
     with pytest.raises(SettingError, match="the rollouts are dense"):
-        ControlSettings(enabled=True).build(DENSE, 0.05, 4000)
+        filled_in(ControlSettings(enabled=True), DENSE, 4000)
     with pytest.raises(SettingError, match=r"monitor\.rollouts=0"):
-        Monitor(Watch(0), SELECTING, engine, LONGEST, control())
+        Monitor(watch(0), SELECTING, engine, LONGEST, control())
     both = replace(SELECTING, evict=EVICTING.evict)
     with pytest.raises(SettingError, match="the other part would stay sparse"):
-        Monitor(Watch(8), both, engine, LONGEST, control(on_violation="dense"))
+        Monitor(watch(8), both, engine, LONGEST, control(on_violation="dense"))
     with pytest.raises(SettingError, match="three blocks"):
-        Monitor(Watch(8), SELECTING, engine, LONGEST, control(ladder=(8, 16)))
+        Monitor(watch(8), SELECTING, engine, LONGEST, control(ladder=(8, 16)))

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from importlib.resources import files
 
 import numpy as np
@@ -13,22 +12,21 @@ from transformers import LlamaForCausalLM
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Sparsity
 from alula.cli.main import app
-from alula.config.run import ControlSettings
+from alula.config.settings import ControlSettings, MonitorSettings
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, make_warm_model
 from alula.errors import SettingError
-from alula.mismatch.control.control import Control
 from alula.mismatch.control.controller import Controller
-from alula.mismatch.control.monitor import Monitor, Watch
+from alula.mismatch.control.monitor import Monitor, filled_in
 from alula.objective.veto import vetoed
 
 PROMPTS, SAMPLES, LIMIT = 32, 8, 0.1
 LADDER = (16, 32, 64, 128)
-CONTROL = Control(None, 100, True, "adapt", vetoed=LIMIT, ladder=LADDER)
+CONTROL = ControlSettings(enabled=True, on_violation="adapt", vetoed=LIMIT, ladder=LADDER)
 
 
 def controller(budgets=(16, 16, 32), **changes) -> Controller:
-    return Controller(Schedule(budgets, 40), replace(CONTROL, **changes), "evict")
+    return Controller(Schedule(budgets, 40), CONTROL.model_copy(update=changes), "evict", max_length=100)
 
 
 def counts(rng: np.random.Generator, share: float, alike: float = 2.0) -> np.ndarray:
@@ -139,15 +137,16 @@ def test_evidence_against_another_limit_is_not_taken_over():
 
 def test_settings():
     with pytest.raises(SettingError, match="needs one of them"):
-        Control(None, 100)
-    with pytest.raises(SettingError, match=r"vetoed=1\.5: must lie between 0 and 1"):
-        Control(0.8, 100, vetoed=1.5)
+        controller(vetoed=None)
+    with pytest.raises(SettingError, match=r"vetoed=1\.5: should be less than 1"):
+        ControlSettings(vetoed=1.5)
     evicting = Sparsity(Evict("streaming", 64))
     with pytest.raises(SettingError, match=r"or control\.vetoed"):
-        ControlSettings(enabled=True).build(evicting, 0.05, 400)
-    assert ControlSettings(enabled=True, vetoed=0.2).build(evicting, 0.05, 400).vetoed == 0.2
-    with pytest.raises(SettingError, match=r"no tail to hold at 0\.8; watch some"):
-        Monitor(Watch(0), evicting, None, 400, replace(CONTROL, tau=0.8, max_length=400, ladder=(64, 400)))
+        filled_in(ControlSettings(enabled=True), evicting, 400)
+    assert filled_in(ControlSettings(enabled=True, vetoed=0.2), evicting, 400).vetoed == 0.2
+    control = CONTROL.model_copy(update={"tau": 0.8, "ladder": (64, 400)})
+    with pytest.raises(SettingError, match=r"monitor\.rollouts=0.* at 0\.8"):
+        Monitor(MonitorSettings(rollouts=0), evicting, None, 400, control)
 
 
 # --- with a real engine --------------------------------------------------------------------------------------------
@@ -165,9 +164,14 @@ def engine():
 
 
 def monitored(engine: Engine, **options) -> Monitor:
-    control = replace(CONTROL, max_length=LONGEST, ladder=(6, 12, 24, 40), false_alarm_steps=20.0)
+    control = CONTROL.model_copy(update={"ladder": (6, 12, 24, 40), "false_alarm_steps": 20.0})
     return Monitor(
-        Watch(0), Sparsity(Evict("streaming", 6, buffer=2, window=2, sinks=1)), engine, LONGEST, control, **options
+        MonitorSettings(rollouts=0),
+        Sparsity(Evict("streaming", 6, buffer=2, window=2, sinks=1)),
+        engine,
+        LONGEST,
+        control,
+        **options,
     )
 
 
@@ -180,7 +184,7 @@ def sampled(engine: Engine, monitor: Monitor, seed: int):
 def test_a_rung_that_no_policy_can_have_is_refused():
     sparsity = Sparsity(Evict("rkv", 32, buffer=4, window=4, sinks=2))
     with pytest.raises(SettingError, match=r"control\.ladder=\[4, 64\]: budget=4 is smaller than window"):
-        ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]).build(sparsity, 0.05, 256)
+        filled_in(ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]), sparsity, 256)
 
 
 def test_a_policy_that_spoils_its_answers_gets_the_budget_it_needs(engine):

@@ -24,13 +24,13 @@ from transformers import (
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.config.load import load_config
+from alula.config.settings import LearnerSettings, LoRASettings
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
 from alula.errors import SettingError
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.models.load import load_model, share_weights
 from alula.models.lora import init_adapter
 from alula.models.residual import widen_residual
@@ -262,8 +262,8 @@ SEQUENCES = [
 ]
 
 
-def update(loaded, **settings):
-    learner = Learner(loaded.model, LearnerConfig(lr=1e-2, **settings))
+def update(loaded, keep_reference=False, **settings):
+    learner = Learner(loaded.model, LearnerSettings(lr=1e-2, **settings), keep_reference=keep_reference)
     run = lambda _: found.append(learner.update(SEQUENCES, lambda p, e, b: (-p.mean(), {})))  # noqa: E731
     found = []
     assert seen(learner.model, run) == ({torch.float32}, {torch.bfloat16})
@@ -271,7 +271,7 @@ def update(loaded, **settings):
     return learner, found[0]
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=2, alpha=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, LoRASettings(rank=2, alpha=4)], ids=["full", "lora"])
 def test_the_learner_updates_with_and_without_activation_checkpointing(lora):
     steps = [update(wide("shape:tiny-qwen3"), lora=lora, activation_checkpointing=c) for c in (False, True)]
     for a, b in zip(steps[0][1].logprobs, steps[1][1].logprobs):
@@ -300,7 +300,7 @@ def test_its_gradients_are_closer_to_float32():
 def test_the_reference_policy_is_wide_and_stays():
     loaded = wide("shape:tiny-qwen3")
     start = [s.logprobs for s in Learner(copy.deepcopy(loaded.model)).score(SEQUENCES)]
-    learner, _ = update(loaded, reference=True)
+    learner, _ = update(loaded, keep_reference=True)
     assert seen(learner.reference.model, lambda _: learner.score(SEQUENCES, reference=True))[0] == {torch.float32}
     for a, b, c in zip(start, learner.score(SEQUENCES, reference=True), learner.score(SEQUENCES)):
         assert torch.equal(a, b.logprobs)

@@ -13,7 +13,7 @@ import pytest
 
 from alula.data.answers import final_answer, last_boxed
 from alula.errors import SettingError
-from alula.rewards import Rewards, RewardSpec
+from alula.rewards import Rewards, RewardTerm
 from alula.rewards import format as answer_format
 from alula.rewards.length import overlong_penalty, target_penalty
 from alula.rewards.math_answer import build
@@ -159,7 +159,7 @@ def gone_within(seconds: float, pid: int) -> bool:
 
 def test_a_bad_answer_costs_only_itself(functions):
     answers = ["aa", "hang", "b", "raise", "exit", "ccc", "hold", "segfault", "nan", "none", "dd"] + ["e"] * 20
-    with Rewards([RewardSpec(functions, 2.0, {"scale": 10})], timeout=1.0, workers=2) as rewards:
+    with Rewards([RewardTerm(name=functions, weight=2.0, options={"scale": 10})], timeout=1.0, workers=2) as rewards:
         batch = rewards.score(answers, [{}] * len(answers))
         good = {0: 20, 2: 10, 5: 30, 10: 20} | dict.fromkeys(range(11, 31), 10)
         assert batch.parts[functions] == [good.get(i, 0.0) for i in range(len(answers))]
@@ -180,14 +180,14 @@ def test_a_bad_answer_costs_only_itself(functions):
 
 def test_math_that_hangs_or_explodes_is_one_failure():
     tower = "\\boxed{9^{9^{9^{9}}}}"
-    with Rewards([RewardSpec("math")], timeout=2.0, workers=1) as rewards:
+    with Rewards([RewardTerm(name="math")], timeout=2.0, workers=1) as rewards:
         batch = rewards.score(["\\boxed{4}", tower, "\\boxed{4}", "\\boxed{5}"], [{"answer": "4"}] * 4)
     assert batch.parts["math"] == [1, 0, 1, 0]
     assert [index for index, _ in batch.failures] == [1]
 
 
 def test_workers_are_lazy_few_light_and_persistent(functions):
-    with Rewards([RewardSpec(functions)], workers=2) as rewards:
+    with Rewards([RewardTerm(name=functions)], workers=2) as rewards:
         assert rewards._pool._workers == []
         batch = rewards.score(["torch"] * 8, [{}] * 8)
         assert batch.parts[functions] == [0] * 8
@@ -203,7 +203,7 @@ def test_a_reward_that_prints_into_a_closed_pipe_grades_on(functions):
     os.close(reader)
     try:
         os.dup2(writer, 2)  # as with `2>&1 | head -1`
-        with Rewards([RewardSpec(functions)], workers=1) as rewards:
+        with Rewards([RewardTerm(name=functions)], workers=1) as rewards:
             batch = rewards.score(["print"] * 2, [{}] * 2)
     finally:
         os.dup2(shown, 2)
@@ -215,7 +215,7 @@ def test_a_reward_that_prints_into_a_closed_pipe_grades_on(functions):
 
 def test_a_killed_answer_takes_its_own_programs_along(functions, tmp_path):
     note = tmp_path / "pid"
-    with Rewards([RewardSpec(functions)], timeout=1.0, workers=1) as rewards:
+    with Rewards([RewardTerm(name=functions)], timeout=1.0, workers=1) as rewards:
         rewards.score(["child"], [{"note": str(note)}])
     assert gone_within(5, int(note.read_text()))
 
@@ -224,8 +224,9 @@ def test_a_killed_answer_takes_its_own_programs_along(functions, tmp_path):
 def test_workers_die_with_a_killed_parent(functions, tmp_path, answer, timeout):
     note = tmp_path / "pid"
     code = (
-        "from alula.rewards import Rewards, RewardSpec\n"
-        f"Rewards([RewardSpec({functions!r})], timeout={timeout}).score([{answer!r}], [{{'note': {str(note)!r}}}])\n"
+        "from alula.rewards import Rewards, RewardTerm\n"
+        f"rewards = Rewards([RewardTerm(name={functions!r})], timeout={timeout})\n"
+        f"rewards.score([{answer!r}], [{{'note': {str(note)!r}}}])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)})
     end = time.monotonic() + 20
@@ -239,7 +240,7 @@ def test_workers_die_with_a_killed_parent(functions, tmp_path, answer, timeout):
 
 
 def test_an_interrupted_batch_leaves_no_replies_behind(functions):
-    with Rewards([RewardSpec(functions)], workers=2) as rewards:
+    with Rewards([RewardTerm(name=functions)], workers=2) as rewards:
         rewards.start()
         with pytest.raises((TypeError, AttributeError), match=r"pickle|local object"):
             rewards.score(["aaaa", "b"], [{}, {"no": lambda: None}])
@@ -252,11 +253,11 @@ def test_an_interrupted_batch_leaves_no_replies_behind(functions):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (RewardSpec("maths"), "did you mean 'math'"),
-        (RewardSpec("length"), "max_tokens and buffer"),
-        (RewardSpec("length", options={"maximum": 3}), "maximum"),
-        (RewardSpec("task:pointr"), "did you mean 'pointer'"),
-        (RewardSpec("model:/nowhere/at/all"), "model:/nowhere/at/all: no such folder"),
+        (RewardTerm(name="maths"), "did you mean 'math'"),
+        (RewardTerm(name="length"), "max_tokens and buffer"),
+        (RewardTerm(name="length", options={"maximum": 3}), "maximum"),
+        (RewardTerm(name="task:pointr"), "did you mean 'pointer'"),
+        (RewardTerm(name="model:/nowhere/at/all"), "model:/nowhere/at/all: no such folder"),
     ],
 )
 def test_wrong_settings_are_named_at_once(spec, message):
@@ -267,10 +268,10 @@ def test_wrong_settings_are_named_at_once(spec, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (RewardSpec("no_such_module:f"), "no module 'no_such_module'"),
-        (RewardSpec("my_rewards:behav"), "did you mean 'behave'"),
-        (RewardSpec("math", options={"boxed": True}), "did you mean 'boxed_only'"),
-        (RewardSpec("format", options={"pattern": "("}), "not valid"),
+        (RewardTerm(name="no_such_module:f"), "no module 'no_such_module'"),
+        (RewardTerm(name="my_rewards:behav"), "did you mean 'behave'"),
+        (RewardTerm(name="math", options={"boxed": True}), "did you mean 'boxed_only'"),
+        (RewardTerm(name="format", options={"pattern": "("}), "not valid"),
     ],
 )
 def test_wrong_graders_are_named_at_start(functions, spec, message):
@@ -280,7 +281,7 @@ def test_wrong_graders_are_named_at_start(functions, spec, message):
 
 def test_counts_must_agree():
     with pytest.raises(SettingError, match="2 completions but 1 examples"):
-        Rewards([RewardSpec("length", options={"target": 3})]).score(["a", "b"], [{}])
+        Rewards([RewardTerm(name="length", options={"target": 3})]).score(["a", "b"], [{}])
 
 
 # --- the other kinds --------------------------------------------------------------------------------------------
@@ -288,10 +289,10 @@ def test_counts_must_agree():
 
 def test_weights_parts_and_repeated_names():
     specs = [
-        RewardSpec("math", 1.0),
-        RewardSpec("format", 0.25, {"has": "boxed"}),
-        RewardSpec("format", 0.5, {"pattern": r"\AThus"}),
-        RewardSpec("length", 0.1, {"target": 10}),
+        RewardTerm(name="math", weight=1.0),
+        RewardTerm(name="format", weight=0.25, options={"has": "boxed"}),
+        RewardTerm(name="format", weight=0.5, options={"pattern": r"\AThus"}),
+        RewardTerm(name="length", weight=0.1, options={"target": 10}),
     ]
     completions = ["Thus \\boxed{3}", "3", "\\boxed{4}"]
     with Rewards(specs, workers=1) as rewards:
@@ -309,7 +310,7 @@ def test_overlong_penalty_is_dapos():
     for length in range(0, 130):
         assert overlong_penalty(length, 100, 30) == pytest.approx(paper(length, 100, 30))
     assert target_penalty(12, 10) == pytest.approx(-0.2)
-    length = Rewards([RewardSpec("length", options={"max_tokens": 100, "buffer": 30})])
+    length = Rewards([RewardTerm(name="length", options={"max_tokens": 100, "buffer": 30})])
     assert length.score(["", ""], [{}, {}], ["length", "stop"], [60, 60]).total == [-1, 0]
 
 
@@ -333,7 +334,7 @@ def test_reasoning_gym_scores_its_own_answers():
         f"\\boxed{{{third}}}",
         "<answer>x</answer>",
     ]
-    with Rewards([RewardSpec("reasoning-gym:chain_sum")], workers=1) as rewards:
+    with Rewards([RewardTerm(name="reasoning-gym:chain_sum")], workers=1) as rewards:
         values = rewards.score(texts, [e.record() for e in data]).total
     assert values[:3] == [1, 1, 1]
     assert values[3] < 0.5
@@ -342,8 +343,8 @@ def test_reasoning_gym_scores_its_own_answers():
 def test_task_reward_exact_and_partial():
     examples = [{"answer": "b c d"}] * 3
     texts = ["b c d a", "b c a", ""]
-    assert Rewards([RewardSpec("task:successor")]).score(texts, examples).total == [1, 0, 0]
-    partial = Rewards([RewardSpec("task:successor", options={"partial": True})]).score(texts, examples).total
+    assert Rewards([RewardTerm(name="task:successor")]).score(texts, examples).total == [1, 0, 0]
+    partial = Rewards([RewardTerm(name="task:successor", options={"partial": True})]).score(texts, examples).total
     assert partial == pytest.approx([1, 2 / 3, 0])
 
 
@@ -374,7 +375,9 @@ def test_model_reward_equals_one_by_one_scoring(tmp_path, labels):
     data = task.dataset(5)
     completions = [" ".join(["a", "b", "c"][: 1 + i % 3]) for i in range(5)]
     options = {"batch_size": 2} | ({"label": "LABEL_2"} if labels > 1 else {})
-    batch = Rewards([RewardSpec(f"model:{tmp_path}", options=options)]).score(completions, [e.record() for e in data])
+    batch = Rewards([RewardTerm(name=f"model:{tmp_path}", options=options)]).score(
+        completions, [e.record() for e in data]
+    )
     for example, completion, value in zip(data, completions, batch.total):
         ids = torch.tensor([tokenizer(example.prompt + completion)["input_ids"]])
         with torch.no_grad():
@@ -383,7 +386,7 @@ def test_model_reward_equals_one_by_one_scoring(tmp_path, labels):
     assert not math.isclose(batch.total[0], batch.total[1], abs_tol=1e-4)
     if labels > 1:
         with pytest.raises(SettingError, match="LABEL_0"):
-            Rewards([RewardSpec(f"model:{tmp_path}")])
+            Rewards([RewardTerm(name=f"model:{tmp_path}")])
 
 
 def test_model_reward_refuses_pickled_weights(tmp_path):
@@ -406,4 +409,4 @@ def test_model_reward_refuses_pickled_weights(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     torch.save(LlamaForSequenceClassification(config).state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(SettingError, match="safetensors"):
-        Rewards([RewardSpec(f"model:{tmp_path}")])
+        Rewards([RewardTerm(name=f"model:{tmp_path}")])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from alula.config.settings import LearnerSettings, LoRASettings
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.models.load import load_model
 from alula.run.checkpoint import MARKER, CheckpointError, Checkpoints
 from alula.run.export import export
@@ -21,8 +21,8 @@ from alula.run.export import export
 
 def learner(dtype="float32", **settings):
     model = load_model("shape:tiny-qwen3", dtype=dtype).model
-    settings = {"lr": 1e-2, "token_budget": 50, "decay": "cosine", "total_steps": 9, "warmup_steps": 2, **settings}
-    return Learner(model, LearnerConfig(**settings))
+    settings = {"lr": 1e-2, "token_budget": 50, "decay": "cosine", "warmup_steps": 2, **settings}
+    return Learner(model, LearnerSettings(**settings), total_steps=9)
 
 
 def draw(step):
@@ -52,7 +52,7 @@ def everything(learning):
     return {**learning.tensors(), **{f"parameter {n}": p for n, p in learning.model.named_parameters()}}
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": LoRA(rank=2)}])
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": LoRASettings(rank=2)}])
 def test_resume_continues_bit_for_bit(tmp_path, settings):
     straight = learner(**settings)
     history = train(straight, *range(6))
@@ -236,12 +236,12 @@ def test_another_models_checkpoint_is_refused(tmp_path):
         Checkpoints(tmp_path).load(path, {"model.other": torch.zeros(3)})
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": LoRA(rank=2)}])
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": LoRASettings(rank=2)}])
 @pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-qwen2"])
 def test_export_loads_in_transformers(tmp_path, settings, shape):
     settings = {"dtype": "float32", **settings}
     model = load_model(f"shape:{shape}", dtype=settings.pop("dtype")).model
-    learning = Learner(model, LearnerConfig(lr=1e-2, **settings))
+    learning = Learner(model, LearnerSettings(lr=1e-2, **settings))
     train(learning, 0, 1)
     for _ in range(2):  # the second replaces the first
         export(tmp_path / "final", model, learning.full_parameters())

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
+from alula.config.settings import LearnerSettings, LoRASettings
 from alula.distributed import World, init_world
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig, LoRA
 from alula.models.load import load_model
 from alula.run.checkpoint import Checkpoints
 from alula.run.export import export
@@ -38,9 +38,9 @@ def share(world: World):
     return everything if world.size == 1 else [everything[:6], everything[6:]][world.rank]
 
 
-def learner(world, dtype="float32", residual=None, **settings):
+def learner(world, dtype="float32", residual=None, keep_reference=False, **settings):
     model = load_model(f"shape:{SHAPE}", dtype=dtype, residual=residual).model
-    return Learner(model, LearnerConfig(**{**SETTINGS, **settings}), world)
+    return Learner(model, LearnerSettings(**{**SETTINGS, **settings}), world, keep_reference=keep_reference)
 
 
 def step(learning, poison=False):
@@ -69,7 +69,7 @@ def main(out: Path) -> None:
         if world.rank == 0:
             save_file(tensors, out / f"{name}.safetensors")
 
-    first = learner(world, reference=True)
+    first = learner(world, keep_reference=True)
     report["steps"] = [summary(step(first)) for _ in range(2)]
     write("after-two", first.full_parameters())
     checkpoints = Checkpoints(out / "checkpoints", world=world)
@@ -103,7 +103,7 @@ def main(out: Path) -> None:
     after = [t.to_local() for t in second.tensors().values() if hasattr(t, "to_local")]
     report["untouched"] = all(world.all_gather(all(torch.equal(a, b) for a, b in zip(before, after))))
 
-    adapted = learner(world, lora=LoRA(rank=2, alpha=4))
+    adapted = learner(world, lora=LoRASettings(rank=2, alpha=4))
     step(adapted)
     write("lora", adapted.full_parameters())
 

@@ -130,13 +130,13 @@ def one(
 ) -> "EvalResult":
     from alula.data import prepare
     from alula.evals import evaluate as run
-    from alula.rewards import Rewards, RewardSpec
+    from alula.rewards import Rewards, RewardTerm
 
     if engine.tokenizer is None:
         raise SettingError(f"model {model!r} has no tokenizer, which data sets of text need; use a model that has one.")
     prepared = prepare(dataset, engine.tokenizer, chat=chat)
     adapted = "" if policy.dense or engine.sparse_model is None else ", with its adapter"
-    with Rewards([RewardSpec(reward)]) as rewards:
+    with Rewards([RewardTerm(name=reward)]) as rewards:
         return run(
             lambda prompts, n: engine.generate(prompts, sampling, policy),
             prepared,

@@ -12,6 +12,8 @@ from alula.config.load import sections_in
 from alula.config.run import CorrectionSettings, RunConfig
 from alula.objective.settings import Correction
 
+DEFAULTS = {"out": "`runs/<recipe name>`"}
+"""Defaults that `alula.config.load` fills in."""
 BEGIN, END = "<!-- settings -->\n", "<!-- end of settings -->\n"
 
 
@@ -23,7 +25,7 @@ def tables(model: type[BaseModel] = RunConfig, path: str = "") -> str:
         if sections := sections_in(field.annotation):
             inner += f"\n### {full}\n\n{text(field)}\n\n" + "".join(tables(section, full) for section in sections)
         else:
-            rows.append(f"| `{full}` | {default(field)} | {text(field)} |\n")
+            rows.append(f"| `{full}` | {DEFAULTS.get(full) or default(field)} | {text(field)} |\n")
     if model is CorrectionSettings:
         rows += [
             f"| `{path}.{f.name}` | the preset's | see [corrections](corrections.md) |\n" for f in fields(Correction)
@@ -38,7 +40,7 @@ def text(field: FieldInfo) -> str:
 
 def default(field: FieldInfo) -> str:
     if field.is_required():
-        return "needed"
+        return "required"
     value: Any = field.get_default(call_default_factory=True)
     if value is None or value in ({}, []):
         return "–"

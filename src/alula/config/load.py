@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from alula.config.run import RunConfig, spelt_sparsity
+from alula.config.settings import first_error
 from alula.errors import SettingError, require
 
 SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
@@ -100,19 +101,11 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def describe(error: ValidationError, tree: dict[str, Any]) -> SettingError:
-    """The first thing wrong, as a sentence with the setting, the value and the way out."""
-    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a typo also leaves a gap
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return misspelt(first, tree)
-    if first["type"] == "missing":
-        return SettingError(f"setting {place!r} is missing; give it in the recipe or as {place}=value.")
-    if first["type"] == "value_error":
-        return SettingError(f"{place}: {first['ctx']['error']}" if place else str(first["ctx"]["error"]))
-    wanted = first["msg"].removeprefix("Input ").rstrip(".")
-    if first["type"] == "string_type" and isinstance(first["input"], dict):
-        wanted += f'; a text that begins with a brace is written in quotes, as {first["loc"][-1]}: "{{field}}"'
-    return SettingError(f"setting {place}={first['input']!r}: {wanted}.")
+    """The first error as one sentence: setting, value and hint."""
+    for one in error.errors():
+        if one["type"] == "extra_forbidden":
+            return unknown_setting(one, tree)
+    return first_error(error, RunConfig)
 
 
 ELSEWHERE = {
@@ -131,7 +124,7 @@ ELSEWHERE = {
 """What other frameworks call a setting -> its name here."""
 
 
-def misspelt(error: ErrorDetails, tree: dict[str, Any]) -> SettingError:
+def unknown_setting(error: ErrorDetails, tree: dict[str, Any]) -> SettingError:
     *sections, name = (str(part) for part in error["loc"])
     here = "".join(f"{section}." for section in sections)
     if name in ELSEWHERE:

@@ -1,7 +1,7 @@
-"""A run as one tree of typed settings: a YAML file, and `key=value` overrides on top (see `config_file`).
+"""A run as one tree of settings: a YAML file, and `key=value` overrides on top (see `alula.config.load`).
 
-Free of torch, so that a recipe is checked before anything heavy is imported. Every setting's text below is its
-documentation; docs/training.md lists them all.
+Checks that need a registry or several sections are here. The text of every setting is its documentation;
+docs/training.md lists them all.
 """
 
 import re
@@ -10,155 +10,34 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, model_validator
 
-from alula.data.load import load
+from alula.config.settings import (
+    CheckpointSettings,
+    ControlSettings,
+    Count,
+    DataSettings,
+    EngineSettings,
+    EvalSettings,
+    LearnerSettings,
+    LoggingSettings,
+    ModelSettings,
+    MonitorSettings,
+    RewardSettings,
+    SamplingSettings,
+    Section,
+)
 from alula.distill.config import DistillConfig
 from alula.distill.first import First
 from alula.distill.move import Move
 from alula.errors import SettingError, require, unknown
-from alula.learner import learner_config
-from alula.learner.learner_config import LearnerConfig
 from alula.objective.settings import Correction, Loss, LossName, check
+from alula.rewards.scoring import distinct
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.text import budget, parse_sparsity, settings_of
 
 if TYPE_CHECKING:
-    from alula.data import Dataset
-    from alula.mismatch.control.control import Control
-    from alula.rewards import Rewards, RewardSpec
     from alula.sparsity.policy import Sparsity
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_left_out(cls, given: Any) -> Any:
-        """Where the default is an empty list or mapping, `null` means it."""
-        if not isinstance(given, dict):
-            return given
-        empty = {name for name, field in cls.model_fields.items() if field.default in ({}, [])}
-        return {name: value for name, value in given.items() if value is not None or name not in empty}
-
-
-class ModelSettings(Section):
-    source: str
-    """Hub id, Hugging Face folder, GGUF file, or `shape:<name>` for random weights."""
-    tokenizer: str | None = None
-    """Hub id or folder of another tokenizer than the model's own, or `task:<name>` for a generated task's. A bare
-    shape on `task:` data takes the task's by itself, and its vocabulary is cut to it."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of weights and compute; by default bfloat16 on CUDA (with float32 masters) and float32 on the CPU."""
-    residual: Literal["float32"] | None = None
-    """`float32` keeps the residual stream of a 16-bit model in float32, in rollouts and training alike: the engine's
-    and the learner's log-probs come closer. Without effect on a float32 model."""
-    device: Literal["cpu", "cuda"] | None = None
-    """By default CUDA where there is one."""
-
-
-class Source(Section):
-    """Where examples come from: see docs/rewards-and-data.md."""
-
-    source: str
-    """File, folder, benchmark, hub id, `task:<name>` or `reasoning-gym:<task>`."""
-    split: str | None = None
-    """Which part of a stored data set."""
-    data_dir: str | None = None
-    """Folder with local copies of the benchmarks."""
-    prompt: str | None = None
-    """Template of the prompt, with `{field}`s of the row."""
-    answer: str | None = None
-    """Template of the reference answer; an empty text for data without answers."""
-    answer_form: str | None = None
-    """How the answer is written: `plain`, `####`, `boxed` or `unit`."""
-    size: Count | None = None
-    """Examples to generate, or the first so many of a stored set."""
-    seed: int = 0
-    """Of generated examples."""
-    options: dict[str, Any] = {}
-    """Options of a generator."""
-
-    def load(self) -> "Dataset":
-        return load(
-            self.source,
-            split=self.split,
-            data_dir=self.data_dir,
-            prompt=self.prompt,
-            answer=self.answer,
-            answer_form=self.answer_form,
-            size=self.size,
-            seed=self.seed,
-            options=self.options,
-        )
-
-
-class DataSettings(Source):
-    """The training data, and how every prompt is put to the model."""
-
-    max_prompt_tokens: Count | None = None
-    """Longer prompts are left out, and counted."""
-    chat: bool | None = None
-    """Whether to apply the tokenizer's chat template; by default where it has one."""
-    system: str | None = None
-    """System prompt, with a chat template."""
-    template_options: dict[str, Any] = {}
-    """Passed to the chat template, `enable_thinking: false` for instance."""
-
-
-class RewardTerm(Section):
-    name: str
-    """`math`, `format`, `length`, `task:<name>`, `reasoning-gym:<task>`, `model:<folder>` or
-    `package.module:function`."""
-    weight: float = 1.0
-    """What its value is multiplied with in the sum."""
-    options: dict[str, Any] = {}
-    """Options of that reward."""
-
-
-def _term(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-def _terms(value: Any) -> Any:
-    return [value] if isinstance(value, (str, dict)) else value
-
-
-class RewardSettings(Section):
-    use: Annotated[list[Annotated[RewardTerm, BeforeValidator(_term)]], Field(min_length=1), BeforeValidator(_terms)]
-    """The rewards that are added up, or the only one; a bare name stands for that reward with weight 1."""
-    correct: str | None = None
-    """Which of them says whether an answer is right (accuracy); by default the first."""
-    threshold: float = 1.0
-    """Its value from which an answer is right."""
-    timeout: Positive = 10.0
-    """Seconds that grading one answer may take before it is given up."""
-    workers: Count | None = None
-    """Grading processes; by default four, or as many as there are cores."""
-
-    @model_validator(mode="after")
-    def _known_judge(self) -> "RewardSettings":
-        if self.correct is not None:
-            from alula.rewards.scoring import distinct
-
-            names = distinct([term.name for term in self.use])
-            if self.correct not in names:
-                raise unknown("reward that says what is correct", self.correct, names)
-        return self
-
-    def specs(self) -> "list[RewardSpec]":
-        from alula.rewards import RewardSpec
-
-        return [RewardSpec(term.name, term.weight, term.options) for term in self.use]
-
-    def build(self) -> "Rewards":
-        from alula.rewards import Rewards
-
-        return Rewards(self.specs(), timeout=self.timeout, workers=self.workers)
 
 
 def _tokens_or_schedule(value: Any) -> Any:
@@ -187,7 +66,7 @@ class EvictSettings(Section):
     """First tokens, always kept; 0 is the papers' setting."""
     protect_prompt: bool = False
     """Keep the prompt whole and outside the budget."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # noqa: RUF012
     """Settings of the method itself, such as `mix` of `rkv`."""
 
 
@@ -262,34 +141,6 @@ def _named_in(section: str, given: EvictSettings | SelectSettings) -> Iterator[N
         raise SettingError(f"{section}.{error}") from error
 
 
-class SamplingSettings(Section):
-    prompts: Count = 32
-    """Prompts per step, over all ranks."""
-    n: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per prompt: the group that an advantage is taken against."""
-    max_new_tokens: Count = 1024
-    """Longest answer."""
-    temperature: Positive = 1.0
-    """Of the rollouts; the learner scores at the same one."""
-    dynamic: bool = False
-    """Draw further prompts while groups have equal rewards, until `prompts` groups have a signal (DAPO)."""
-    max_rounds: Count = 4
-    """With `dynamic`: at most so many times `prompts`; what is missing then is filled with groups without signal."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_filters(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            for name, off in (("top_p", 1.0), ("top_k", 0)):
-                if values.get(name, off) != off:
-                    raise SettingError(
-                        f"{name}={values[name]}: training needs the probability of every token under the whole "
-                        f"vocabulary, which {name} cuts; leave it out and use temperature alone."
-                    )
-            return {name: value for name, value in values.items() if name not in ("top_p", "top_k")}
-        return values
-
-
 class CorrectionSettings(Section):
     """A preset of docs/corrections.md, and any setting of `alula.objective.settings.Correction` that should differ."""
 
@@ -346,57 +197,6 @@ class ObjectiveSettings(Section):
         return Loss(self.loss, self.clip_low, self.clip_high, self.dual_clip, self.kl, self.kl_clamp)
 
 
-class LoRASettings(Section):
-    rank: int = 32
-    """Rank of the update of every linear layer."""
-    alpha: float = 64.0
-    """The update is scaled by alpha / rank."""
-    seed: int = 0
-    """Of the adapters' first values."""
-
-
-class LearnerSettings(Section):
-    updates: Count = 1
-    """Optimizer steps per batch of rollouts."""
-    minibatch: Literal["groups", "rollouts"] = "groups"
-    """Whether those steps share out whole groups or shuffled rollouts."""
-    lr: float = 1e-6
-    """Learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates."""
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay."""
-    max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this norm; null leaves them."""
-    warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    decay: learner_config.Decay = "constant"
-    """`constant`, or `linear` or `cosine` down to `min_lr_ratio` at the end of the run."""
-    min_lr_ratio: float = 0.0
-    """Where the decay ends, as a share of `lr`."""
-    max_skipped: Count = 5
-    """The run stops after so many updates in a row whose loss or gradient was not finite."""
-    token_budget: int = 16384
-    """Tokens per micro-batch, prompts included."""
-    logprob_chunk: int = 2048
-    """Positions whose logits exist at one time."""
-    activation_checkpointing: bool = True
-    """Keep only each layer's input and compute the rest again in the backward pass."""
-    compile: bool | None = None
-    """Compile the decoder layers; by default on a single GPU."""
-    lora: LoRASettings | None = None
-    """Train low-rank adapters instead of the weights."""
-
-    def build(self, steps: int, reference: bool) -> LearnerConfig:
-        own = {"updates", "minibatch", "max_skipped", "lora"}
-        lora = learner_config.LoRA(**self.lora.model_dump()) if self.lora else None
-        return LearnerConfig(
-            **self.model_dump(exclude=own), lora=lora, total_steps=steps * self.updates, reference=reference
-        )
-
-
 class MoveSettings(Section):
     """The sparser policy that a run goes over to once φ has brought it close enough to the dense one."""
 
@@ -436,7 +236,7 @@ class DistillSettings(Section):
     """Rank of the update of every targeted layer."""
     alpha: float = 32.0
     """The update is scaled by alpha / rank."""
-    targets: list[str] = ["all"]
+    targets: list[str] = ["all"]  # noqa: RUF012
     """Linear layers with an adapter, by the last part of their name (`q_proj`), or `all` of them but the head."""
     seed: int = 0
     """Of the adapter's first values and of which prompts are distilled."""
@@ -485,140 +285,13 @@ class DistillSettings(Section):
         return Move(**self.move.model_dump()) if self.move else None
 
 
-class EngineSettings(Section):
-    page: int = 16
-    """KV tokens per page; a selector's block takes its place."""
-    kv_memory: str | int | None = None
-    """Size of the KV pool, `60GiB` for instance; by default twice what `max_rows` dense sequences of `max_length` need
-    (one that evicts compacts beside the prompt it shares), but at most 80 % of what is free on a GPU and 1 GiB on the
-    CPU."""
-    max_rows: Count = 256
-    """Sequences that decode together."""
-    max_length: Count | None = None
-    """Most KV tokens of one sequence; by default the longest prompt with the longest answer of this run. Where those
-    are more than the model's max_position_embeddings the run is refused, unless this says that it can read so far."""
-    lookahead: Count | None = None
-    """Decode steps launched at a time."""
-    buckets: list[int] | None = None
-    """Batch sizes that decode steps are padded to; one value makes results independent of the batch, bit for bit."""
-    graphs: bool | None = None
-    """Capture decode steps as CUDA graphs; by default on CUDA."""
-    compiled: bool | None = None
-    """Compile the layers; by default on CUDA."""
-
-
-class EvalSettings(Section):
-    every: Annotated[int, Field(ge=0)] = 10
-    """Evaluate the dense policy on held-out data every so many steps, before the first and after the last too;
-    0 switches it off."""
-    data: Source | None = None
-    """Held-out data; by default `size` examples are set aside from the training data."""
-    size: Count = 128
-    """Problems to evaluate on."""
-    k: Count = 1
-    """Answers per problem."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Of the evaluation; 0 is greedy."""
-    max_new_tokens: Count | None = None
-    """Longest answer; by default the training's."""
-    sparse: bool = False
-    """Evaluate the sparse policy as well."""
-
-
-class MonitorSettings(Section):
-    """The tail of acceptance during the run; see docs/sparrow.md."""
-
-    rollouts: Annotated[int, Field(ge=0)] = 8
-    """Rollouts per step whose acceptance is measured, of as many prompts, over all ranks; 0 switches it off."""
-    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Which quantile of acceptance is the tail."""
-    bin: Count | None = None
-    """Tokens per length bin where the budget is no schedule; by default 2000, or an eighth of the longest."""
-
-
-class ControlSettings(Section):
-    """The controller that holds the tail, and vetoed rollouts rare; see docs/sparrow.md."""
-
-    enabled: bool = False
-    """Whether anything is done about a tail that falls below tau, or about too many vetoed rollouts."""
-    tau: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The tail to hold; by default the one that the schedule was planned for."""
-    vetoed: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The largest share of rollouts that may be vetoed (some token with p_dense / p_sparse below the correction's veto,
-    or 1e-4), say 0.05; it sees what the tail does not. By default they are not counted."""
-    on_violation: Literal["warn", "adapt", "dense", "stop"] = "warn"
-    """What confident evidence of a tail below tau, or of too many vetoes, does: report it, move budgets, read and keep
-    everything from that length on, or stop the run."""
-    margin: Positive = 0.03
-    """Under `adapt` a budget falls only where the tail is confidently above tau + margin."""
-    false_alarm_steps: Annotated[float, Field(ge=1)] = 200.0
-    """Expected steps to the first false alarm, at least."""
-    patience: Count = 10
-    """Observed steps without a change before a budget may fall."""
-    ladder: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Budgets that may be used; by default Sparrow's grid, rungs a quarter apart from a smaller budget up to it, and
-    the longest sequence."""
-
-    def build(self, sparsity: "Sparsity", quantile: float, max_length: int) -> "Control | None":
-        from alula.mismatch.control.control import Control, default_ladder
-        from alula.mismatch.control.monitor import budget_of, controlled, with_budget
-        from alula.sparsity.policy import smallest
-
-        if not self.enabled:
-            return None
-        parts = [part.budget for part in (sparsity.select, sparsity.evict) if part is not None]
-        planned = [b.notes["tau"] for b in parts if isinstance(b, Schedule) and "tau" in b.notes]
-        tau = self.tau if self.tau is not None else next(iter(planned), None)
-        require(len(parts) > 0, "control.enabled=true, but the rollouts are dense; set a sparsity.")
-        require(
-            tau is not None or self.vetoed is not None,
-            "control.enabled=true needs control.tau, as this budget was not planned for one, or control.vetoed.",
-        )
-        kind = controlled(sparsity)
-        start, block = budget_of(sparsity, kind), sparsity.select.block if sparsity.select and kind == "select" else 1
-        assert start is not None
-        for rung in self.ladder or ():
-            try:
-                with_budget(sparsity, kind, rung)
-            except SettingError as error:
-                raise SettingError(f"control.ladder={self.ladder}: {error}") from error
-        return Control(
-            tau,
-            max_length,
-            True,
-            self.on_violation,
-            quantile,
-            self.margin,
-            self.false_alarm_steps,
-            self.patience,
-            ladder=tuple(self.ladder or default_ladder(smallest(start), max_length, block)),
-            vetoed=self.vetoed,
-        )
-
-
-class CheckpointSettings(Section):
-    every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checkpoints; 0 writes one at the end only."""
-    keep: Count = 2
-    """How many of the last ones stay."""
-    best: bool = True
-    """Also keep the one with the best held-out accuracy of the dense policy."""
-
-
-class LoggingSettings(Section):
-    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Where metrics go besides the run's folder: `tensorboard`, `wandb`, `trackio`."""
-    completions: Annotated[int, Field(ge=0)] = 4
-    """Sampled completions written per step."""
-
-
 class RunConfig(Section):
     out: str
-    """The run's folder; by default `runs/<name of the recipe>`."""
+    """The run's folder."""
     steps: Count = 100
     """Batches of rollouts to train on."""
     seed: int = 0
-    """Of data order, rollouts, mini-batches and random weights."""
+    """Seed for data order, rollouts, mini-batches and random weights."""
     model: ModelSettings
     """What is trained."""
     data: DataSettings
@@ -657,8 +330,10 @@ class RunConfig(Section):
     def correction(self) -> Correction:
         return self.objective.correction.build()
 
-    def learner_config(self) -> LearnerConfig:
-        return self.learner.build(self.steps, reference=self.objective.kl > 0)
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the run."""
+        return self.steps * self.learner.updates
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
@@ -676,7 +351,10 @@ class RunConfig(Section):
             f"learner.updates={updates}: a step has only {unit} {self.learner.minibatch} to share out; lower it, or "
             "raise sampling.prompts.",
         )
-        self.learner_config()
+        self.learner.check_decay(self.total_updates)
+        names = distinct([term.name for term in self.rewards.use])
+        if self.rewards.correct is not None and self.rewards.correct not in names:
+            raise unknown("reward that decides correctness: rewards.correct", self.rewards.correct, names)
         asked = sorted(self.control.model_fields_set - {"enabled"})
         require(
             not asked or "enabled" in self.control.model_fields_set,

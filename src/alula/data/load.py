@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alula.config.settings import Source
 from alula.data import sources
 from alula.data.benchmarks import BENCHMARKS
 from alula.data.dataset import Dataset
@@ -15,6 +16,11 @@ GENERATED = 1000
 """Examples of a generator where no size is given."""
 FILES = (".jsonl", ".parquet")
 REASONING_GYM = FieldMapping("{question}\nPut your final answer between <answer> and </answer>.", "{answer}")
+
+
+def load_source(settings: Source) -> Dataset:
+    """The examples that a section of a recipe names."""
+    return load(**{name: getattr(settings, name) for name in Source.model_fields})
 
 
 def load(

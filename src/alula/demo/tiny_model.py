@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from alula.config.settings import LearnerSettings
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.demo.problems import HintedPointer
 from alula.learner.learner import Learner
-from alula.learner.learner_config import LearnerConfig
 from alula.learner.sft import Trace, warm_up
 from alula.run.export import export
 
@@ -76,16 +76,15 @@ def teach(
     shortcut = [Trace(*supervised_ids(tokenizer, example, shortcut=True)) for example in examples]
 
     def stage(name: str, steps: int, lr: float, share: float, decay: Any, below: float | None) -> Learner:
-        settings = LearnerConfig(
+        settings = LearnerSettings(
             lr=lr,
             betas=(0.9, 0.98),
             warmup_steps=min(30, steps - 1),
             decay=decay,
-            total_steps=steps,
             token_budget=1 << 16,
             activation_checkpointing=False,
         )
-        learner = Learner(model, settings)
+        learner = Learner(model, settings, total_steps=steps)
         batches = mixed(careful, shortcut, share, warm.batch, steps, random.Random(f"{name}/{seed}"))
         warm_up(learner, batches, below=below, seen=lambda step, loss: progress(name, step, steps, loss))
         return learner

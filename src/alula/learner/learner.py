@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alula.config.settings import LearnerSettings
 from alula.distributed import World, iter_full_params, shard_model
 from alula.engine.rollout import Scores
 from alula.errors import require
 from alula.learner.flops import Flops, training_flops
 from alula.learner.forward import Policy, checkpoint_activations
-from alula.learner.learner_config import LearnerConfig
 from alula.learner.learning_rate import learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.learner.packing import Packed, Tokens, collate, pack
@@ -33,9 +33,9 @@ LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs [N], entropy [N], batch) -> this micro-batch's share of the loss, and its metrics.
 
 Shares are summed over micro-batches and ranks, so a mean carries the denominator of the whole step. Metrics are
-joined by `policy_loss.merge_metrics`: `tokens` and what ends in `loss` add up, the rest are means over tokens. `batch`
-says which sequences these are (`index`, `sequence`) and brings the caller's tensors into their order (`flat`,
-`rows`).
+joined by `policy_loss.merge_metrics`: `tokens` and names that end in `loss` add up, names that end in `_min` or `_max`
+are extremes, the rest are means over tokens. `batch` says which sequences these are (`index`, `sequence`) and brings
+the caller's tensors into their order (`flat`, `rows`).
 """
 
 
@@ -62,11 +62,22 @@ class Learner:
     """Trains `model` in place; an engine built on the same parameters sees every step.
 
     Under several ranks the parameters are sharded: an engine then needs its own copy, refreshed from
-    `full_parameters`.
+    `full_parameters`. `total_steps` are the optimizer steps of the whole run, which `decay` needs. `keep_reference`
+    keeps the initial policy for `score(reference=True)`: a frozen copy, or nothing at all under LoRA.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig | None = None, world: World | None = None) -> None:
-        self.config = config = config or LearnerConfig()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: LearnerSettings | None = None,
+        world: World | None = None,
+        *,
+        total_steps: int = 0,
+        keep_reference: bool = False,
+    ) -> None:
+        self.settings = settings = settings or LearnerSettings()
+        settings.check_decay(total_steps)
+        self.total_steps = total_steps
         self.world = world or World(device=model.device)
         self.model = model
         self.dtype = model.dtype
@@ -75,14 +86,14 @@ class Learner:
         self.skipped = 0
         self.reference: Policy | None = None
         model.eval()
-        if config.lora:
-            lora.attach_trainable(model, config.lora.rank, config.lora.alpha, config.lora.seed)
-        elif config.reference:
-            self.reference = Policy(copy.deepcopy(model).requires_grad_(False), config.logprob_chunk)
-        self.policy = Policy(model, config.logprob_chunk)
-        if config.activation_checkpointing:
+        if settings.lora:
+            lora.attach_trainable(model, settings.lora.rank, settings.lora.alpha, settings.lora.seed)
+        elif keep_reference:
+            self.reference = Policy(copy.deepcopy(model).requires_grad_(False), settings.logprob_chunk)
+        self.policy = Policy(model, settings.logprob_chunk)
+        if settings.activation_checkpointing:
             checkpoint_activations(model)
-        compiled = config.compile
+        compiled = settings.compile
         if compiled is None:
             compiled = self.world.device.type == "cuda" and not self.world.is_distributed
         for policy in filter(None, (self.policy, self.reference)):
@@ -92,7 +103,12 @@ class Learner:
             if self.world.is_distributed:
                 shard_model(policy, policy.layers, self.world)
         self.optimizer = MasterAdamW(
-            model.named_parameters(), config.lr, config.betas, config.eps, config.weight_decay, compute=self.dtype
+            model.named_parameters(),
+            settings.lr,
+            settings.betas,
+            settings.eps,
+            settings.weight_decay,
+            compute=self.dtype,
         )
 
     @torch.no_grad()
@@ -101,8 +117,9 @@ class Learner:
     ) -> list[Scores]:
         """Log-probs of every response token under the policy, or under the one training began with."""
         require(
-            not reference or self.reference is not None or self.config.lora is not None,
-            "reference=False: the learner kept no initial policy; set learner.reference=true or use lora.",
+            not reference or self.reference is not None or self.settings.lora is not None,
+            "reference=True: the learner kept no initial policy; a run keeps it where objective.kl is above 0, a "
+            "Learner with keep_reference=True.",
         )
         policy = self.reference if reference and self.reference else self.policy
         without_adapter = reference and self.reference is None
@@ -142,7 +159,7 @@ class Learner:
             counts += torch.tensor([batch.input_ids.numel(), len(batch.targets), 1])
         total = float(self.world.all_sum(loss))
         lr = self.learning_rate()
-        norm, taken = self.optimizer.step(lr, self.config.max_grad_norm, finite_loss=math.isfinite(total))
+        norm, taken = self.optimizer.step(lr, self.settings.max_grad_norm, finite_loss=math.isfinite(total))
         self.steps += 1
         self.skipped += not taken
         gathered = self.world.all_gather((_on_cpu(parts), counts.tolist()))
@@ -161,9 +178,9 @@ class Learner:
         )
 
     def learning_rate(self) -> float:
-        """Of the next step."""
-        c = self.config
-        return learning_rate(self.steps, c.lr, c.warmup_steps, c.total_steps, c.decay, c.min_lr_ratio)
+        """Learning rate of the next step."""
+        s = self.settings
+        return learning_rate(self.steps, s.lr, s.warmup_steps, self.total_steps, s.decay, s.min_lr_ratio)
 
     def flops(self, sequences: Sequence[Tokens]) -> Flops:
         """What an update on these sequences costs; sequences without a response are not computed."""
@@ -173,7 +190,7 @@ class Learner:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values as transformers knows them: gathered from all ranks, adapters merged, in the model's
         dtype. Every rank must run through all of them. A tied head is not named."""
-        if self.config.lora:
+        if self.settings.lora:
             return ((name, value.to(self.dtype)) for name, value in lora.merged_parameters(self.model))
         return iter_full_params(self.model.named_parameters(), self.dtype)
 
@@ -193,7 +210,7 @@ class Learner:
         """Packed sequences that have something to score. All ranks must make the same number of forwards, so
         those with less to do add a token or two that count for nothing (False)."""
         useful = [i for i, sequence in enumerate(sequences) if sequence.token_ids]
-        batches = pack([_length(sequences[i]) for i in useful], self.config.token_budget)
+        batches = pack([_length(sequences[i]) for i in useful], self.settings.token_budget)
         missing = self.world.all_max(len(batches)) - len(batches)
         for members in batches:
             yield collate(sequences, [useful[m] for m in members], self.world.device), True

@@ -1,10 +1,8 @@
 """The learning rate as a pure function of the step."""
 
 import math
-from typing import Literal
 
-Decay = Literal["constant", "linear", "cosine"]
-DECAYS = ("constant", "linear", "cosine")
+from alula.config.settings import Decay
 
 
 def learning_rate(

@@ -1,28 +1,19 @@
-"""Several weighted rewards as one: `Rewards(specs).score(completions, examples)`."""
+"""Several weighted rewards as one: `Rewards(terms).score(completions, examples)`."""
 
 import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from alula.config.settings import RewardTerm
 from alula.data.answers import reference_text
 from alula.errors import SettingError, require, unknown
 from alula.rewards import graders
 from alula.rewards.length import length_reward
 from alula.rewards.pool import WorkerPool
 from alula.rewards.task import task_reward
-
-
-@dataclass(frozen=True)
-class RewardSpec:
-    """One reward: `math`, `reasoning-gym:<task>`, `task:<name>`, `format`, `length`, `model:<folder>`
-    or `package.module:function`."""
-
-    name: str
-    weight: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -53,23 +44,23 @@ class Rewards:
     """Scores answers. Rewards that execute foreign code run in `workers` killable processes, where one answer
     may take `timeout` seconds."""
 
-    def __init__(self, specs: Sequence[RewardSpec], *, timeout: float = 10.0, workers: int | None = None) -> None:
-        require(len(specs) > 0, "rewards: name at least one reward.")
+    def __init__(self, terms: Sequence[RewardTerm], *, timeout: float = 10.0, workers: int | None = None) -> None:
+        require(len(terms) > 0, "rewards: name at least one reward.")
         require(timeout > 0, f"reward timeout={timeout}: must be above 0 seconds.")
         size = min(4, os.cpu_count() or 1) if workers is None else workers
         require(size >= 1, f"reward workers={workers}: must be at least 1.")
-        self.specs = list(specs)
-        self.names = distinct([spec.name for spec in specs])
+        self.terms = list(terms)
+        self.names = distinct([term.name for term in terms])
         self._here: dict[str, Scorer] = {}
         self._away: list[str] = []
         away: list[tuple[str, dict[str, Any]]] = []
-        for name, spec in zip(self.names, specs):
-            scorer = in_process(spec)
+        for name, term in zip(self.names, terms):
+            scorer = in_process(term)
             if scorer is not None:
                 self._here[name] = scorer
             else:
                 self._away.append(name)
-                away.append((spec.name, dict(spec.options)))
+                away.append((term.name, dict(term.options)))
         self._pool = WorkerPool(away, timeout, size) if away else None
 
     def start(self) -> None:
@@ -116,43 +107,43 @@ class Rewards:
                     failures.append((i, f"{name}: the reward is {value}"))
                     values[i] = 0.0
         parts = {name: parts[name] for name in self.names}
-        weights = [spec.weight for spec in self.specs]
+        weights = [term.weight for term in self.terms]
         total = [sum(w * v for w, v in zip(weights, row)) for row in zip(*parts.values())]
         return RewardBatch(total, parts, sorted(failures))
 
 
-def check(specs: Sequence[RewardSpec]) -> None:
+def check(terms: Sequence[RewardTerm]) -> None:
     """Refuse here and now what the workers would refuse when they start; a reward model's weights are not loaded."""
-    for spec in specs:
-        kind, _, folder = spec.name.partition(":")
+    for term in terms:
+        kind, _, folder = term.name.partition(":")
         if kind == "model" and folder:
             from alula.rewards.model import check_there
 
             check_there(folder)
-        elif in_process(spec) is None:
-            graders.build(spec.name, spec.options)
+        elif in_process(term) is None:
+            graders.build(term.name, term.options)
 
 
 TRIED = 3
 """Examples that a reward is tried on: one of them may be odd."""
 
 
-def try_out(specs: Sequence[RewardSpec], examples: Sequence[Mapping[str, Any]], timeout: float) -> None:
+def try_out(terms: Sequence[RewardTerm], examples: Sequence[Mapping[str, Any]], timeout: float) -> None:
     """Refuse a reward that can grade the reference answer of none of the first examples (the empty text where there is
     no reference), with its own error. A reward model's weights are not loaded."""
     some = examples[:TRIED]
     answers = ["" if example.get("answer") is None else reference_text(example["answer"]) for example in some]
-    for spec in specs:
-        if spec.name.startswith("model:"):
+    for term in terms:
+        if term.name.startswith("model:"):
             continue
-        with Rewards([spec], timeout=timeout, workers=1) as rewards:
+        with Rewards([term], timeout=timeout, workers=1) as rewards:
             try:
                 lengths = [len(answer.split()) for answer in answers]
                 failures = rewards.score(answers, some, ["stop"] * len(some), lengths).failures
             except SettingError:
                 raise
             except Exception as error:  # of one that runs here
-                failures = [(i, f"{spec.name}: {type(error).__name__}: {error}") for i in range(len(some))]
+                failures = [(i, f"{term.name}: {type(error).__name__}: {error}") for i in range(len(some))]
         require(
             len(failures) < len(some),
             f"reward {failures[0][1] if failures else ''} (tried on the reference answers of the first examples, such "
@@ -160,20 +151,20 @@ def try_out(specs: Sequence[RewardSpec], examples: Sequence[Mapping[str, Any]], 
         )
 
 
-def in_process(spec: RewardSpec) -> Scorer | None:
+def in_process(term: RewardTerm) -> Scorer | None:
     """The scorer of a reward that runs here; None for one that belongs into a worker."""
-    kind, _, rest = spec.name.partition(":")
-    if spec.name in ("math", "format") or (kind == "reasoning-gym" and rest):
+    kind, _, rest = term.name.partition(":")
+    if term.name in ("math", "format") or (kind == "reasoning-gym" and rest):
         return None
-    if spec.name == "length":
-        return configured(spec, length_reward)
+    if term.name == "length":
+        return configured(term, length_reward)
     if kind == "task" and rest:
-        return configured(spec, task_reward, rest)
+        return configured(term, task_reward, rest)
     if kind == "model" and rest:
         from alula.rewards.model import ModelReward
 
-        return configured(spec, ModelReward, rest)
-    if graders.is_function(spec.name):
+        return configured(term, ModelReward, rest)
+    if graders.is_function(term.name):
         return None
     known = [
         "math",
@@ -184,15 +175,15 @@ def in_process(spec: RewardSpec) -> Scorer | None:
         "model:<folder>",
         "package.module:function",
     ]
-    raise unknown("reward", spec.name, known)
+    raise unknown("reward", term.name, known)
 
 
-def configured(spec: RewardSpec, make: Callable[..., Scorer], *arguments: str) -> Scorer:
+def configured(term: RewardTerm, make: Callable[..., Scorer], *arguments: str) -> Scorer:
     try:
-        inspect.signature(make).bind(*arguments, **spec.options)
+        inspect.signature(make).bind(*arguments, **term.options)
     except TypeError as error:
-        raise SettingError(f"reward {spec.name}: {error}.") from error
-    return make(*arguments, **spec.options)
+        raise SettingError(f"reward {term.name}: {error}.") from error
+    return make(*arguments, **term.options)
 
 
 def distinct(names: Sequence[str]) -> list[str]:

@@ -10,14 +10,14 @@ from transformers import AutoTokenizer
 
 from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
-from alula.data.load import is_path
+from alula.data.load import is_path, load_source
 from alula.distill.distiller import Distiller
 from alula.distill.run_stage import Stage
 from alula.distributed import World
 from alula.engine.engine import Engine
 from alula.errors import SettingError, require
 from alula.learner.learner import Learner
-from alula.mismatch.control.monitor import Monitor, Watch
+from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.models.load import SHAPE, LoadedModel, load_model
 from alula.models.lora import Adapter
@@ -105,9 +105,9 @@ def with_tokenizer(loaded: LoadedModel, tokenizer: Any, cut: bool) -> LoadedMode
 
 def split_data(config: RunConfig) -> Data:
     """(training, held-out) examples; the second from data of its own, or set aside, or none."""
-    training, held_out = config.data.load(), None
+    training, held_out = load_source(config.data), None
     if config.eval.every and config.eval.data is not None:
-        held_out = config.eval.data.load()
+        held_out = load_source(config.eval.data)
         held_out = held_out.take(config.eval.size, seed=0) if config.eval.size < len(held_out) else held_out
     elif config.eval.every:
         require(
@@ -147,7 +147,13 @@ def build_learner_and_engine(
     """On one device without adapters the engine reads the learner's own parameters; otherwise it has a copy, which
     `Engine.update_weights` refreshes. A distiller reads what the engine reads."""
     for_engine = loaded if shares_weights(config, world) else replace(loaded, model=copy.deepcopy(loaded.model))
-    learner = Learner(loaded.model, config.learner_config(), world)
+    learner = Learner(
+        loaded.model,
+        config.learner,
+        world,
+        total_steps=config.total_updates,
+        keep_reference=config.objective.kl > 0,
+    )
     learner.tensors()  # the moments take their memory now, before the engine takes what is left
     distiller = None
     if config.distill is not None:
@@ -199,13 +205,12 @@ def build_stage(config: RunConfig, distiller: Distiller | None, collector: Colle
 def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:
     """Watches the sparse policy of the run; the longest sequence is what the longest prompt can grow to."""
     longest = max(len(example.prompt_ids or ()) for example in training) + config.sampling.max_new_tokens
-    sparsity, m = config.sparsity.build(), config.monitor
     return Monitor(
-        Watch(m.rollouts, m.quantile, m.bin),
-        sparsity,
+        config.monitor,
+        config.sparsity.build(),
         engine,
         longest,
-        config.control.build(sparsity, m.quantile, longest),
+        config.control,
         gather=world.all_gather,
         share=lambda count: len(world.local_slice(range(count))),
     )

@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from alula.config.run import ControlSettings, DistillSettings, RunConfig
+from alula.config.run import DistillSettings, RunConfig
+from alula.config.settings import ControlSettings
 from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
 from alula.errors import SettingError
 from alula.files import size_text
 from alula.models.geometry import Geometry
+from alula.mismatch.control.monitor import filled_in
 from alula.models.load import SHAPE, find_pretrained, short_name
 from alula.models.lora import Adapter, check_fits, linears, targeted
 from alula.models.shapes import SHAPES, shape
@@ -86,7 +88,7 @@ class Plan:
 
 def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
     """Raises what would be refused at the start of the run, too. `data` is given where its tokens are known."""
-    check_rewards(config.rewards.specs())
+    check_rewards(config.rewards.use)
     sparsity = config.sparsity.build()
     for policy in config.policies():
         check_schedules(policy, short_name(config.model.source))
@@ -109,7 +111,8 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
     running = min(config.engine.max_rows, -(-rollouts // ranks))
     prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + s.max_new_tokens
-    config.control.build(sparsity, config.monitor.quantile, longest)
+    if config.control.enabled:
+        filled_in(config.control, sparsity, longest)
     shared = ranks == 1 and lora is None
     own_master = width == 4
     return Plan(

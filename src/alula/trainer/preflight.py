@@ -21,9 +21,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from alula.config.run import RunConfig, Source
+from alula.config.run import RunConfig
+from alula.config.settings import Source
 from alula.data import Dataset
-from alula.data.load import is_path, on_hub
+from alula.data.load import is_path, load_source, on_hub
 from alula.distill.run_stage import Stage
 from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
@@ -146,7 +147,7 @@ def read_data(config: RunConfig) -> Data | None:
         return split_data(config)
     for one in sources(config):
         if not remote(one):
-            one.load()
+            load_source(one)
     return None
 
 
@@ -170,7 +171,7 @@ def describe_data(config: RunConfig, data: Data | None) -> str:
 def try_rewards(config: RunConfig, data: Data | None) -> None:
     """On the data itself: a field that a reward misses is found before the first rollout."""
     if data is not None:
-        try_out(config.rewards.specs(), [example.record() for example in data[0]], config.rewards.timeout)
+        try_out(config.rewards.use, [example.record() for example in data[0]], config.rewards.timeout)
 
 
 def tokenizer_at_hand(config: RunConfig) -> Any | None:

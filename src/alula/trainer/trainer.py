@@ -19,6 +19,7 @@ from alula.config.run import RunConfig
 from alula.data import PromptStream
 from alula.distill.run_stage import Stage
 from alula.distributed import World, init_world
+from alula.rewards import Rewards
 from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.export import export
 from alula.run.run_log import RunLogger, printer
@@ -73,7 +74,8 @@ class Trainer:
         self.loaded = load_policy(config, world)
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
-        self.rewards = config.rewards.build()
+        r = config.rewards
+        self.rewards = Rewards(r.use, timeout=r.timeout, workers=r.workers)
         longest = longest_sequence(config, self.loaded.model.config, training, self.held_out)
         self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world, longest)
         self.stop = StopRequest(world)

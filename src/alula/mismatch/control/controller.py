@@ -17,8 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from alula.config.settings import ControlSettings
 from alula.errors import require
-from alula.mismatch.control.control import Action, Control, Event, VetoEvent
+from alula.mismatch.control.control import Action, Event, VetoEvent
 from alula.mismatch.control.sequential_test import Evidence
 from alula.sparsity.schedule import Schedule
 
@@ -40,24 +41,42 @@ class _Bins:
 
 
 class Controller:
-    """Watches a schedule and, if told to, changes it. Evictors are `forward`: earlier bins act on later ones."""
+    """Watches a schedule and, if enabled, changes it. Evictors are `forward`: earlier bins act on later ones.
 
-    def __init__(self, schedule: Schedule, control: Control, kind: Literal["select", "evict"]) -> None:
+    `control` has its `tau` and `ladder` filled in (`monitor.filled_in`). `max_length` is the longest sequence of the
+    run, where a budget is dense; `samples` the most rollouts of one prompt in one observation.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        control: ControlSettings,
+        kind: Literal["select", "evict"],
+        max_length: int,
+        quantile: float = 0.05,
+        samples: int = 1,
+    ) -> None:
         require(kind in ("select", "evict"), f"kind={kind!r}: must be 'select' or 'evict'.")
         require(
             list(schedule.budgets) == sorted(schedule.budgets),
             f"schedule {schedule.name!r}: its budgets fall with length; a controlled schedule must not.",
         )
+        require(
+            control.tau is not None or control.vetoed is not None,
+            "control.tau and control.vetoed are both unset; the controller needs one of them.",
+        )
         n = len(schedule.budgets)
+        self.max_length, self.quantile, self.samples = max_length, quantile, samples
+        self.ladder = tuple(sorted(control.ladder or ()))
         self.original, self.control, self.forward = schedule, control, kind == "evict"
         self.version, self.width, self.stopped = 0, schedule.width, False
         self.bins = _Bins(
             list(schedule.budgets), [0] * n, [0] * n, [control.patience] * n, [False] * n, [0] * n, [0] * n
         )
-        self.low, self.high = Evidence(n, control.quantile, +1), Evidence(n, control.quantile, -1)
-        room = control.max_length - self.width * np.arange(n)  # tokens of one rollout that fit into each bin
+        self.low, self.high = Evidence(n, quantile, +1), Evidence(n, quantile, -1)
+        room = max_length - self.width * np.arange(n)  # tokens of one rollout that fit into each bin
         room[:-1] = np.minimum(room[:-1], self.width)
-        self.caps = np.maximum(room, 1) * control.samples
+        self.caps = np.maximum(room, 1) * samples
         self.bar, self.veto_bar = log(control.false_alarm_steps * n), log(control.false_alarm_steps)
         limit = control.vetoed or 1.0
         self.spoilt, self.sound = Evidence(1, limit, +1), Evidence(1, limit / 4, -1)
@@ -131,7 +150,7 @@ class Controller:
         bins, tokens, below, near = present // len(names), tokens[present], below[present], near[present]
         require(
             bool((tokens <= self.caps[bins]).all()),
-            f"samples={self.control.samples}, max_length={self.control.max_length}: a prompt has more tokens in a "
+            f"samples={self.samples}, max_length={self.max_length}: a prompt has more tokens in a "
             "bin than these allow; raise the one that is too small.",
         )
         self.low.add(bins, tokens, below, self.caps[bins])
@@ -180,7 +199,7 @@ class Controller:
         """From the alarmed bin on; for an evictor everywhere, since what is evicted earlier is missing later."""
         first = 0 if self.forward else first
         block = self.original.block or 1
-        everything = -(-self.control.max_length // block) * block
+        everything = -(-self.max_length // block) * block
         self._move([max(b, everything) if j >= first else b for j, b in enumerate(self.bins.budget)])
 
     def _fall(self) -> list[Event]:
@@ -223,16 +242,16 @@ class Controller:
         self._forget_vetoes()
 
     def _up(self, budget: int) -> int:
-        at = bisect_right(self.control.ladder, budget)
-        return self.control.ladder[at] if at < len(self.control.ladder) else budget
+        at = bisect_right(self.ladder, budget)
+        return self.ladder[at] if at < len(self.ladder) else budget
 
     def _down(self, budget: int) -> int:
-        at = bisect_left(self.control.ladder, budget) - 1
-        return self.control.ladder[at] if at >= 0 else budget
+        at = bisect_left(self.ladder, budget) - 1
+        return self.ladder[at] if at >= 0 else budget
 
     @property
     def _tail_limits(self) -> list[float | None]:
-        return [self.control.tau, self.control.quantile, self.control.margin]
+        return [self.control.tau, self.quantile, self.control.margin]
 
     def shares(self) -> list[float]:
         """Share of tokens below tau per bin since its last change; NaN where there were none."""

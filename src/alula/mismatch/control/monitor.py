@@ -4,7 +4,7 @@ The rollouts watched keep the hidden states that their tokens were sampled from;
 gives the other side, so α is exact, is that of the very policy that sampled, and costs a small share of the learner's
 own scoring pass.
 
-    monitor = Monitor(Watch(rollouts=8), sparsity, engine, max_length, control)
+    monitor = Monitor(MonitorSettings(rollouts=8), sparsity, engine, max_length, control)
     requests = engine.requests(prompts, sampling, monitor.sparsity)
     monitor.watch(requests)
     found = monitor.step(list(engine.stream(requests)))     # metrics, events; monitor.sparsity is the next step's
@@ -17,30 +17,20 @@ from typing import Any
 
 import numpy as np
 
+from alula.config.settings import ControlSettings, MonitorSettings
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request
-from alula.errors import require
+from alula.errors import SettingError, require
 from alula.mismatch.calibrate.file import Kind
-from alula.mismatch.control.control import Control, Event
+from alula.mismatch.control.control import Event, default_ladder
 from alula.mismatch.control.controller import Controller
 from alula.mismatch.measure import flat
 from alula.mismatch.tail import Array, lower_quantile
-from alula.sparsity.policy import Budget, Sparsity
+from alula.sparsity.policy import Budget, Sparsity, smallest
 from alula.sparsity.schedule import Schedule
 
 PERCENTILES = (1, 5, 50)
-
-
-@dataclass(frozen=True)
-class Watch:
-    """What is measured of a step."""
-
-    rollouts: int = 8
-    """How many, of as many prompts, over all ranks; 0 switches the monitor off."""
-    quantile: float = 0.05
-    width: int | None = None
-    """Tokens per length bin where the sparsity has no schedule; by default 2000, or an eighth of the longest."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +43,32 @@ class Observed:
 class Monitor:
     """Watches one run's sparse policy. All ranks see all α and so come to the same schedule.
 
-    `gather` gives every rank's value on every rank; `shares` says how many of `count` things this rank does.
+    `gather` gives every rank's value on every rank; `share` says how many of `count` things this rank does.
     """
 
     def __init__(
         self,
-        watch: Watch,
+        settings: MonitorSettings,
         sparsity: Sparsity,
         engine: Engine,
         max_length: int,
-        control: Control | None = None,
+        control: ControlSettings | None = None,
         *,
         gather: Callable[[Any], list[Any]] = lambda value: [value],
         share: Callable[[int], int] = lambda count: count,
     ) -> None:
-        self.watched, self.engine, self.gather = watch, engine, gather
-        self.keep = 0 if sparsity.dense else share(watch.rollouts)
+        self.settings, self.engine, self.gather = settings, engine, gather
+        self.keep = 0 if sparsity.dense else share(settings.rollouts)
         self.base, self.kind = sparsity, controlled(sparsity)
         self.max_length = max_length
-        self.schedule = schedule_of(budget_of(sparsity, self.kind), watch.width, max_length)
+        self.schedule = schedule_of(budget_of(sparsity, self.kind), settings.bin, max_length)
+        if control is not None and control.enabled:
+            control = filled_in(control, sparsity, max_length)
         self.tau = self.schedule.notes.get("tau") if control is None or control.tau is None else control.tau
         self.controller: Controller | None = None
-        if control is not None and control.enabled and not sparsity.dense:
+        if control is not None and control.enabled:
             require(
-                watch.rollouts > 0 or control.tau is None,
+                settings.rollouts > 0 or control.tau is None,
                 f"control.enabled=true with monitor.rollouts=0: there is no tail to hold at {control.tau}; watch some "
                 "rollouts, or hold vetoes only (control.vetoed, with a budget that was not planned for a tau).",
             )
@@ -85,9 +77,7 @@ class Monitor:
                 "control.on_violation=dense: with an evictor and a selector only one budget is controlled, and the "
                 "other part would stay sparse; use adapt, warn or stop.",
             )
-            self.controller = Controller(self.schedule, control, self.kind)
-            for budget in control.ladder:
-                with_budget(sparsity, self.kind, budget)  # refuses one that the method cannot have
+            self.controller = Controller(self.schedule, control, self.kind, max_length, settings.quantile)
         self._versions = {self.sparsity: 0}
 
     @property
@@ -102,8 +92,9 @@ class Monitor:
         """The policy with the largest budget that the controller may come to."""
         if self.controller is None or self.kind == "select":  # a selector keeps all KV at any budget
             return self.sparsity
-        control, budget = self.controller.control, max(self.controller.schedule.budgets)
-        top = {"adapt": control.ladder[-1], "dense": control.max_length}.get(control.on_violation, 0)
+        budget = max(self.controller.schedule.budgets)
+        tops = {"adapt": self.controller.ladder[-1], "dense": self.max_length}
+        top = tops.get(self.controller.control.on_violation, 0)
         return with_budget(self.base, self.kind, top) if top > budget else self.sparsity
 
     @property
@@ -114,7 +105,7 @@ class Monitor:
     def move(self, sparsity: Sparsity) -> None:
         """From now on the run's policy is this one, which no controller changes."""
         self.base, self.kind = sparsity, controlled(sparsity)
-        self.schedule = schedule_of(budget_of(sparsity, self.kind), self.watched.width, self.max_length)
+        self.schedule = schedule_of(budget_of(sparsity, self.kind), self.settings.bin, self.max_length)
         self._versions = {sparsity: 0}
 
     def watch(self, requests: Sequence[Request]) -> None:
@@ -126,7 +117,7 @@ class Monitor:
         """Measure the rollouts that kept their hidden states, and free those. Every rank must call it."""
         if self.base.dense:
             return Observed()
-        if not self.watched.rollouts:
+        if not self.settings.rollouts:
             return Observed(self._schedule_metrics() if self.controller else {})
         mine = [r for r in rollouts if r.hidden is not None and len(r)]
         tokens = self._tokens(mine)
@@ -162,7 +153,7 @@ class Monitor:
 
     def _metrics(self, alpha: Array, positions: Array) -> dict[str, float]:
         """Percentiles over all tokens, and the tail of every bin that has enough of them to have one."""
-        quantile, width = self.watched.quantile, self.schedule.width
+        quantile, width = self.settings.quantile, self.schedule.width
         metrics = {f"mismatch/alpha_p{p:02}": lower_quantile(alpha, p / 100) for p in PERCENTILES}
         metrics["mismatch/alpha_tokens"] = len(alpha)
         if self.tau is not None:
@@ -188,7 +179,8 @@ class Monitor:
             return []
         events: list[Event] = self.controller.observe(alpha, positions, prompts, version)
         self._versions[self.sparsity] = self.controller.version
-        return [event.describe(self.controller.control, self.controller.width) for event in events]
+        control, quantile, width = self.controller.control, self.controller.quantile, self.controller.width
+        return [event.describe(control, quantile, width) for event in events]
 
     def state_dict(self) -> dict[str, Any]:
         return {"controller": self.controller.state_dict() if self.controller else None}
@@ -199,6 +191,32 @@ class Monitor:
             self.controller.load_state_dict(state["controller"])
             self.controller.stopped &= self.controller.control.on_violation == "stop"
             self._versions = {self.sparsity: self.controller.version}
+
+
+def filled_in(control: ControlSettings, sparsity: Sparsity, max_length: int) -> ControlSettings:
+    """`control` with the tau that the schedule was planned for and a ladder of budgets, where it names none.
+
+    `max_length` is the longest sequence of the run.
+    """
+    budgets = [part.budget for part in (sparsity.select, sparsity.evict) if part is not None]
+    require(len(budgets) > 0, "control.enabled=true, but the rollouts are dense; set a sparsity.")
+    planned = [b.notes["tau"] for b in budgets if isinstance(b, Schedule) and "tau" in b.notes]
+    tau = control.tau if control.tau is not None else next(iter(planned), None)
+    require(
+        tau is not None or control.vetoed is not None,
+        "control.enabled=true needs control.tau, as this budget was not planned for one, or control.vetoed.",
+    )
+    kind = controlled(sparsity)
+    for rung in control.ladder or ():
+        try:
+            with_budget(sparsity, kind, rung)
+        except SettingError as error:
+            raise SettingError(f"control.ladder={list(control.ladder or ())}: {error}") from error
+    start = budget_of(sparsity, kind)
+    assert start is not None
+    block = sparsity.select.block if sparsity.select and kind == "select" else 1
+    ladder = control.ladder or default_ladder(smallest(start), max_length, block)
+    return control.model_copy(update={"tau": tau, "ladder": ladder})
 
 
 def controlled(sparsity: Sparsity) -> Kind:

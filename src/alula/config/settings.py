@@ -1,0 +1,318 @@
+"""Settings of a run, section by section: each is declared, checked and documented here, once.
+
+Components take these objects (`Learner(model, LearnerSettings(lr=1e-5))`), a recipe is a tree of them
+(`alula.config.run`). The checks here concern single values; this module imports nothing heavy.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from alula.errors import SettingError, require, unknown
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Decay = Literal["constant", "linear", "cosine"]
+
+
+class Section(BaseModel):
+    """A group of settings. An invalid value raises a SettingError."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise first_error(error, type(self)) from error
+
+        __init__.__pydantic_base_init__ = True  # validation of a whole tree keeps the path of an error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_empty(cls, given: Any) -> Any:
+        """`null` means an empty list or mapping where that is the default."""
+        if not isinstance(given, dict):
+            return given
+        empty = {name for name, field in cls.model_fields.items() if field.default in ({}, [])}
+        return {name: value for name, value in given.items() if value is not None or name not in empty}
+
+
+def first_error(error: ValidationError, section: type[BaseModel]) -> SettingError:
+    """The first error as one sentence: setting, value and hint."""
+    first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a typo also leaves a gap
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return unknown("setting", path, section.model_fields)
+    if first["type"] == "missing":
+        return SettingError(f"setting {path!r} is missing; give it in the recipe or as {path}=value.")
+    if first["type"] == "value_error":
+        return SettingError(f"{path}: {first['ctx']['error']}" if path else str(first["ctx"]["error"]))
+    expected = first["msg"].removeprefix("Input ").rstrip(".")
+    if first["type"] == "string_type" and isinstance(first["input"], dict):
+        expected += f'; write a text that begins with a brace in quotes, as {first["loc"][-1]}: "{{field}}"'
+    return SettingError(f"setting {path}={first['input']!r}: {expected}.")
+
+
+class ModelSettings(Section):
+    source: str
+    """Hub id, Hugging Face folder, GGUF file, or `shape:<name>` for random weights."""
+    tokenizer: str | None = None
+    """Hub id or folder of a tokenizer that replaces the model's, or `task:<name>` for a generated task's. By default a
+    `shape:` model on `task:` data uses the task's tokenizer, and its vocabulary is cut to it."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of weights and compute; by default bfloat16 on CUDA (with float32 masters) and float32 on the CPU."""
+    residual: Literal["float32"] | None = None
+    """`float32` keeps the residual stream of a 16-bit model in float32, in rollouts and training alike: the engine's
+    and the learner's log-probs come closer. Without effect on a float32 model."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Device; by default CUDA if available."""
+
+
+class Source(Section):
+    """A data source; see docs/rewards-and-data.md."""
+
+    source: str
+    """File, folder, benchmark, hub id, `task:<name>` or `reasoning-gym:<task>`."""
+    split: str | None = None
+    """Split of a stored data set."""
+    data_dir: str | None = None
+    """Folder with local copies of the benchmarks."""
+    prompt: str | None = None
+    """Template of the prompt, with `{field}`s of the row."""
+    answer: str | None = None
+    """Template of the reference answer; an empty text for data without answers."""
+    answer_form: str | None = None
+    """How the answer is written: `plain`, `####`, `boxed` or `unit`."""
+    size: Count | None = None
+    """Number of examples to generate, or to take from the start of a stored set."""
+    seed: int = 0
+    """Seed for generated examples."""
+    options: dict[str, Any] = {}
+    """Options of a generator."""
+
+
+class DataSettings(Source):
+    """The training data, and how prompts are formatted."""
+
+    max_prompt_tokens: Count | None = None
+    """Longer prompts are dropped; the log reports how many."""
+    chat: bool | None = None
+    """Apply the tokenizer's chat template; by default if it has one."""
+    system: str | None = None
+    """System prompt, with a chat template."""
+    template_options: dict[str, Any] = {}
+    """Passed to the chat template, for example `enable_thinking: false`."""
+
+
+class RewardTerm(Section):
+    """One reward of the weighted sum."""
+
+    name: str
+    """`math`, `format`, `length`, `task:<name>`, `reasoning-gym:<task>`, `model:<folder>` or
+    `package.module:function`."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+    options: dict[str, Any] = {}
+    """Options of that reward."""
+
+
+def _as_term(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, (str, dict)) else value
+
+
+class RewardSettings(Section):
+    use: Annotated[
+        list[Annotated[RewardTerm, BeforeValidator(_as_term)]], Field(min_length=1), BeforeValidator(_as_list)
+    ]
+    """The rewards to add up, or a single one; a bare name means that reward with weight 1."""
+    correct: str | None = None
+    """The reward that decides whether an answer is correct (accuracy); by default the first."""
+    threshold: float = 1.0
+    """An answer is correct if that reward is at least this."""
+    timeout: Positive = 10.0
+    """Time limit for grading one answer, in seconds."""
+    workers: Count | None = None
+    """Grading processes; by default four, or the number of cores if smaller."""
+
+
+class SamplingSettings(Section):
+    prompts: Count = 32
+    """Prompts per step, over all ranks."""
+    n: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per prompt: the group that an advantage is taken against."""
+    max_new_tokens: Count = 1024
+    """Longest answer."""
+    temperature: Positive = 1.0
+    """Sampling temperature; the learner scores at the same temperature."""
+    dynamic: bool = False
+    """Draw further prompts while groups have equal rewards, until `prompts` groups have a signal (DAPO)."""
+    max_rounds: Count = 4
+    """With `dynamic`: draw at most this many times `prompts`, then fill up with groups without signal."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_filters(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name, off in (("top_p", 1.0), ("top_k", 0)):
+                if values.get(name, off) != off:
+                    raise SettingError(
+                        f"{name}={values[name]}: training needs the probability of every token under the whole "
+                        f"vocabulary, which {name} cuts; leave it out and use temperature alone."
+                    )
+            return {name: value for name, value in values.items() if name not in ("top_p", "top_k")}
+        return values
+
+
+class LoRASettings(Section):
+    rank: Count = 32
+    """Rank of the update of every linear layer."""
+    alpha: Positive = 64.0
+    """The update is scaled by alpha / rank."""
+    seed: int = 0
+    """Seed for the adapters' initial values."""
+
+
+class LearnerSettings(Section):
+    updates: Count = 1
+    """Optimizer steps per batch of rollouts."""
+    minibatch: Literal["groups", "rollouts"] = "groups"
+    """Whether mini-batches hold whole groups or shuffled rollouts."""
+    lr: Positive = 1e-6
+    """Learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: Positive | None = 1.0
+    """Gradients are clipped to this global norm; null switches clipping off."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay: Decay = "constant"
+    """`constant`, or `linear` or `cosine` down to `min_lr_ratio` at the end of the run."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate of the decay, as a share of `lr`."""
+    max_skipped: Count = 5
+    """The run stops after this many updates in a row with a loss or gradient that is not finite."""
+    token_budget: Count = 16384
+    """Tokens per micro-batch, prompts included; a longer sequence is a micro-batch by itself."""
+    logprob_chunk: Count = 2048
+    """Positions whose logits are in memory at the same time."""
+    activation_checkpointing: bool = True
+    """Keep only each layer's input and recompute the rest in the backward pass: a third more work."""
+    compile: bool | None = None
+    """Compile the decoder layers; by default on a single GPU."""
+    lora: LoRASettings | None = None
+    """Train low-rank adapters (peft) instead of the weights."""
+
+    def check_decay(self, total_steps: int) -> None:
+        """A decay needs steps after the warm-up; `total_steps` are the optimizer steps of the run."""
+        require(
+            self.decay == "constant" or total_steps > self.warmup_steps,
+            f"decay={self.decay} needs more optimizer steps than warmup_steps={self.warmup_steps}, "
+            f"but the run has {total_steps}; lower warmup_steps or train longer.",
+        )
+
+
+class EngineSettings(Section):
+    page: int = 16
+    """KV tokens per page; with a selector, its block size is used instead."""
+    kv_memory: str | int | None = None
+    """Size of the KV pool, for example `60GiB`; by default twice what `max_rows` dense sequences of `max_length` need
+    (an evicting sequence compacts next to the prompt it shares), but at most 80 % of the free memory on a GPU and 1 GiB
+    on the CPU."""
+    max_rows: Count = 256
+    """Sequences that decode together."""
+    max_length: Count | None = None
+    """Most KV tokens of one sequence; by default the longest prompt with the longest answer of this run. A run that
+    exceeds the model's max_position_embeddings raises, unless this setting allows it."""
+    lookahead: Count | None = None
+    """Decode steps launched at a time."""
+    buckets: list[int] | None = None
+    """Batch sizes that decode steps are padded to; a single value makes results independent of batch composition, bit
+    for bit."""
+    graphs: bool | None = None
+    """Capture decode steps as CUDA graphs; by default on CUDA."""
+    compiled: bool | None = None
+    """Compile the layers; by default on CUDA."""
+
+
+class EvalSettings(Section):
+    every: Natural = 10
+    """Evaluate the dense policy on held-out data every `every` steps, and before the first and after the last step;
+    0 switches it off."""
+    data: Source | None = None
+    """Held-out data; by default `size` examples are set aside from the training data."""
+    size: Count = 128
+    """Problems to evaluate on."""
+    k: Count = 1
+    """Answers per problem."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of the evaluation; 0 is greedy."""
+    max_new_tokens: Count | None = None
+    """Longest answer; by default `sampling.max_new_tokens`."""
+    sparse: bool = False
+    """Evaluate the sparse policy as well."""
+
+
+class MonitorSettings(Section):
+    """The tail of acceptance during the run; see docs/sparrow.md."""
+
+    rollouts: Natural = 8
+    """Rollouts per step whose acceptance is measured, each of a different prompt, over all ranks; 0 switches the
+    monitor off."""
+    quantile: Fraction = 0.05
+    """The quantile of acceptance that is called the tail."""
+    bin: Count | None = None
+    """Tokens per length bin if the budget is not a schedule; by default 2000, or an eighth of the longest sequence."""
+
+
+class ControlSettings(Section):
+    """The controller that holds the tail and keeps vetoed rollouts rare; see docs/sparrow.md."""
+
+    enabled: bool = False
+    """React to a tail below tau, or to too many vetoed rollouts."""
+    tau: Fraction | None = None
+    """The tail to hold; by default the one that the schedule was planned for."""
+    vetoed: Fraction | None = None
+    """Largest share of rollouts that may be vetoed (some token with p_dense / p_sparse below the correction's veto, or
+    1e-4), for example 0.05; it sees what the tail does not. Under `adapt` no budget falls without confident evidence of
+    less than a quarter of it. By default vetoes are not counted."""
+    on_violation: Literal["warn", "adapt", "dense", "stop"] = "warn"
+    """Reaction to confident evidence of a tail below tau, or of too many vetoes: `warn` reports it, `adapt` changes
+    budgets, `dense` reads and keeps everything from that length on, `stop` ends the run."""
+    margin: Positive = 0.03
+    """Under `adapt` a budget falls only where the tail is confidently above tau + margin."""
+    false_alarm_steps: Annotated[float, Field(ge=1)] = 200.0
+    """Lower bound of the expected number of steps to the first false alarm, and to the first false fall of a budget."""
+    patience: Count = 10
+    """Observed steps without a change before a budget may fall."""
+    ladder: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """Budgets that may be used; by default Sparrow's grid, rungs a quarter apart from a smaller budget up to it, and
+    the longest sequence."""
+
+
+class CheckpointSettings(Section):
+    every: Natural = 10
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: Count = 2
+    """Number of recent checkpoints to keep."""
+    best: bool = True
+    """Also keep the checkpoint with the best held-out accuracy of the dense policy."""
+
+
+class LoggingSettings(Section):
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Where metrics go in addition to the run's folder: `tensorboard`, `wandb`, `trackio`."""
+    completions: Natural = 4
+    """Sampled completions written per step."""
