@@ -21,8 +21,8 @@ from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
 from alula.errors import SettingError
 from alula.files import size_text
-from alula.models.geometry import Geometry
 from alula.mismatch.control.monitor import filled_in
+from alula.models.geometry import Geometry
 from alula.models.load import SHAPE, find_pretrained, short_name
 from alula.models.lora import Adapter, check_fits, linears, targeted
 from alula.models.shapes import SHAPES, shape
