@@ -127,7 +127,7 @@ def large(ceilings: Ceilings) -> list[dict]:
 
 
 def kernel(ceilings: Ceilings) -> list[dict]:
-    """The paged decode kernel alone, 64 × 8k, on pages in random order."""
+    """The paged decode kernel alone, 64 × 8k, random KV, pages in random order."""
     from alula.ops.paged_attention import paged_attention
 
     batch, context, page, q_heads, kv_heads, dim = 64, 8192, 16, 16, 8, 128
@@ -147,6 +147,7 @@ def kernel(ceilings: Ceilings) -> list[dict]:
             "kind": "paged decode kernel",
             "batch": batch,
             "context": context,
+            "kv": "random",
             "us": seconds * 1e6,
             "bytes_per_s": rate,
             "of_copy": rate / ceilings.bandwidth,
