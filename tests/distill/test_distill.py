@@ -684,7 +684,7 @@ def test_a_stop_before_the_first_step_loses_nothing(tmp_path):
 
         def and_stop(*arguments):
             first_step(*arguments)
-            trainer.stop.asked = True
+            trainer.stop.requested = True
 
         trainer.distill.first_step = and_stop
         assert not trainer.run()

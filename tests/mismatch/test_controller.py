@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from alula.config.settings import ControlSettings
 from alula.errors import SettingError
 from alula.mismatch.control.controller import Controller
-from alula.mismatch.control.sequential_test import Evidence
+from alula.mismatch.control.sequential_test import SequentialTest
 from alula.sparsity.schedule import Schedule
 
 BINS, WIDTH, PROMPTS = 10, 80, 32
@@ -330,7 +330,7 @@ def test_bad_settings_are_refused():
 
 def test_evidence_is_the_average_product_of_bets():
     rng = np.random.default_rng(0)
-    evidence = Evidence(2, 0.05, +1)
+    evidence = SequentialTest(2, 0.05, +1)
     expected = [[1.0] * len(evidence.stakes) for _ in range(2)]
     for _ in range(5):
         bins, tokens = rng.integers(0, 2, 20), rng.integers(1, 50, 20)

@@ -489,7 +489,7 @@ def test_the_second_signal_is_obeyed_at_once(tmp_path, interruptible):
     run = toy.trainer(toy.quick(tmp_path / "run"))
     with run.stop.listening():
         signal.raise_signal(signal.SIGINT)
-        assert run.stop.asked
+        assert run.stop.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -503,7 +503,7 @@ def test_a_closed_terminal_asks_however_often_it_says_so_unless_it_is_ignored(tm
         with run.stop.listening():
             signal.raise_signal(signal.SIGHUP)
             signal.raise_signal(signal.SIGHUP)
-            assert run.stop.asked is not ignored
+            assert run.stop.requested is not ignored
     finally:
         signal.signal(signal.SIGHUP, before)
 

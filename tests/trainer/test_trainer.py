@@ -348,7 +348,7 @@ def test_dynamic_sampling_draws_until_groups_have_a_signal(tmp_path):
     assert batch.drawn_groups % 4 == 0
     assert run.stream.seen == batch.drawn_groups, "the stream moved by what was drawn"
     row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
-    assert row["groups/no_signal"] == pytest.approx(batch.silent_groups / batch.drawn_groups)
+    assert row["groups/no_signal"] == pytest.approx(batch.no_signal_groups / batch.drawn_groups)
     assert row["groups/drawn"] == batch.drawn_groups
 
 

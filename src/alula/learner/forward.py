@@ -1,9 +1,8 @@
-"""The dense policy as one module: decoder, LM head and log-probs of the scored positions in one forward.
+"""The dense policy as one module: decoder with packed attention, LM head, and log-probs of the scored positions.
 
-Packed attention inside any Hugging Face decoder, through transformers' AttentionInterface.
-
-The sequence boundaries travel as keyword arguments of the model's `forward` down to the attention function.
-transformers builds no mask for a name without a mask function, and packed sequences need none.
+Packed attention works in any Hugging Face decoder, through transformers' AttentionInterface. The sequence boundaries
+are passed as keyword arguments of the model's `forward` down to the attention function. transformers builds no mask for
+an attention without a mask function, and packed sequences need none.
 """
 
 import copy
@@ -23,37 +22,37 @@ from alula.ops.packed_attention import packed_attention
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each layer in the backward pass.
 
-    transformers does it only in layers whose own flag says training; all else stays in evaluation, so that no dropout
-    makes the trained policy another one than the scored. Layers that drop out by themselves are refused, so nothing is
-    drawn, and no generator's state is kept.
+    transformers does this only in layers whose `training` flag is set. Everything else stays in evaluation mode, so
+    that dropout does not make the trained policy differ from the scored one. Layers with dropout raise, so no random
+    numbers are drawn and no generator state has to be kept.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    # transformers lets the first layer's input require a gradient always: without one, another variant to compile.
+    # transformers makes the first layer's input always require a gradient; scoring would then compile another variant.
     model.disable_input_require_grads()
     embeddings = model.get_input_embeddings()
-    if _ask_for_gradient not in embeddings._forward_hooks.values():
-        embeddings.register_forward_hook(_ask_for_gradient)
+    if _require_gradient not in embeddings._forward_hooks.values():
+        embeddings.register_forward_hook(_require_gradient)
     for layer in model.get_decoder().layers:  # type: ignore[union-attr]
         drops = [f"{name}={p}" for name, p in vars(layer).items() if "dropout" in name and isinstance(p, float) and p]
         require(
             not drops,
-            f"activation_checkpointing: {type(layer).__name__} has {', '.join(drops)}, and would train another policy "
-            "than is scored; set it to 0 in the model's configuration, or switch activation_checkpointing off.",
+            f"activation_checkpointing=true: {type(layer).__name__} has {', '.join(drops)}, so the trained policy "
+            "would differ from the scored one; set it to 0 in the model's configuration, or set this to false.",
         )
         require(
             isinstance(layer, GradientCheckpointingLayer),
-            f"activation_checkpointing: {type(layer).__name__} cannot recompute itself; switch it off.",
+            f"activation_checkpointing=true: {type(layer).__name__} does not support it; set it to false.",
         )
         layer.training = True  # type: ignore[union-attr]
 
 
-def _ask_for_gradient(module: nn.Module, inputs: Any, out: Tensor) -> None:
+def _require_gradient(module: nn.Module, inputs: Any, out: Tensor) -> None:
     if torch.is_grad_enabled():
         out.requires_grad_()
 
 
 def hidden_states(model: PreTrainedModel, batch: Packed, **options: Any) -> Tensor:
-    """[N, H]: of the positions whose next token is scored. `options` go down to the attention function."""
+    """[N, H]: hidden states of the scored positions. `options` are passed to the attention function."""
     return model.get_decoder()(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -68,16 +67,16 @@ class Scored(NamedTuple):
     logprobs: Tensor
     """float32 [N]: of every target token."""
     entropy: Tensor | None = None
-    """float32 [N], without gradient."""
+    """float32 [N], without gradient"""
     topk_ids: Tensor | None = None
     topk_logprobs: Tensor | None = None
 
 
 class Policy(nn.Module):
-    """Wraps a Hugging Face causal LM (its own modules, its own parameters).
+    """Wraps a Hugging Face causal LM, sharing its modules and parameters.
 
-    The head is read inside this forward, never outside: as the root module under FSDP2, its forward is what
-    gathers the head's weight, and its backward what reduces the gradient.
+    The head must be read inside this forward: under FSDP2 this is the root module, whose forward gathers the head's
+    weight and whose backward reduces its gradient.
     """
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
@@ -118,11 +117,11 @@ def attend(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The AttentionInterface signature: heads before tokens in, tokens before heads out, a batch of one."""
+    """AttentionInterface: input [1, heads, tokens, dim], output [1, tokens, heads, dim]."""
     if dropout:
         raise SettingError(
-            f"attention_dropout={dropout}: the policy that is trained must be the one that was scored; "
-            "set it to 0 in the model's configuration."
+            f"attention_dropout={dropout}: the trained policy would differ from the scored one; set it to 0 in the "
+            "model's configuration."
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q, k, v, cu_seqlens, max_seqlen, scaling, sliding_window)[None], None
@@ -134,7 +133,7 @@ AttentionInterface.register(NAME, attend)
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Switch a model to packed attention.
 
-    The setting lives on the config object, which a copy of the model would share: it gets its own first.
+    The setting lives on the config object, which copies of the model share, so the model gets its own copy first.
     """
     shared, config = model.config, copy.deepcopy(model.config)
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""LM head and log-probs in chunks of positions, so that logits [N, vocabulary] never exist whole.
+"""LM head and log-probs in chunks of positions: the full logits [N, vocabulary] are never materialised.
 
-At a vocabulary of 152k and 16k tokens the float32 logits would be 10 GB, and their gradient as much again.
-Here each chunk's logits live only while they are used; the backward pass computes them once more.
+With a vocabulary of 152k and 16k tokens the float32 logits would take 10 GB, and their gradient the same. Here each
+chunk's logits exist only while they are used, and the backward pass recomputes them.
 """
 
 from collections.abc import Callable, Iterator
@@ -82,10 +82,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         normaliser, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs) if entropy else None
         for rows in chunks(len(targets), chunk):
             logits = lm_logits(hidden[rows], weight, bias)
-            found = measured(logits, targets[rows], temperature, entropy)
-            logprobs[rows], normaliser[rows] = found[:2]
+            logprobs[rows], normaliser[rows], chunk_entropies = measured(logits, targets[rows], temperature, entropy)
             if entropies is not None:
-                entropies[rows] = found[2]
+                entropies[rows] = chunk_entropies
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.temperature, ctx.chunk = temperature, chunk
         if entropies is not None:
@@ -147,7 +146,7 @@ def _logit_gradient(
 
 
 def fused(function: Callable[..., Any], hidden: Tensor) -> Callable[..., Any]:
-    """On a GPU compiled: one or two passes over a chunk's logits instead of eight."""
+    """Compiled on a GPU: one or two passes over a chunk's logits instead of eight."""
     return _compiled(function) if hidden.is_cuda else function
 
 
@@ -164,6 +163,6 @@ def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def chunks(length: int, chunk: int) -> Iterator[slice]:
-    """Slices of `chunk` positions; a single empty one where there is nothing, so that shapes are kept."""
+    """Slices of `chunk` positions; a single empty one for length 0, which keeps shapes."""
     for start in range(0, max(length, 1), chunk):
         yield slice(start, min(start + chunk, length))

@@ -1,11 +1,11 @@
-"""AdamW with float32 master weights of its own, while the model's parameters stay in bfloat16.
+"""AdamW with float32 master weights, while the model's parameters stay in bfloat16.
 
-The engine can then read the very parameters that are trained. With a learning rate of 1e-6 an update is far
-below bfloat16's resolution, so without masters most of it would be lost. A float32 parameter is its own
-master, and the result is torch.optim.AdamW's, bit for bit.
+The engine can then read the parameters that are trained. With a learning rate of 1e-6 an update is far below bfloat16's
+resolution, so without master weights most of it would be lost. A float32 parameter is its own master, and the result
+equals torch.optim.AdamW bit for bit.
 
-float16 has a narrow range: gradients of a mean over many tokens fall below 6e-8 and vanish. There the loss is scaled
-up by a power of two and the sums scaled back (Micikevicius et al., arXiv 1710.03740). Everywhere else the scale is 1.
+float16 has a narrow range: gradients of a mean over many tokens fall below 6e-8 and vanish. For float16 the loss is
+multiplied by a power of two and the gradients divided by it (Micikevicius et al., arXiv 1710.03740).
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from alula.errors import require
 
 LARGEST_SCALE, LOWER, PATIENCE = 2.0**16, 16.0, 50
-"""An overflow divides the scale by `LOWER`: four lost updates reach 1. `PATIENCE` good steps in a row double it."""
+"""An overflow divides the loss scale by `LOWER`; four of them reach 1. `PATIENCE` good steps in a row double it."""
 
 
 class MasterAdamW:
     """AdamW over named parameters, plain or sharded (DTensor).
 
-    Gradients of 16-bit parameters are moved into float32 sums as soon as autograd has finished with them, so
-    micro-batches add up in float32 and no whole set of 16-bit gradients exists beside it.
+    Gradients of 16-bit parameters are moved into float32 sums as soon as autograd has finished with them. Micro-batches
+    add up in float32, and a full set of 16-bit gradients never exists.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class MasterAdamW:
         weight_decay: float = 0.0,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        """`compute` is the dtype in which gradients flow: under FSDP not that of the parameters."""
+        """`compute` is the dtype of the gradients, which under FSDP differs from that of the parameters."""
         self.scale = torch.tensor([LARGEST_SCALE, 0.0]) if compute == torch.float16 else None
-        """The loss scale and how many steps in a row it has served; None where no scaling is needed."""
+        """(loss scale, steps in a row without overflow); None if no scaling is needed."""
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.masters = {
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
@@ -60,19 +60,19 @@ class MasterAdamW:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's share of the loss."""
-        self._refuse_if_replaced()
+        self._check_not_replaced()
         (loss if self.scale is None else loss * float(self.scale[0])).backward()
 
     def step(self, lr: float, max_norm: float | None = None, finite_loss: bool = True) -> tuple[float, bool]:
         """Clip the summed gradients to `max_norm` over all parameters and ranks, and take one step.
 
-        Returns the norm before clipping and whether the step was taken. A norm or loss that is not finite
-        leaves parameters, masters and moments as they were. Gradients are gone afterwards either way.
+        Returns the norm before clipping and whether the step was taken. If the norm or the loss is not finite,
+        parameters, masters and moments stay unchanged. Gradients are cleared either way.
         """
         gradients = [p.grad for p in self.masters.values() if p.grad is not None]
         if self.scale is not None and gradients:
             torch._foreach_mul_(gradients, 1 / float(self.scale[0]))
-        norm = _whole(nn.utils.get_total_norm(gradients, foreach=True))
+        norm = _full_norm(nn.utils.get_total_norm(gradients, foreach=True))
         taken = finite_loss and bool(torch.isfinite(norm))
         if taken:
             if max_norm is not None:
@@ -89,25 +89,25 @@ class MasterAdamW:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Write the masters into the model's parameters in place: whoever shares them sees the new values."""
-        self._refuse_if_replaced()
+        """Write the masters into the model's parameters in place, so that an engine on them sees the new values."""
+        self._check_not_replaced()
         if self._halves:
             parameters, masters = zip(*self._halves)
             torch._foreach_copy_(list(parameters), list(masters))
 
-    def _refuse_if_replaced(self) -> None:
-        """Its masters are of the past then, and would undo what the other one learned."""
+    def _check_not_replaced(self) -> None:
+        """Raise if a newer optimizer trains the same parameters: these masters would undo its steps."""
         for parameter, master in self._halves[:1]:
             require(
                 _masters[parameter][0] is master,
-                "another learner was made on these parameters and trains them now; use that one.",
+                "a newer learner trains these parameters; use that one.",
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state as flat, live tensors: `model.<name>` (masters), `optimizer.<name>.<moment>`, and in
-        float16 `optimizer.loss_scale`.
+        """The state as flat, live tensors: `model.<name>` (masters), `optimizer.<name>.<moment>`, and for float16
+        `optimizer.loss_scale`.
 
-        Load a checkpoint by writing into them and calling `publish`.
+        To load a checkpoint, write into them and call `publish`.
         """
         self._materialise()
         state = {f"model.{name}": master.detach() for name, master in self.masters.items()}
@@ -117,7 +117,7 @@ class MasterAdamW:
         return state if self.scale is None else state | {"optimizer.loss_scale": self.scale}
 
     def _materialise(self) -> None:
-        """AdamW's own initial state, made now where it would be made at the first step."""
+        """Create AdamW's initial state now instead of at the first step."""
         fused = self.adamw.defaults["fused"]
         for master in self.masters.values():
             state = self.adamw.state[master]
@@ -136,11 +136,11 @@ def _next_scale(scale: float, served: float, taken: bool) -> Tensor:
 
 
 _masters = WeakTensorKeyDictionary()
-"""Parameter -> the master that its gradients go to, and the hook that brings them there."""
+"""Parameter -> (master that receives its gradients, hook that moves them)."""
 
 
 def _take_over(parameter: Tensor, master: Tensor) -> None:
-    """Let the parameter's gradients go to this master from now on, and no longer to an earlier optimizer's."""
+    """Send the parameter's gradients to this master from now on, instead of an earlier optimizer's."""
     if parameter in _masters:
         _masters[parameter][1].remove()
     hook = parameter.register_post_accumulate_grad_hook(lambda p: _move_gradient(p, master))
@@ -156,6 +156,6 @@ def _move_gradient(parameter: Tensor, master: Tensor) -> None:
         master.grad += gradient
 
 
-def _whole(norm: Tensor) -> Tensor:
+def _full_norm(norm: Tensor) -> Tensor:
     """A norm over shards is a DTensor; its full value is the norm over all ranks."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

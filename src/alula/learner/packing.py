@@ -1,4 +1,4 @@
-"""Sequences of any length into micro-batches without padding, and which of their positions are scored."""
+"""Packing: sequences of any length into micro-batches without padding, with the positions to score."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from alula.errors import require
 
 
 class Tokens(Protocol):
-    """What the learner needs of a rollout."""
+    """The part of a rollout that the learner needs."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -20,19 +20,18 @@ class Tokens(Protocol):
 
 @dataclass
 class Packed:
-    """Sequences one after another in a batch of one.
+    """Consecutive sequences in a batch of one.
 
-    Position i is a *target* where token i + 1 belongs to the response of the same sequence: the hidden state
-    there predicts `target_ids`. So exactly the response tokens are scored, the first of them by the last
-    prompt token, and the last token of a sequence predicts nothing.
+    Position i is a *target* if token i + 1 belongs to the response of the same sequence: its hidden state predicts
+    `target_ids`. Exactly the response tokens are scored, the first of them from the last prompt token.
     """
 
     index: list[int]
-    """Which sequences of the caller's list these are, in packed order."""
+    """Indices into the caller's list of sequences, in packed order."""
     input_ids: Tensor
     """int64 [1, T]"""
     position_ids: Tensor
-    """int64 [1, T]: from 0 in every sequence."""
+    """int64 [1, T]: starts at 0 in every sequence."""
     cu_seqlens: Tensor
     """int32 [sequences + 1]: boundaries."""
     max_seqlen: int
@@ -41,7 +40,7 @@ class Packed:
     target_ids: Tensor
     """int64 [N]: those next tokens."""
     sequence: Tensor
-    """int64 [N]: the row of `index` each target belongs to."""
+    """int64 [N]: the row of `index` that each target belongs to."""
     response_lengths: list[int]
 
     def flat(self, per_sequence: Sequence[Tensor]) -> Tensor:
@@ -59,13 +58,13 @@ class Packed:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices into micro-batches of at most `budget` tokens, balanced; a longer sequence goes alone.
+    """Indices of the sequences of each micro-batch, balanced, at most `budget` tokens each; a longer sequence is alone.
 
-    First-fit decreasing finds how many micro-batches suffice; then the longest sequence left always joins the
-    emptiest micro-batch, which evens out their sizes. Where that balance would burst the budget, the
-    first-fit packing stands. The result depends on the lengths alone, ties going to the lower index.
+    First-fit decreasing gives the number of micro-batches. Then the longest remaining sequence always joins the
+    emptiest micro-batch, which balances their sizes. If that exceeds the budget, the first-fit packing is used. The
+    result depends only on the lengths; ties go to the lower index.
     """
-    require(budget >= 1, f"token_budget={budget}: a micro-batch needs at least one token.")
+    require(budget >= 1, f"token_budget={budget}: must be at least 1.")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     fitted: list[list[int]] = []
     room: list[int] = []
@@ -98,8 +97,8 @@ def collate(sequences: Sequence[Tokens], index: Sequence[int], device: torch.dev
         prompt, response = sequences[i].prompt_ids, sequences[i].token_ids
         require(
             len(prompt) > 0,
-            f"sequence {i} has an empty prompt: its first token has nothing to be predicted from; "
-            "start it with a beginning-of-sequence token.",
+            f"sequence {i} has an empty prompt, so its first token cannot be scored; start it with a "
+            "beginning-of-sequence token.",
         )
         start, length = len(ids), len(prompt) + len(response)
         ids.extend(prompt)
@@ -113,17 +112,17 @@ def collate(sequences: Sequence[Tokens], index: Sequence[int], device: torch.dev
     rows = torch.repeat_interleave(torch.arange(len(response_lengths)), torch.tensor(response_lengths))
     target_ids = input_ids[target_positions + 1]
 
-    def there(tensor: Tensor) -> Tensor:
+    def on_device(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
     return Packed(
         index=list(index),
-        input_ids=there(input_ids[None]),
-        position_ids=there(torch.cat(positions)[None]),
-        cu_seqlens=there(torch.tensor(boundaries, dtype=torch.int32)),
+        input_ids=on_device(input_ids[None]),
+        position_ids=on_device(torch.cat(positions)[None]),
+        cu_seqlens=on_device(torch.tensor(boundaries, dtype=torch.int32)),
         max_seqlen=max(end - start for start, end in pairwise(boundaries)),
-        targets=there(target_positions),
-        target_ids=there(target_ids),
-        sequence=there(rows),
+        targets=on_device(target_positions),
+        target_ids=on_device(target_ids),
+        sequence=on_device(rows),
         response_lengths=response_lengths,
     )

@@ -1,4 +1,4 @@
-"""Supervised warm-up: optimizer steps on given answers, through the learner that reinforcement learning uses."""
+"""Supervised fine-tuning on given answers, with the learner that reinforcement learning uses."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from alula.learner.packing import Packed
 
 @dataclass
 class Trace:
-    """A prompt and the answer to learn, end-of-sequence token included."""
+    """A prompt and its answer, end-of-sequence token included."""
 
     prompt_ids: list[int]
     token_ids: list[int]
 
 
 def supervised_step(learner: Learner, traces: Sequence[Trace]) -> Update:
-    """One optimizer step on −1/N Σ log p(token | what came before it), N answer tokens on all ranks."""
+    """One optimizer step on −1/N Σ log p(token | prefix), with N answer tokens on all ranks."""
     tokens = torch.tensor(sum(len(trace.token_ids) for trace in traces), dtype=torch.float64)
     count = float(learner.world.all_sum(tokens.to(learner.world.device)))
 
@@ -36,7 +36,7 @@ def warm_up(
     below: float | None = None,
     seen: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """A step on each batch, until one's loss is `below` a value; the losses. `seen(step, loss)` follows each step."""
+    """One step per batch until a loss is `below` a value. Returns the losses; calls `seen(step, loss)` after each."""
     losses: list[float] = []
     for batch in batches:
         losses.append(supervised_step(learner, batch).loss)

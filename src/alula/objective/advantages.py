@@ -1,4 +1,4 @@
-"""Advantages of rollouts against the other rollouts of the same prompt."""
+"""Group advantages: each rollout against the other rollouts of its prompt."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 def group_advantages(
     rewards: Tensor, group: Tensor, kind: str = "grpo", count: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """One advantage per rollout, [N], from `rewards` [N] and the prompt `group` [N] each rollout belongs to.
+    """[N]: one advantage per rollout, from `rewards` [N] and the `group` (prompt) [N] of each rollout.
 
         grpo      (R − mean) / (std + eps), std with n − 1    DeepSeekMath, arXiv 2402.03300
         dr_grpo   R − mean                                    arXiv 2503.20783
         rloo      R − mean of the group's *other* rollouts    arXiv 2402.14740
 
-    `count` (bool [N], default all) says which rollouts enter the mean and the std; the others are still
-    measured against them. A group whose counted rewards do not differ gets exactly 0.
+    `count` (bool [N], default all) selects the rollouts that enter the mean and the std; the others are compared with
+    them too. A group whose counted rewards are equal gets exactly 0.
     """
     if kind not in ADVANTAGES:
         raise unknown("advantage", kind, ADVANTAGES)
@@ -37,16 +37,16 @@ def group_advantages(
     if kind == "grpo":
         variance = per_group(counted * advantages.square()) / (number - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + eps)
-    # Not left to arithmetic: the mean of equal rewards can differ from them in the last bit.
+    # Set explicitly: the mean of equal rewards can differ from them in the last bit.
     advantages = torch.where(has_signal(rewards, group, count), advantages, 0)
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def has_signal(rewards: Tensor, group: Tensor, count: Tensor | None = None) -> Tensor:
-    """Per rollout, bool [N]: do the (counted) rewards of its group differ at all?
+    """bool [N]: whether the (counted) rewards of a rollout's group differ.
 
-    Where they do not, every advantage is 0, so without a KL term the group can be left out of the update;
-    the divisors still count it.
+    If not, every advantage is 0. Without a KL term the group can then be left out of the update; the divisors still
+    count it.
     """
     index, groups = _index(group)
     values = rewards.double()

@@ -1,4 +1,4 @@
-"""Rollouts of unequal lengths without padding: tokens [T] and `sequence` [T], the rollout of each."""
+"""Rollouts of different lengths without padding: tokens [T], and `sequence` [T] with the rollout of each token."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sequence(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [T]: the rollout of each token, for rollouts of these lengths one after another."""
+    """int64 [T]: the rollout of each token, for consecutive rollouts of these lengths."""
     return torch.repeat_interleave(
         torch.arange(len(lengths), device=device), torch.tensor(lengths, dtype=torch.int64, device=device)
     )
@@ -21,35 +21,35 @@ def flatten(mask: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
 
 
 def unflatten(values: Tensor, mask: Tensor) -> Tensor:
-    """The inverse: values [T] at the set places of `mask` [N, L], zero (or False) elsewhere."""
+    """The inverse of `flatten`: values [T] where `mask` [N, L] is set, zero (or False) elsewhere."""
     padded = values.new_zeros(mask.shape)
     padded[mask.bool()] = values
     return padded
 
 
 def count(sequence: Tensor, sequences: int) -> Tensor:
-    """Tokens of each rollout, int64 [N]."""
+    """int64 [N]: number of tokens of each rollout."""
     return torch.bincount(sequence, minlength=sequences)
 
 
 def total(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """Sum of each rollout's values, [N]; differentiable."""
+    """[N]: sum of each rollout's values; differentiable."""
     return values.new_zeros(sequences).index_add(0, sequence, values)
 
 
 def position(sequence: Tensor, sequences: int) -> Tensor:
-    """Index of each token within its own rollout, int64 [T]; rollouts may be interleaved."""
+    """int64 [T]: index of each token within its rollout; rollouts may be interleaved."""
     order = torch.argsort(sequence, stable=True)
     lengths = count(sequence, sequences)
     starts = lengths.cumsum(0) - lengths
-    places = torch.empty_like(sequence)
-    places[order] = torch.arange(len(sequence), device=sequence.device) - starts[sequence[order]]
-    return places
+    index = torch.empty_like(sequence)
+    index[order] = torch.arange(len(sequence), device=sequence.device) - starts[sequence[order]]
+    return index
 
 
-def first(found: Tensor, sequence: Tensor, sequences: int) -> Tensor:
-    """Index within its rollout of each rollout's first token where `found` [T] is set, -1 if none is; [N]."""
+def first(flags: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """int64 [N]: index within the rollout of its first token where `flags` [T] is set, -1 if there is none."""
     never = torch.iinfo(torch.int64).max
-    places = torch.where(found, position(sequence, sequences), never)
-    index = torch.full((sequences,), never, device=sequence.device).scatter_reduce(0, sequence, places, "amin")
+    positions = torch.where(flags, position(sequence, sequences), never)
+    index = torch.full((sequences,), never, device=sequence.device).scatter_reduce(0, sequence, positions, "amin")
     return torch.where(index == never, -1, index)

@@ -1,9 +1,9 @@
-"""Which rollouts Sparse-RL would reject (arXiv 2601.10079): those with a token that the dense policy hardly has.
+"""Vetoed rollouts, as in Sparse-RL (arXiv 2601.10079): those with a token that is very unlikely under the dense policy.
 
     vetoed = some t has ξ_t = p_dense(o_t) / q_sparse(o_t) < 1e-4
 
-A percentile over tokens, as the tail of acceptance is, does not see one spoilt token in a hundred, and one may spoil
-an answer. Of runs with the same tail those with many vetoed rollouts collapsed (docs/results/threshold.md).
+The tail of acceptance is a percentile over tokens. It misses one bad token in a hundred, which may be enough to break
+an answer. Among runs with the same tail, those with many vetoed rollouts collapsed (docs/results/threshold.md).
 """
 
 import math
@@ -17,33 +17,33 @@ if TYPE_CHECKING:  # the report reads the thresholds, and comes without torch
     from alula.engine.rollout import Rollout, Scores
 
 REFERENCE_VETO = 1e-4
-"""Sparse-RL's threshold: what the veto rates count under a correction that has no veto of its own."""
+"""Sparse-RL's threshold: used by the veto rates if the correction has no veto."""
 TOO_MANY = 0.15
-"""Share of vetoed rollouts that a run warns of; Sparse-RL's stable run averaged 7 %."""
+"""Share of vetoed rollouts above which a run warns; Sparse-RL's stable run averaged 7 %."""
 
 Z2 = 1.959964**2
-"""Of a 95 % interval."""
+"""Squared normal quantile of a 95 % interval."""
 
 
 def below_veto(log_ratio: "Tensor", veto: float | None = None) -> "Tensor":
-    """bool, as log ξ: the tokens with ξ < veto, Sparse-RL's own where there is none."""
+    """bool, shaped as log ξ: tokens with ξ < veto (default: Sparse-RL's threshold)."""
     return log_ratio < math.log(REFERENCE_VETO if veto is None else veto)
 
 
 def vetoed(rollout: "Rollout", dense: "Scores") -> bool:
-    """`dense`: the same tokens' log-probs under the dense policy."""
+    """Whether the rollout is vetoed; `dense` holds its tokens' log-probs under the dense policy."""
     assert rollout.logprobs is not None
     return bool(below_veto(dense.logprobs.cpu() - rollout.logprobs.cpu()).any())
 
 
 @dataclass(frozen=True)
 class Share:
-    """So many of so many, with Wilson's 95 % interval (JASA 22, 1927)."""
+    """A proportion with Wilson's 95 % interval (JASA 22, 1927)."""
 
     count: int
     of: int
     samples: int = 1
-    """Rollouts of one prompt: they are alike, so in the interval they are worth one."""
+    """Rollouts per prompt. They are correlated, so the interval counts them as one."""
 
     @classmethod
     def vetoed(cls, rollouts: "Sequence[Rollout]", dense: "Sequence[Scores]", samples: int) -> "Share":
@@ -61,6 +61,6 @@ class Share:
         return max(0.0, middle - half), min(1.0, middle + half)
 
     def prompts_to_tell_from(self, limit: float) -> int | None:
-        """Prompts whose interval would not hold `limit`, if the share stays; None where it is the limit."""
+        """Number of prompts whose interval would exclude `limit` at the same share; None if the share is the limit."""
         apart = (self.value - limit) ** 2
         return math.floor(Z2 * limit * (1 - limit) / apart) + 1 if apart else None

@@ -90,7 +90,7 @@ class Collector:
         self.say("rewards")
         with clock.phase("reward"):
             self._reward(batch)
-        self.stop.obey()
+        self.stop.raise_if_stop_requested()
         batch.drawn_groups = len(examples)
         signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: s.n]
         batch.no_signal_groups = int((~signal).sum())
@@ -118,7 +118,7 @@ class Collector:
     def _stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         for rollout in self.engine.stream(requests):
             yield rollout
-            self.stop.obey_alone()
+            self.stop.raise_if_stop_requested(all_ranks=False)
 
     def _reroll(self, batch: RolloutBatch, seed: int, clock: Clock) -> None:
         """Vetoed rollouts get a dense continuation; the mismatch that is reported is that of what was sampled."""

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and a closed terminal (SIGHUP) as a request to stop at the next place where nothing is half done."""
+"""Stop signals: SIGTERM, Ctrl-C and a closed terminal (SIGHUP) ask the run to stop where its state is consistent."""
 
 import signal
 from collections.abc import Iterator
@@ -9,43 +9,47 @@ from alula.distributed import World
 
 
 class Stopped(Exception):
-    """Somebody asked the run to stop."""
+    """The run was asked to stop."""
 
 
 class StopRequest:
-    """The first signal asks, the second one is obeyed at once; but every SIGHUP asks, since a closed terminal may send
-    several."""
+    """Remembers a stop signal until the run can stop. A second signal acts at once, except SIGHUP, of which a closed
+    terminal may send several."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.asked = False
+        self.requested = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        if before[signal.SIGHUP] == signal.SIG_IGN:
-            del before[signal.SIGHUP]  # nohup
+        """Catch the signals inside this context."""
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        if handlers[signal.SIGHUP] == signal.SIG_IGN:
+            del handlers[signal.SIGHUP]  # nohup
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.asked = True
-            for kind, handler in before.items():
+        def request(number: int, frame: FrameType | None) -> None:
+            self.requested = True
+            for kind, handler in handlers.items():
                 if kind != signal.SIGHUP:
                     signal.signal(kind, handler)
 
-        for kind in before:
-            signal.signal(kind, ask)
+        for kind in handlers:
+            signal.signal(kind, request)
         try:
             yield
         finally:
-            for kind, handler in before.items():
+            for kind, handler in handlers.items():
                 signal.signal(kind, handler)
 
-    def obey(self) -> None:
-        """Between two phases: all ranks leave together, whichever of them was asked."""
-        if self.world.all_max(int(self.asked)):
-            raise Stopped
+    def raise_if_stop_requested(self, *, all_ranks: bool = True) -> None:
+        """Raise `Stopped` if a signal arrived.
 
-    def obey_alone(self) -> None:
-        """Between two rollouts, where the ranks are not in step: only where there is one."""
-        if self.asked and not self.world.is_distributed:
+        With `all_ranks` every rank must call this, and all of them stop if one was asked. Without it (ranks are not in
+        step, as between two rollouts) only a run of one process stops.
+        """
+        if all_ranks:
+            stop = bool(self.world.all_max(int(self.requested)))
+        else:
+            stop = self.requested and not self.world.is_distributed
+        if stop:
             raise Stopped

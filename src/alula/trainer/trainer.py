@@ -168,7 +168,7 @@ class Trainer:
         stream = PromptStream(self.stream.dataset, ~self.config.seed)
         stream.next(done * first.prompts)
         while distill.first_due():
-            self.stop.obey()
+            self.stop.raise_if_stop_requested()
             done = len(distill.divergences)
             self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
             examples = self.world.local_slice(stream.next(first.prompts))
@@ -191,15 +191,15 @@ class Trainer:
     def train_step(self) -> None:
         """One batch of rollouts and the optimizer steps on it."""
         step, clock, pool = self.step + 1, Clock(self.world.device), self.engine.pool
-        self.stop.asked |= self.monitor.stopped
-        self.stop.obey()
+        self.stop.requested |= self.monitor.stopped
+        self.stop.raise_if_stop_requested()
         pool.peak = 0
         batch = self.collector.collect(step, self.stream, clock)
         with self.engine.asleep():
             self.record.phase("scoring")
             with clock.phase("score"):
                 self.updater.score(batch)
-            self.stop.obey()  # the last chance: from here on the step is finished
+            self.stop.raise_if_stop_requested()  # the last chance: from here on the step is finished
             self.record.phase("learning")
             with clock.phase("update"):
                 minibatch = self.updater.assign_minibatches(batch, step)
@@ -245,7 +245,7 @@ class Trainer:
             found[policy] = evaluate_policy(
                 self.config, self.collector, self.rewards, self.held_out, self.world, policy == "sparse"
             )
-            self.stop.obey()
+            self.stop.raise_if_stop_requested()
         for policy, one in found.items():
             self._log_evaluation(policy, one)
         self.evaluated = self.step
@@ -267,7 +267,7 @@ class Trainer:
             self.checkpoints.save(self.step, self._tensors(), self.settled, score)
             self.saved, self.save_failed = self.step, False
         except CheckpointError as error:
-            if self.stop.asked:
+            if self.stop.requested:
                 raise
             if not self.save_failed:
                 self.record.say(f"{error} The run goes on, and tries again after every step.")

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from alula.config.settings import ControlSettings
 from alula.errors import require
 from alula.mismatch.control.control import Action, Event, VetoEvent
-from alula.mismatch.control.sequential_test import Evidence
+from alula.mismatch.control.sequential_test import SequentialTest
 from alula.sparsity.schedule import Schedule
 
 Array = NDArray[Any]
@@ -73,13 +73,13 @@ class Controller:
         self.bins = _Bins(
             list(schedule.budgets), [0] * n, [0] * n, [control.patience] * n, [False] * n, [0] * n, [0] * n
         )
-        self.low, self.high = Evidence(n, quantile, +1), Evidence(n, quantile, -1)
+        self.low, self.high = SequentialTest(n, quantile, +1), SequentialTest(n, quantile, -1)
         room = max_length - self.width * np.arange(n)  # tokens of one rollout that fit into each bin
         room[:-1] = np.minimum(room[:-1], self.width)
         self.caps = np.maximum(room, 1) * samples
         self.bar, self.veto_bar = log(control.false_alarm_steps * n), log(control.false_alarm_steps)
         limit = control.vetoed or 1.0
-        self.spoilt, self.sound = Evidence(1, limit, +1), Evidence(1, limit / 4, -1)
+        self.spoilt, self.sound = SequentialTest(1, limit, +1), SequentialTest(1, limit / 4, -1)
         self.vetoed, self.rollouts = 0, 0
         """Since the schedule's last change."""
 

@@ -1,13 +1,12 @@
-"""Evidence, accumulated over training steps, that too many (or few) tokens of a length bin lie in the tail.
+"""Sequential test, over training steps, of whether too many (or too few) tokens of a length bin lie below a threshold.
 
-The tail is at or above a threshold exactly if at most a share `quantile` of the tokens has α below it. Prompts
-are the independent units, so each prompt i bets once per step and bin, with its tokens n_i, of which k_i lie
-below: x_i = (k_i − quantile·n_i) / cap has a mean ≤ 0 while the tail holds, and cap ≥ n_i bounds it. For a stake
-λ the product of (1 + λ·x_i) is then a fair or losing bet, and so is M ← max(M, 1) · Π_i (1 + λ·x_i), restarted
-whenever it has lost: a CUSUM of bets (an "e-detector": Shin, Ramdas and Rinaldo, arXiv 2203.03532). Averaging over a
-grid of stakes keeps that property and spares a guess of the effect. Its guarantee needs no model of the noise
-and no horizon: while the hypothesis is true, the expected number of steps until M of any of J bins reaches A is
-at least A/J.
+The tail is at or above a threshold exactly if at most a share `quantile` of the tokens has α below it. Prompts are the
+independent units, so each prompt i bets once per step and bin with its n_i tokens, of which k_i lie below:
+x_i = (k_i − quantile·n_i) / cap has a mean ≤ 0 while the tail holds, and cap ≥ n_i bounds it. For a stake λ the
+product of (1 + λ·x_i) is then a fair or losing bet, and so is M ← max(M, 1) · Π_i (1 + λ·x_i), which restarts whenever
+it has lost: a CUSUM of bets (an "e-detector": Shin, Ramdas and Rinaldo, arXiv 2203.03532). Averaging over a grid of
+stakes keeps that property without guessing the effect size. The guarantee needs no noise model and no horizon: while
+the hypothesis is true, the expected number of steps until M of any of J bins reaches A is at least A/J.
 """
 
 from typing import Any
@@ -18,8 +17,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-class Evidence:
-    """log M per bin. `side` +1 collects evidence that the tail is below the threshold, −1 that it is above."""
+class SequentialTest:
+    """log M per bin. `side` +1 tests whether the tail is below the threshold, −1 whether it is above."""
 
     def __init__(self, bins: int, quantile: float, side: int) -> None:
         self.quantile, self.side = quantile, side
@@ -28,7 +27,7 @@ class Evidence:
         self.log_m = np.zeros((bins, len(self.stakes)))
 
     def add(self, bins: Array, tokens: Array, below: Array, cap: Array) -> None:
-        """One step's prompts, one entry per (bin, prompt); `cap` is the most tokens a prompt can have there."""
+        """Add one step's prompts, one entry per (bin, prompt); `cap` is the most tokens a prompt can have there."""
         x = self.side * (below - self.quantile * tokens) / cap
         gains = np.zeros_like(self.log_m)
         np.add.at(gains, bins, np.log1p(self.stakes * x[:, None]))
