@@ -85,7 +85,7 @@ def test_a_schedule_of_another_model_is_told_once_for_each_model(command, folder
             app([*map(str, words)])
         printed = capsys.readouterr()
         assert not ended.value.code
-        said = "note: Schedule 'planned' was made for who/tiny-qwen3 (model_type=qwen3, here llama): "
+        said = "who/tiny-qwen3 (model_type=qwen3, here llama)"
         assert printed.err.count(said) == printed.err.count("note: ") == notes
         assert "note: " not in printed.out
 

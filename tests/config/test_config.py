@@ -18,6 +18,7 @@ from alula.distill.config import DistillConfig
 from alula.distill.first import First
 from alula.distill.move import Move
 from alula.errors import SettingError
+from alula.files import size_text
 from alula.models.load import load_model
 from alula.models.lora import init_adapter
 from alula.objective.settings import PRESETS, Correction
@@ -25,7 +26,7 @@ from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.select import METHODS as SELECTORS
 from alula.sparsity.text import parse_sparsity
-from alula.trainer.memory_plan import USABLE, plan, size_text, totals
+from alula.trainer.memory_plan import USABLE, plan_memory, totals
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -515,7 +516,7 @@ def test_check_counts_the_longest_prompt_and_adds_up(recipe, tmp_path, capsys, m
     assert "256 rollouts of 110 tokens, dense" in shorter
     unknown = plan_of(capsys, recipe, *data, "model.dtype=bfloat16")
     assert "256 rollouts of 356 tokens, dense" in unknown
-    assert "prompts guessed at 256 tokens" in unknown
+    assert "256 tokens; data.max_prompt_tokens" in unknown
     assert "as on this CPU" not in unknown
 
 
@@ -541,23 +542,36 @@ def test_check_refuses_answers_that_the_model_has_no_positions_for(recipe, capsy
     assert "engine.max_length" in error
 
 
+def test_check_prints_what_is_scored(recipe, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def scoring(*overrides) -> str:
+        [row] = [line for line in plan_of(capsys, recipe, *overrides).splitlines() if "scoring" in line]
+        return row
+
+    assert "every rollout" in scoring()
+    one_update = scoring("objective.one_update=true", "learner.updates=1", "objective.kl=0.1")
+    assert "only rollouts the update leaves out + reference (KL)" in one_update
+
+
 def test_check_says_whether_it_fits(recipe):
     config = load(recipe, "sparsity=rkv:64+16", "model.dtype=bfloat16")
-    found = plan(config)
+    found = plan_memory(config)
     fixed = found.weights + found.masters + found.moments
     counted = fixed + found.gradients + found.logits + found.activations
+    assert found.learning == counted
 
     def said(free: float, config=config) -> str:
-        return totals(config, found, counted, int(free / USABLE) + 1)[-1][0].strip()
+        return totals(config, found, int(free / USABLE) + 1)[-1][0].strip()
 
-    assert dict(totals(config, found, counted, None))["in all, generating"] == size_text(fixed + found.kv_sparse)
+    assert dict(totals(config, found, None))["total, generating"] == size_text(fixed + found.kv_sparse)
     assert said(max(counted, fixed + found.kv_sparse)) == "fits"
     assert said(counted - 1) == "does not fit: lower learner.token_budget"
     assert "use more ranks, learner.lora" in said(fixed)
     pool = load(recipe, "sparsity=rkv:64+16", "model.dtype=bfloat16", "engine.kv_memory=60GiB")
     assert said(counted, pool) == "does not fit: lower engine.kv_memory"
     crowded = replace(found, kv_sparse=2 * counted, running=100)
-    some = totals(config, crowded, counted, int((fixed + counted) / USABLE) + 1)[-1][0]
+    some = totals(config, crowded, int((fixed + counted) / USABLE) + 1)[-1][0]
     assert some.strip() == "fits 50 of the 100 rollouts at a time; the others wait"
 
 

@@ -308,12 +308,12 @@ def test_the_reference_policy_is_wide_and_stays():
 
 
 def test_a_recipe_asks_for_it(tmp_path):
-    from alula.trainer.memory_plan import plan
+    from alula.trainer.memory_plan import plan_memory
     from alula.trainer.trainer import Trainer
 
     overrides = ["model.dtype=bfloat16", "steps=1", "model.device=cpu", f"out={tmp_path}"]
     configs = [load_config(RECIPE, [*overrides, *more]) for more in ([], ["model.residual=float32"])]
-    assert plan(configs[1]).activations == 2 * plan(configs[0]).activations
+    assert plan_memory(configs[1]).activations == 2 * plan_memory(configs[0]).activations
     trainer = Trainer(configs[1])
     learns = lambda _: seen_by.append(seen(trainer.learner.model, lambda _: trainer.run()))  # noqa: E731
     seen_by = []

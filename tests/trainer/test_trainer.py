@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
 from alula.trainer.collector import kv_of_both
 from alula.trainer.evaluation import HeldOut, joined
-from alula.trainer.memory_plan import plan
+from alula.trainer.memory_plan import plan_memory
 from alula.trainer.step_metrics import Clock
 from two_ranks import run_on_two_ranks
 
@@ -492,7 +493,7 @@ def test_shares_of_an_evaluation_are_joined():
 
 def test_the_plan_adds_up(tmp_path):
     """qwen2.5-1.5b: 28 layers, 2 KV heads of 128; 1,543,714,304 parameters with a tied head."""
-    found = plan(
+    found = plan_memory(
         toy.toy(
             tmp_path,
             "model={source: 'shape:qwen2.5-1.5b', dtype: bfloat16}",
@@ -516,13 +517,13 @@ def test_the_plan_adds_up(tmp_path):
     assert (found.rollouts, found.most_tokens) == (1024, 1024 * 4096)
     assert found.logits == 2 * 4 * 2048 * 151936
     assert found.activations == 0, "the toy keeps all of them"
-    assert plan(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
+    assert plan_memory(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
 
 
 @pytest.mark.parametrize(("protect", "held"), [("false", 10), ("true", 15)])
 def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
     evict = f"{{method: rkv, budget: 8, buffer: 2, window: 2, sinks: 1, protect_prompt: {protect}}}"
-    found = plan(
+    found = plan_memory(
         toy.quick(tmp_path, f"sparsity.evict={evict}", "sampling.max_new_tokens=20", "data.max_prompt_tokens=5")
     )
     assert found.kv_sparse == found.running * held * found.kv_token
@@ -530,19 +531,19 @@ def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
 
 def test_the_plan_counts_what_distillation_holds(tmp_path):
     without, distilled = (toy.quick(tmp_path / "run", *more) for more in ((), ("distill.rank=4",)))
-    assert (plan(without).sparse_copy, plan(without).adapter) == (0, 0)
+    assert (plan_memory(without).sparse_copy, plan_memory(without).adapter) == (0, 0)
     run = toy.trainer(distilled)
     dense = {p.data_ptr() for p in run.engine.model.parameters()}
     own = [p for p in run.engine.sparse_model.parameters() if p.data_ptr() not in dense]
-    assert plan(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in own) > 0
+    assert plan_memory(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in own) > 0
     adapter = run.distill.distiller.adapter()
     numbers = sum(a.numel() + b.numel() for a, b in adapter.weights.values())
-    assert plan(distilled).adapter == 4 * 4 * numbers, "float32: itself, two moments, a gradient"
+    assert plan_memory(distilled).adapter == 4 * 4 * numbers, "float32: itself, two moments, a gradient"
     half = toy.quick(tmp_path / "half", "distill.rank=4", "model.dtype=bfloat16")
-    assert plan(half).adapter == (2 + 4 * 4) * numbers, "and a master"
+    assert plan_memory(half).adapter == (2 + 4 * 4) * numbers, "and a master"
     adapter.save(tmp_path / "adapter")
     given = toy.quick(tmp_path / "given", f"distill.adapter={tmp_path / 'adapter'}")
-    assert plan(given).adapter == plan(distilled).adapter, "at a rank of its own"
+    assert plan_memory(given).adapter == plan_memory(distilled).adapter, "at a rank of its own"
 
 
 # -- a whole run --------------------------------------------------------------------------------------------
@@ -553,7 +554,7 @@ def test_a_preset_of_another_model_is_told_once(tmp_path):
     preset = "sparsity={select: {method: block-topk, budget: qwen3-4b-0.86}}"
     for steps, resume in ((2, False), (4, True)):
         run = toy.trainer(toy.quick(out, preset, f"steps={steps}"), resume)
-        assert ("other-model: Schedule 'qwen3-4b-0.86' was made for Qwen/Qwen3-4B" in toy.said(run)) is not resume
+        assert bool(re.search("other-model: .*'qwen3-4b-0.86' .* Qwen/Qwen3-4B", toy.said(run))) is not resume
         run.run()
         events = [row for row in toy.rows(out, "events.jsonl") if row["kind"] == "other-model"]
         assert [row["step"] for row in events] == [0]

@@ -92,10 +92,10 @@ def generate(
 
 def note_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
     """What a run tells as its event `other-model`, on standard error."""
-    from alula.trainer.preflight import ADVICE, made_for_another
+    from alula.trainer.preflight import OTHER_MODEL_ADVICE, schedules_of_other_models
 
-    for message in dict.fromkeys(made_for_another(policies, engine.model.config)):
-        typer.echo(f"note: {message} {ADVICE}", err=True)
+    for message in dict.fromkeys(schedules_of_other_models(policies, engine.model.config)):
+        typer.echo(f"note: {message} {OTHER_MODEL_ADVICE}", err=True)
 
 
 def check_out(out: Path | None) -> None:

@@ -25,7 +25,7 @@ from alula.engine.model_runner import Decoded, Runner
 from alula.engine.prefill import First, enter_rows, prefill
 from alula.engine.results import as_rollout, collect
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
-from alula.engine.scheduler import Prefill, Scheduler
+from alula.engine.scheduler import KVNeed, Prefill, Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
 from alula.models.geometry import Geometry, attention_scaling
@@ -287,8 +287,8 @@ class Engine:
             prefill_tokens=self.prefill_tokens,
         )
 
-    def need(self, request: Request) -> tuple[int, int]:
-        """KV tokens and pages of a request as `Scheduler.need`: it is refused above `max_length` or `pool.usable`."""
+    def need(self, request: Request) -> KVNeed:
+        """KV tokens and pages of a request, and the limits above which it raises."""
         return self._new_scheduler().need(request)
 
     @property

@@ -93,6 +93,24 @@ class Chunk:
     swap_out: list[SwapOut]
 
 
+@dataclass(frozen=True)
+class KVNeed:
+    """The most KV tokens that a rollout may hold, the pages that it needs to run, and the engine's limits."""
+
+    tokens: int
+    pages: int
+    max_tokens: int
+    max_pages: int
+
+    @property
+    def exceeds_pool(self) -> bool:
+        return self.pages > self.max_pages
+
+    @property
+    def exceeds_length(self) -> bool:
+        return self.tokens > self.max_tokens
+
+
 class Scheduler:
     def __init__(
         self, pool: PagePool, *, page: int, rows: int, width: int, lookahead: int, prefill_tokens: int = 16384
@@ -111,26 +129,27 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.swapped or self.running)
 
-    def need(self, request: Request) -> tuple[int, int]:
-        """The most KV tokens that a rollout of this request may hold, and the pages without which it cannot run."""
+    def need(self, request: Request) -> KVNeed:
+        """KV tokens and pages of one rollout of this request."""
         probe = Sequence(request, 0)
-        most = probe.ceiling()
-        if not probe.evicts:
-            return most, pages_for(most, self.page) + 1
-        return most, pages_for(probe.prompt, self.page) + self._reserve(probe) + self._scratch(probe)
+        tokens = probe.ceiling()
+        pages = pages_for(tokens, self.page) + 1
+        if probe.evicts:
+            pages = pages_for(probe.prompt, self.page) + self._reserve(probe) + self._scratch(probe)
+        return KVNeed(tokens, pages, self.width * self.page, self.pool.usable)
 
     def submit(self, request: Request) -> list[Sequence]:
         prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-        most, need = self.need(request)
+        need = self.need(request)
         require(
-            need <= self.pool.usable,
-            f"a prompt of {prompt} tokens with max_new_tokens={new} needs {need} pages of {self.page} tokens, but "
-            f"kv_memory holds {self.pool.usable}; raise kv_memory or lower max_new_tokens (or the budget).",
+            not need.exceeds_pool,
+            f"a prompt of {prompt} tokens with max_new_tokens={new} needs {need.pages} pages of {self.page} tokens, "
+            f"but kv_memory holds {need.max_pages}; raise kv_memory or lower max_new_tokens (or the budget).",
         )
         require(
-            most <= self.width * self.page,
-            f"a prompt of {prompt} tokens with max_new_tokens={new} may hold {most} KV tokens, more than "
-            f"max_length={self.width * self.page}; lower max_new_tokens or load the engine with a larger max_length.",
+            not need.exceeds_length,
+            f"a prompt of {prompt} tokens with max_new_tokens={new} may hold {need.tokens} KV tokens, more than "
+            f"max_length={need.max_tokens}; lower max_new_tokens or load the engine with a larger max_length.",
         )
         sequences = [Sequence(request, sample) for sample in range(request.sampling.n)]
         self.waiting.append(Group(request, list(sequences)))

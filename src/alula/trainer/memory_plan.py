@@ -1,101 +1,116 @@
-"""What a recipe would do, from its settings and the model's shape alone: memory, tokens per step, what is sparse.
+"""Memory plan of `alula train --check`: what a run needs, from its settings and the model's shape alone.
 
-What a plan comes to while the run learns and while it generates, and whether that fits the GPU."""
+Counts memory and tokens per step, compares the totals of learning and generating with the free GPU memory, and prints
+three tables: work, memory, and what is sparse.
+"""
 
-import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from alula.config.run import DistillSettings, RunConfig
 from alula.config.settings import ControlSettings
 from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
-from alula.errors import SettingError
 from alula.files import size_text
 from alula.mismatch.control.monitor import filled_in
 from alula.models.geometry import Geometry
-from alula.models.load import SHAPE, find_pretrained, short_name
-from alula.models.lora import Adapter, check_fits, linears, targeted
-from alula.models.shapes import SHAPES, shape
-from alula.models.supported import refuse_unsupported
+from alula.models.load import short_name
+from alula.models.lora import Adapter, linears, targeted
 from alula.rewards.scoring import check as check_rewards
-from alula.run.checkpoint import Checkpoints
-from alula.run.run_dir import check_folder
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
 from alula.sparsity.schedule import Schedule
-from alula.trainer.build import first_adapter, steps_taken
+from alula.trainer.build import Data
 from alula.trainer.preflight import (
-    ADVICE,
-    Data,
+    OTHER_MODEL_ADVICE,
+    Preflight,
     check_positions,
-    describe_data,
-    longest_prompt,
-    made_for_another,
-    read_by,
-    read_data,
-    tokenizer_at_hand,
-    try_rewards,
+    check_run_folder,
+    load_first_adapter,
+    load_model_config,
+    schedules_of_other_models,
 )
 
 PROMPT_GUESS = 256
-"""Tokens that a prompt is counted with where neither the data nor `data.max_prompt_tokens` says it."""
+"""Assumed tokens per prompt, if neither the data nor `data.max_prompt_tokens` gives a number."""
+USABLE = 0.9
+"""Share of the free memory that a plan may use: the CUDA context and one layer's activations are not counted."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Sizes in bytes per rank, counts per step."""
 
     parameters: int
     weights: int
     engine_copy: int
-    """The engine's own weights; 0 where it reads the learner's."""
+    """The engine's copy of the weights; 0 if it reads the learner's."""
     sparse_copy: int
-    """The sparse policy's own linear layers, which DistillSparse's adapter is merged into."""
+    """Copy of the linear layers for the sparse policy, with its adapter merged in."""
     adapter: int
-    """That adapter, φ, with its masters, moments and gradients."""
+    """The sparse policy's adapter, with its masters, moments and gradients."""
     masters: int
     moments: int
     gradients: int
     reference: int
     logits: int
-    """Of one chunk of positions, and their gradient."""
+    """One chunk of positions, and their gradient."""
     activations: int
-    """Inputs of all layers for one micro-batch, what activation checkpointing keeps; 0 without it."""
+    """Inputs of all layers for one micro-batch, which activation checkpointing keeps; 0 without it."""
     prompt: int
-    """Tokens that a prompt is counted with."""
+    """Tokens assumed per prompt."""
     kv_token: int
     """Keys and values of one token over all layers and heads."""
     kv_dense: int
-    """All rollouts that run together, at full length."""
+    """All rollouts that run together, at full length, with dense KV."""
     kv_sparse: int
     """The same under the run's sparsity."""
     rollouts: int
     running: int
+    """Rollouts that run together."""
     most_tokens: int
-    """Generated per step, if every answer were of full length."""
+    """Generated per step, if every answer had full length."""
     update_tokens: int
-    """Through the model per optimizer step, at most."""
+    """Tokens through the model per optimizer step, at most."""
+
+    @property
+    def learning(self) -> int:
+        """Total while the run learns; the KV pool is lent to the learner."""
+        return (
+            self.weights
+            + self.engine_copy
+            + self.sparse_copy
+            + self.adapter
+            + self.masters
+            + self.moments
+            + self.gradients
+            + self.reference
+            + self.logits
+            + self.activations
+        )
+
+    def generating(self, kv_memory: str | int | None) -> int:
+        """Total while the run generates, after the learner has freed what only it needs."""
+        pool = parse_bytes(kv_memory) if kv_memory else self.kv_sparse
+        return self.learning - self.gradients - self.logits - self.activations + pool
 
 
-def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
-    """Raises what would be refused at the start of the run, too. `data` is given where its tokens are known."""
+def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> MemoryPlan:
+    """The plan of a run. Also raises whatever the start of the run would reject. `data` is given if tokenized."""
     check_rewards(config.rewards.use)
     sparsity = config.sparsity.build()
     for policy in config.policies():
         check_schedules(policy, short_name(config.model.source))
-    model_config = shape_config(config.model.source)
+    model_config = load_model_config(config.model.source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
-    adapter = begin_with(config, model)
+    adapter = load_first_adapter(config, model)
     parameters = sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
@@ -113,15 +128,15 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
     longest = prompt + s.max_new_tokens
     if config.control.enabled:
         filled_in(config.control, sparsity, longest)
-    shared = ranks == 1 and lora is None
-    own_master = width == 4
-    return Plan(
+    shares_weights = ranks == 1 and lora is None
+    is_master = width == 4
+    return MemoryPlan(
         parameters=parameters,
         weights=parameters * width if ranks == 1 else parameters * 4 // ranks,
-        engine_copy=0 if shared else parameters * width,
+        engine_copy=0 if shares_weights else parameters * width,
         sparse_copy=linear_parameters(model) * width if config.distill else 0,
-        adapter=adapter_parameters(model, config.distill, adapter) * (16 if own_master else width + 16),
-        masters=0 if own_master or ranks > 1 else trained * 4,
+        adapter=adapter_parameters(model, config.distill, adapter) * (16 if is_master else width + 16),
+        masters=0 if is_master or ranks > 1 else trained * 4,
         moments=8 * trained // ranks,
         gradients=4 * trained // ranks,
         reference=parameters * width // ranks if config.objective.kl > 0 and not lora else 0,
@@ -130,7 +145,7 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
         prompt=prompt,
         kv_token=kv_token,
         kv_dense=running * longest * kv_token,
-        kv_sparse=running * held(sparsity, prompt, longest) * kv_token,
+        kv_sparse=running * max_held(sparsity, prompt, longest) * kv_token,
         rollouts=rollouts,
         running=running,
         most_tokens=rollouts * s.max_new_tokens,
@@ -138,48 +153,11 @@ def plan(config: RunConfig, ranks: int = 1, data: Data | None = None) -> Plan:
     )
 
 
-def begin_with(config: RunConfig, model: PreTrainedModel) -> Adapter | None:
-    """The φ that the run is given; one that is not there, or not one of a model of this shape, is refused."""
-    begin = first_adapter(config)
-    if config.distill is None or begin is None:
+def longest_prompt(data: Data | None) -> int | None:
+    """Tokens of the longest prompt of tokenized data."""
+    if data is None:
         return None
-    try:
-        check_fits(model, begin)
-    except SettingError as error:
-        raise SettingError(
-            f"distill.adapter={config.distill.adapter!r} does not fit model.source={config.model.source!r} "
-            f"({str(error).rstrip('.')}); name one that was distilled from it."
-        ) from error
-    return begin
-
-
-def shape_config(source: str) -> PreTrainedConfig:
-    """The model's configuration without its weights: from a shape's name, a folder or the hub."""
-    if source.startswith(SHAPE):
-        settings = copy.deepcopy(shape(source.removeprefix(SHAPE)))
-        found: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    else:
-        try:
-            found = AutoConfig.from_pretrained(**find_pretrained(source), trust_remote_code=False)
-        except SettingError as error:
-            raise SettingError(
-                f"model.source={str(error).removeprefix('model ').rstrip('.')}; a bare shape has a plan, too: "
-                f"model.source={SHAPE}{near_shape(source)}."
-            ) from error
-        except (OSError, ValueError) as error:
-            reason = next(line.strip() for line in str(error).splitlines() if line.strip())
-            raise SettingError(
-                f"model.source={source!r}: its configuration cannot be read ({reason.rstrip('.')}); name a folder on "
-                f"disk, or see the plan of a bare shape: model.source={SHAPE}{near_shape(source)}."
-            ) from error
-    refuse_unsupported(found)
-    return found
-
-
-def near_shape(source: str) -> str:
-    """The shape that a hub id most likely is of."""
-    name = source.rpartition("/")[2].lower().removesuffix("-instruct")
-    return next(iter(get_close_matches(name, SHAPES, n=1, cutoff=0.0)))
+    return max(len(example.prompt_ids or ()) for dataset in data if dataset for example in dataset)
 
 
 def linear_parameters(model: Any) -> int:
@@ -191,13 +169,13 @@ def lora_parameters(model: Any, rank: int, targets: Iterable[str]) -> int:
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
-def adapter_parameters(model: Any, distill: DistillSettings | None, begin: Adapter | None) -> int:
-    """A φ to begin with has a rank and targets of its own."""
+def adapter_parameters(model: Any, distill: DistillSettings | None, first: Adapter | None) -> int:
+    """A given first adapter keeps its rank and targets, whatever the settings say."""
     if distill is None:
         return 0
-    if begin is None:
+    if first is None:
         return lora_parameters(model, distill.rank, distill.targets)
-    return sum(a.numel() + b.numel() for a, b in begin.weights.values())
+    return sum(a.numel() + b.numel() for a, b in first.weights.values())
 
 
 def dtype_of(config: RunConfig) -> str:
@@ -205,8 +183,8 @@ def dtype_of(config: RunConfig) -> str:
     return config.model.dtype or ("bfloat16" if device == "cuda" else "float32")
 
 
-def held(sparsity: Sparsity, prompt: int, longest: int) -> int:
-    """The most KV tokens of one rollout: an evictor's ceiling; a selector keeps all."""
+def max_held(sparsity: Sparsity, prompt: int, longest: int) -> int:
+    """The most KV tokens that one rollout holds: an evictor limits them, a selector keeps all."""
     evict = sparsity.evict
     if evict is None:
         return longest
@@ -214,141 +192,141 @@ def held(sparsity: Sparsity, prompt: int, longest: int) -> int:
     return min(longest, max(prompt, budget + evict.buffer + (prompt if evict.protect_prompt else 0)))
 
 
-def check_out(config: RunConfig, resume: bool) -> None:
-    """Refuse a folder that the run would refuse. Whether its checkpoints are whole is not looked at: they are large."""
-    check_folder(Path(config.out), new=not resume)
-    checkpoints = Checkpoints(Path(config.out) / "checkpoints").all()
-    if resume and checkpoints:
-        steps_taken(config, checkpoints[-1])
+# -- printing ----------------------------------------------------------------------------------------------------------
 
 
 def print_plan(config: RunConfig, console: Console | None = None, *, resume: bool = False) -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    data = read_data(config)
-    read = read_by(tokenizer_at_hand(config), config, data)
-    longest = longest_prompt(read)
-    p, sparsity, console = plan(config, ranks, read), config.sparsity.build(), console or Console()
-    try_rewards(config, data)
-    s, correction = config.sampling, config.objective.correction
-    work = table("work", "what", "per step")
-    work.add_row("data", describe_data(config, data))
-    work.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {p.rollouts:,}")
-    work.add_row("generated tokens", f"at most {p.most_tokens:,} ({s.max_new_tokens:,} each)")
-    scoring = "none (one-update mode)" if config.objective.one_update else "dense, of every rollout"
-    work.add_row("scoring", scoring + (" + reference (KL)" if config.objective.kl else ""))
-    work.add_row("optimizer steps", f"{config.learner.updates}, each at most {p.update_tokens:,} tokens")
-    work.add_row("micro-batches", f"{config.learner.token_budget:,} tokens")
-    work.add_row("whole run", f"{config.steps:,} steps, {config.steps * p.rollouts:,} rollouts")
-    console.print(work)
+    """Check the run and print its plan. Raises whatever the run would reject."""
+    console = console or Console()
+    preflight = Preflight(config)
+    plan = plan_memory(config, int(os.environ.get("WORLD_SIZE", "1")), preflight.tokenized)
+    preflight.try_rewards()
+    console.print(work_table(config, plan, preflight.describe_data()))
+    console.print(memory_table(config, plan, preflight.tokenized is not None))
+    console.print(sparsity_table(config))
+    check_run_folder(config, resume)  # last, so that the plan of an existing run can be read
 
-    counted = 0
-    memory = table(f"memory per rank, {p.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}", "what", "size")
+
+def work_table(config: RunConfig, plan: MemoryPlan, data: str) -> Table:
+    s, objective = config.sampling, config.objective
+    scoring = "only rollouts the update leaves out" if objective.one_update else "dense, every rollout"
+    table = new_table("work per step")
+    table.add_row("data", data)
+    table.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {plan.rollouts:,}")
+    table.add_row("generated tokens", f"at most {plan.most_tokens:,} ({s.max_new_tokens:,} each)")
+    table.add_row("scoring", scoring + (" + reference (KL)" if objective.kl else ""))
+    table.add_row("optimizer steps", f"{config.learner.updates}, each at most {plan.update_tokens:,} tokens")
+    table.add_row("micro-batches", f"{config.learner.token_budget:,} tokens")
+    table.add_row("run", f"{config.steps:,} steps, {config.steps * plan.rollouts:,} rollouts")
+    return table
+
+
+def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
+    title = f"memory per rank, {plan.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}"
+    table = new_table(title, justify="right")
     for what, size in (
-        ("weights", p.weights),
-        ("weights of the engine's own", p.engine_copy),
-        ("linear layers of the sparse policy's own", p.sparse_copy),
-        ("adapter of the sparse policy, its moments and gradients", p.adapter),
-        ("float32 masters", p.masters),
-        ("Adam moments", p.moments),
-        ("gradients", p.gradients),
-        ("reference policy", p.reference),
-        (f"logits of {config.learner.logprob_chunk:,} positions", p.logits),
-        (f"layer inputs of {config.learner.token_budget:,} tokens", p.activations),
+        ("weights", plan.weights),
+        ("weights, the engine's copy", plan.engine_copy),
+        ("linear layers, the sparse policy's copy", plan.sparse_copy),
+        ("adapter of the sparse policy, its moments and gradients", plan.adapter),
+        ("float32 masters", plan.masters),
+        ("Adam moments", plan.moments),
+        ("gradients", plan.gradients),
+        ("reference policy", plan.reference),
+        (f"logits of {config.learner.logprob_chunk:,} positions", plan.logits),
+        (f"layer inputs of {config.learner.token_budget:,} tokens", plan.activations),
     ):
-        counted += size
         if size:
-            memory.add_row(what, size_text(size))
-    pool = config.engine.kv_memory or "twice what its rows need, if it is free"
-    memory.add_row(f"KV pool (engine.kv_memory: {pool})", "")
-    memory.add_row(f"  {p.running} rollouts of {p.prompt + s.max_new_tokens:,} tokens, dense", size_text(p.kv_dense))
+            table.add_row(what, size_text(size))
+    longest, sparsity = plan.prompt + config.sampling.max_new_tokens, config.sparsity.build()
+    pool = config.engine.kv_memory or "twice what its rows need, if available"
+    table.add_row(f"KV pool (engine.kv_memory: {pool})", "")
+    table.add_row(f"  {plan.running} rollouts of {longest:,} tokens, dense", size_text(plan.kv_dense))
     if not sparsity.dense:
-        memory.add_row(f"  the same under {sparsity.describe()}", size_text(p.kv_sparse))
-    if longest is not None:
-        memory.add_row(f"  of which the longest prompt: {longest:,} tokens", "")
+        table.add_row(f"  the same under {sparsity.describe()}", size_text(plan.kv_sparse))
+    if tokenized:
+        table.add_row(f"  including the longest prompt: {plan.prompt:,} tokens", "")
     elif config.data.max_prompt_tokens is None:
-        memory.add_row(f"  prompts guessed at {p.prompt} tokens; data.max_prompt_tokens says it", "")
-    for what, said in totals(config, p, counted, free_memory(config)):
-        memory.add_row(what, said)
-    console.print(memory)
+        table.add_row(f"  prompts assumed to have {plan.prompt} tokens; data.max_prompt_tokens sets a limit", "")
+    for what, text in totals(config, plan, free_memory(config)):
+        table.add_row(what, text)
+    return table
 
-    sparse = table("what is sparse", "what", "how")
-    sparse.add_row("rollouts", sparsity.describe() if sparsity != DENSE else "nothing: a dense run")
-    if e := sparsity.evict:
-        protected = "the whole prompt, " if e.protect_prompt else ""
-        sparse.add_row(
+
+def sparsity_table(config: RunConfig) -> Table:
+    sparsity, every = config.sparsity.build(), config.eval.every
+    table = new_table("what is sparse")
+    table.add_row("rollouts", sparsity.describe() if sparsity != DENSE else "nothing: a dense run")
+    if evict := sparsity.evict:
+        protected = "the whole prompt, " if evict.protect_prompt else ""
+        table.add_row(
             "  evicted",
-            f"down to {describe_budget(e.budget)} KV tokens at {e.buffer} more; always kept: "
-            f"{protected}first {e.sinks}, last {e.window}",
+            f"to {describe_budget(evict.budget)} KV tokens whenever {evict.buffer} more are cached; always kept: "
+            f"{protected}first {evict.sinks}, last {evict.window}",
         )
-    if c := sparsity.select:
-        sparse.add_row(
-            "  read", f"{describe_budget(c.budget)} KV tokens in blocks of {c.block}; dense layers: {c.dense_layers}"
+    if select := sparsity.select:
+        table.add_row(
+            "  read",
+            f"{describe_budget(select.budget)} KV tokens in blocks of {select.block}; dense layers: "
+            f"{select.dense_layers}",
         )
-    for message in made_for_another(config.policies(), shape_config(config.model.source)):
-        sparse.add_row("  other model", f"{message} {ADVICE}")
-    sparse.add_row("correction", correction.preset)
+    for message in schedules_of_other_models(config.policies(), load_model_config(config.model.source)):
+        table.add_row("  other model", f"{message} {OTHER_MODEL_ADVICE}")
+    table.add_row("correction", config.objective.correction.preset)
     if config.control.enabled and not sparsity.dense:
-        sparse.add_row("controller", held_limits(config.control))
-    every = config.eval.every
-    sparse.add_row(
-        "held-out evaluation",
-        f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps" if every else "off",
-    )
-    console.print(sparse)
-    check_out(config, resume)  # last, so that the plan of a run that is there already can be read
+        table.add_row("controller", describe_control(config.control))
+    evaluated = f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps" if every else "off"
+    table.add_row("held-out evaluation", evaluated)
+    return table
 
 
-def held_limits(control: ControlSettings) -> str:
-    """What the controller holds, and what it does about it."""
+def describe_control(control: ControlSettings) -> str:
+    """The controller's limits, and its action on a violation."""
     limits = [f"at most {control.vetoed:.0%} vetoed"] if control.vetoed else []
     if control.tau or not limits:
         limits.append(f"a tail of {control.tau}" if control.tau else "the tail that the schedule was planned for")
     return f"{' and '.join(limits)}; on violation: {control.on_violation}"
 
 
-def table(title: str, *columns: str) -> Table:
-    found = Table(title=title, title_justify="left", show_header=False)
-    for i, column in enumerate(columns):
-        found.add_column(column, justify="left" if i == 0 or column != "size" else "right")
-    return found
+def new_table(title: str, justify: Any = "left") -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify=justify)
+    return table
 
 
-USABLE = 0.9
-"""Share of the free memory that a plan may take: CUDA's own and one layer's activations are not counted."""
+# -- does it fit? ------------------------------------------------------------------------------------------------------
 
 
 def free_memory(config: RunConfig) -> int | None:
-    """Bytes that are free on the GPU that the run would take; None where it would run on the CPU."""
+    """Free bytes on the GPU that the run would use; None if it would run on the CPU."""
     if config.model.device == "cpu" or not torch.cuda.is_available():
         return None
-    named = torch.device(config.model.device or "cuda").index
-    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")) if named is None else named)[0]
+    index = torch.device(config.model.device or "cuda").index
+    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")) if index is None else index)[0]
 
 
-def totals(config: RunConfig, plan: "Plan", counted: int, free: int | None) -> list[tuple[str, str]]:
-    """Rows below the parts, of which `counted` is the sum without KV. The KV pool is lent to the learner, which frees
-    what only it needs before the next rollouts."""
-    pool = parse_bytes(config.engine.kv_memory) if config.engine.kv_memory else plan.kv_sparse
-    generating = counted - plan.gradients - plan.logits - plan.activations + pool
+def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[str, str]]:
+    """The last rows of the memory table."""
     rows = [
-        ("in all, learning (the KV pool is lent)", size_text(counted)),
-        ("in all, generating", size_text(generating)),
+        ("total, learning (the KV pool is lent)", size_text(plan.learning)),
+        ("total, generating", size_text(plan.generating(config.engine.kv_memory))),
     ]
     if not config.learner.activation_checkpointing:
         rows.append(("  activations not counted: learner.activation_checkpointing is off", ""))
     if free is not None:
-        rows.append((f"  {verdict(config, plan, counted, generating, free)}", f"{size_text(free)} free"))
+        rows.append((f"  {verdict(config, plan, free)}", f"{size_text(free)} free"))
     elif config.model.dtype is None:
         rows.append(("  in float32, as on this CPU; model.dtype=bfloat16 shows what a GPU would hold", ""))
     return rows
 
 
-def verdict(config: RunConfig, plan: "Plan", learning: int, generating: int, free: int) -> str:
-    """Fits, or what to lower: whatever the largest part of the excess is."""
-    limit = int(USABLE * free)
-    if learning - plan.logits - plan.activations > limit:
+def verdict(config: RunConfig, plan: MemoryPlan, free: int) -> str:
+    """Whether the plan fits, or else the setting to lower: the one with the largest part of the excess."""
+    limit, generating = int(USABLE * free), plan.generating(config.engine.kv_memory)
+    if plan.learning - plan.logits - plan.activations > limit:
         return "does not fit: use more ranks, learner.lora, or a smaller model"
-    if learning > limit:
+    if plan.learning > limit:
         return f"does not fit: lower learner.{'token_budget' if plan.activations > plan.logits else 'logprob_chunk'}"
     if generating <= limit:
         return "fits"

@@ -1,46 +1,44 @@
-"""Whether all that a run will ask of its engine fits: the longest prompts, under every policy that may come.
+"""Pre-flight checks: problems that a run would meet hours later are reported before its first step.
 
-A prompt comes up when its turn is, which may be hours later, and again at every resume; so it is asked before the first
-step.
-
-
-What `--check` learns from the data, the hub's aside: how much there is, how long the prompts are, and whether the
-rewards can grade it.
-
-A published schedule on a model that it was not made for: it is taken, but not in silence.
-
-One that `alula plan` wrote is made out to its model and refused with any other (`Schedule.check`); a preset names its
-model in its notes only. A model of that shape may have been trained from it, under any name; one of another shape not.
+Every run checks that its longest prompts fit the model's positions and the KV pool under every policy it can reach.
+`alula train --check` does the same without weights, and reads data and rewards as far as they are on this machine.
+Schedules that were planned for another model are reported.
 """
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from alula.config.run import RunConfig
 from alula.config.settings import Source
 from alula.data import Dataset
 from alula.data.load import is_path, load_source, on_hub
-from alula.distill.run_stage import Stage
 from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
-from alula.errors import require
-from alula.mismatch.control.monitor import Monitor
+from alula.errors import SettingError, require
 from alula.models.load import SHAPE, TOKENIZER_FILES, find_pretrained
-from alula.models.shapes import SHAPES
+from alula.models.lora import Adapter, check_fits
+from alula.models.shapes import SHAPES, shape
+from alula.models.supported import refuse_unsupported
 from alula.rewards.scoring import try_out
+from alula.run.checkpoint import Checkpoints
+from alula.run.run_dir import check_folder
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.schedule import Schedule
-from alula.trainer.build import TASK, Data, named_tokenizer, split_data, tokenized
+from alula.trainer.build import TASK, Data, first_adapter, named_tokenizer, split_data, steps_taken, tokenized
+
+# -- longest sequences -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Longest:
-    """The longest prompt of some data, and the setting that says how long its answer may be."""
+class LongestPrompt:
+    """The longest prompt of a data set, and the setting that limits its answer."""
 
     kind: str
     prompt: list[int]
@@ -48,7 +46,7 @@ class Longest:
     answer: int
 
     @classmethod
-    def of(cls, kind: str, dataset: Dataset, config: RunConfig, section: str = "sampling") -> "Longest":
+    def of(cls, kind: str, dataset: Dataset, config: RunConfig, section: str = "sampling") -> "LongestPrompt":
         prompt = max((list(example.prompt_ids or ()) for example in dataset), key=len)
         answer = config.eval.max_new_tokens if section == "eval" else None
         if answer is None:
@@ -62,74 +60,97 @@ class Longest:
         return f"the longest {self.kind} prompt of {len(self.prompt)} tokens with {self.setting}={self.answer}"
 
     @property
-    def way_out(self) -> str:
-        return f"lower {self.setting}, or leave longer prompts out with data.max_prompt_tokens"
+    def hint(self) -> str:
+        return f"lower {self.setting}, or leave out long prompts with data.max_prompt_tokens"
 
 
-def all_longest(config: RunConfig, training: Dataset, held_out: Dataset | None) -> list[Longest]:
-    found = [Longest.of("training", training, config)]
+def longest_prompts(config: RunConfig, training: Dataset, held_out: Dataset | None) -> list[LongestPrompt]:
+    """Training prompts first, then held-out ones."""
+    longest = [LongestPrompt.of("training", training, config)]
     if held_out is not None:
-        found.append(Longest.of("held-out", held_out, config, "eval"))
-        if config.distill and config.distill.move:  # measured with answers as long as the training's
-            found.append(Longest.of("held-out", held_out, config))
-    return found
+        longest.append(LongestPrompt.of("held-out", held_out, config, "eval"))
+        if config.distill and config.distill.move:  # measured with answers as long as in training
+            longest.append(LongestPrompt.of("held-out", held_out, config))
+    return longest
 
 
 def longest_sequence(config: RunConfig, model: PreTrainedConfig, training: Dataset, held_out: Dataset | None) -> int:
-    """Tokens of the longest sequence of the run. One that the model has no positions for is refused under an evictor
-    too: it may hold few tokens, but the dense learner reads them all. `engine.max_length` overrules the model."""
-    longest = max(all_longest(config, training, held_out), key=len)
-    positions = positions_of(model)
+    """Tokens of the run's longest sequence. Raises if the model has fewer positions, under an evictor too: it holds few
+    tokens, but the dense learner reads all of them. `engine.max_length` overrides the model's limit."""
+    longest = max(longest_prompts(config, training, held_out), key=len)
+    positions = max_positions(model)
     require(
         len(longest) <= max(positions, config.engine.max_length or 0),
         f"model.source={config.model.source!r} has max_position_embeddings={positions}, and {longest} comes to "
-        f"{len(longest)}; {longest.way_out}, or set engine.max_length={len(longest)} if the model can read so far.",
+        f"{len(longest)}; {longest.hint}, or set engine.max_length={len(longest)} if the model can read that far.",
     )
     return len(longest)
 
 
-def positions_of(model: PreTrainedConfig) -> int:
-    """How long a text the model says that it reads; those without such a limit read any."""
+def max_positions(model: PreTrainedConfig) -> int:
+    """The longest text that the model reads; practically unlimited if its configuration names no limit."""
     return getattr(model.get_text_config(), "max_position_embeddings", 1 << 20)
 
 
-def check_room(
-    config: RunConfig,
-    engine: Engine,
-    monitor: Monitor,
-    stage: Stage | None,
-    training: Dataset,
-    held_out: Dataset | None,
+def check_positions(config: RunConfig, model: PreTrainedConfig, data: Data | None) -> None:
+    """Raise if a sequence has more tokens than the model has positions. Without `data`, check only the answers."""
+    if data is not None:
+        longest_sequence(config, model, *data)
+        return
+    answer = config.sampling.max_new_tokens
+    positions = max_positions(model)
+    require(
+        answer < max(positions, config.engine.max_length or 0),
+        f"sampling.max_new_tokens={answer}: model.source={config.model.source!r} has "
+        f"max_position_embeddings={positions}; lower it, or set engine.max_length if the model can read that far.",
+    )
+
+
+# -- KV pool -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The sparse policies that a run can reach."""
+
+    sparsity: Sparsity
+    densest: Sparsity
+    """At the controller's largest budget."""
+    candidate: Sparsity | None = None
+    """The one that `distill.move` may switch to."""
+
+
+def check_kv_pool(
+    config: RunConfig, engine: Engine, policies: Policies, training: Dataset, held_out: Dataset | None
 ) -> None:
-    """Refuse a run of which the engine would refuse a prompt later on."""
-    e = config.engine
-    longest = all_longest(config, training, held_out)
-    for what, one, policy in asked(config, monitor, stage, longest):
-        [request] = engine.requests([one.prompt], Sampling(max_new_tokens=one.answer), policy)
-        tokens, pages = engine.need(request)
+    """Raise if the engine would reject one of the run's prompts later."""
+    longest = longest_prompts(config, training, held_out)
+    for what, prompt, policy in generations(config, policies, longest):
+        [request] = engine.requests([prompt.prompt], Sampling(max_new_tokens=prompt.answer), policy)
+        need = engine.need(request)
         require(
-            pages <= engine.pool.usable,
-            f"engine.kv_memory={e.kv_memory or 'null'} holds {engine.pool.usable} pages of {engine.page} tokens, and "
-            f"{what} ({policy.describe()}) of {one} need {pages}; raise it, {one.way_out}.",
+            not need.exceeds_pool,
+            f"engine.kv_memory={config.engine.kv_memory or 'null'} holds {need.max_pages} pages of {engine.page} "
+            f"tokens, and {what} ({policy.describe()}) of {prompt} need {need.pages}; raise it, {prompt.hint}.",
         )
         require(
-            tokens <= engine.max_length,
-            f"engine.max_length={e.max_length}: {what} ({policy.describe()}) of {one} may hold {tokens} KV tokens; "
-            f"raise it, {one.way_out}.",
+            not need.exceeds_length,
+            f"engine.max_length={config.engine.max_length}: {what} ({policy.describe()}) of {prompt} may hold "
+            f"{need.tokens} KV tokens; raise it, {prompt.hint}.",
         )
 
 
-def asked(
-    config: RunConfig, monitor: Monitor, stage: Stage | None, longest: list[Longest]
-) -> Iterator[tuple[str, Longest, Sparsity]]:
-    """What the run generates, of which prompts, under which policy."""
+def generations(
+    config: RunConfig, policies: Policies, longest: list[LongestPrompt]
+) -> Iterator[tuple[str, LongestPrompt, Sparsity]]:
+    """Everything that the run generates: its name, its longest prompt, its policy."""
     training, *held_out = longest
-    sparse = [("rollouts", monitor.sparsity)]
-    if monitor.densest != monitor.sparsity:
-        sparse.append(("rollouts at the controller's largest budget", monitor.densest))
-    if stage and stage.candidate:
-        sparse.append(("rollouts after distill.move", stage.candidate))
-        yield "measurements of distill.move", longest[-1], stage.candidate
+    sparse = [("rollouts", policies.sparsity)]
+    if policies.densest != policies.sparsity:
+        sparse.append(("rollouts at the controller's largest budget", policies.densest))
+    if policies.candidate:
+        sparse.append(("rollouts after distill.move", policies.candidate))
+        yield "measurements of distill.move", longest[-1], policies.candidate
     for what, policy in sparse:
         yield what, training, policy
     if config.correction.reroll:
@@ -140,104 +161,146 @@ def asked(
             yield "evaluations", held_out[0], policy
 
 
-def read_data(config: RunConfig) -> Data | None:
-    """None where some of it is on the hub; what is here is read all the same, so that a wrong name or field is found
-    now."""
-    if not any(map(remote, sources(config))):
-        return split_data(config)
-    for one in sources(config):
-        if not remote(one):
-            load_source(one)
-    return None
+# -- --check: data, rewards, tokenizer, model, run folder --------------------------------------------------------------
 
 
-def sources(config: RunConfig) -> list[Source]:
-    return [config.data, *([config.eval.data] if config.eval.every and config.eval.data else [])]
+class Preflight:
+    """The data of a run, read as far as it is on this machine, for `--check`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.sources = [config.data, *([config.eval.data] if config.eval.every and config.eval.data else [])]
+        self.data = self._read()
+        """Training and held-out examples; None if some of them are on the hub."""
+        tokenizer = None if self.data is None else local_tokenizer(config)
+        self.tokenized = None if self.data is None or tokenizer is None else tokenized(config, self.data, tokenizer)
+        """The data with the tokens of its prompts; None without a tokenizer on this machine."""
+
+    def _read(self) -> Data | None:
+        if not any(map(is_remote, self.sources)):
+            return split_data(self.config)
+        for source in self.sources:
+            if not is_remote(source):
+                load_source(source)  # so that a wrong name or field is reported now
+        return None
+
+    def describe_data(self) -> str:
+        if self.data is None:
+            names = dict.fromkeys(source.source for source in self.sources if is_remote(source))
+            return f"{', '.join(names)}: on the hub, not read"
+        training, held_out = self.data
+        evaluated = f", {len(held_out):,} to evaluate on" if held_out else ""
+        return f"{len(training):,} examples to train on{evaluated}"
+
+    def try_rewards(self) -> None:
+        """Grade the data itself: a field that a reward lacks is reported before the first rollout."""
+        if self.data is not None:
+            rewards = self.config.rewards
+            try_out(rewards.use, [example.record() for example in self.data[0]], rewards.timeout)
 
 
-def remote(one: Source) -> bool:
-    return on_hub(one.source, one.data_dir)
+def is_remote(source: Source) -> bool:
+    return on_hub(source.source, source.data_dir)
 
 
-def describe_data(config: RunConfig, data: Data | None) -> str:
-    if data is None:
-        names = dict.fromkeys(one.source for one in sources(config) if remote(one))
-        return f"{', '.join(names)}: on the hub, not looked at"
-    training, held_out = data
-    evaluated = f", {len(held_out):,} to evaluate on" if held_out else ""
-    return f"{len(training):,} examples to train on{evaluated}"
-
-
-def try_rewards(config: RunConfig, data: Data | None) -> None:
-    """On the data itself: a field that a reward misses is found before the first rollout."""
-    if data is not None:
-        try_out(config.rewards.use, [example.record() for example in data[0]], config.rewards.timeout)
-
-
-def tokenizer_at_hand(config: RunConfig) -> Any | None:
-    """The run's tokenizer, where the hub need not be asked for it."""
+def local_tokenizer(config: RunConfig) -> Any | None:
+    """The run's tokenizer, or None if it would have to be downloaded."""
     name, source = config.model.tokenizer, config.model.source
     folder = Path(source).expanduser()
-    own = not source.startswith(SHAPE) and (
+    model_has_one = not source.startswith(SHAPE) and (
         not folder.is_dir() or any((folder / file).exists() for file in TOKENIZER_FILES)
     )
-    if name is None and not own and config.data.source.startswith(TASK):
+    if name is None and not model_has_one and config.data.source.startswith(TASK):
         name = config.data.source
     if name and (name.startswith(TASK) or is_path(name) or os.path.exists(name)):
         return named_tokenizer(name, config.data.options if config.data.source == name else {})
-    if name is None and not own:
+    if name is None and not model_has_one:
         return None
     try:
-        place = {"pretrained_model_name_or_path": name} if name else find_pretrained(source)
-        return AutoTokenizer.from_pretrained(**place, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError):  # whoever needs it will say what is wrong with it
+        location = {"pretrained_model_name_or_path": name} if name else find_pretrained(source)
+        return AutoTokenizer.from_pretrained(**location, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, ImportError):  # the run will report it
         return None
 
 
-def read_by(tokenizer: Any | None, config: RunConfig, data: Data | None) -> Data | None:
-    """The data with the prompts' tokens, as the run would take it."""
-    return None if data is None or tokenizer is None else tokenized(config, data, tokenizer)
+def load_model_config(source: str) -> PreTrainedConfig:
+    """The configuration of a model without its weights: from a shape's name, a folder or the hub."""
+    if source.startswith(SHAPE):
+        settings = copy.deepcopy(shape(source.removeprefix(SHAPE)))
+        config: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    else:
+        hint = f"check a bare shape instead: model.source={SHAPE}{nearest_shape(source)}."
+        try:
+            config = AutoConfig.from_pretrained(**find_pretrained(source), trust_remote_code=False)
+        except SettingError as error:
+            reason = str(error).removeprefix("model ").rstrip(".")
+            raise SettingError(f"model.source={reason}; or {hint}") from error
+        except (OSError, ValueError) as error:
+            reason = next(line.strip() for line in str(error).splitlines() if line.strip())
+            raise SettingError(
+                f"model.source={source!r}: its configuration cannot be read ({reason.rstrip('.')}); name a folder on "
+                f"disk, or {hint}"
+            ) from error
+    refuse_unsupported(config)
+    return config
 
 
-def longest_prompt(data: Data | None) -> int | None:
-    """In tokens."""
-    if data is None:
+def nearest_shape(source: str) -> str:
+    """The shape whose name is closest to a hub id."""
+    name = source.rpartition("/")[2].lower().removesuffix("-instruct")
+    return next(iter(get_close_matches(name, SHAPES, n=1, cutoff=0.0)))
+
+
+def load_first_adapter(config: RunConfig, model: PreTrainedModel) -> Adapter | None:
+    """The adapter that the run starts with. Raises if it is missing or does not fit the model's shape."""
+    adapter = first_adapter(config)
+    if config.distill is None or adapter is None:
         return None
-    return max(len(example.prompt_ids or ()) for dataset in data if dataset for example in dataset)
+    try:
+        check_fits(model, adapter)
+    except SettingError as error:
+        raise SettingError(
+            f"distill.adapter={config.distill.adapter!r} does not fit model.source={config.model.source!r} "
+            f"({str(error).rstrip('.')}); name one that was distilled from this model."
+        ) from error
+    return adapter
 
 
-def check_positions(config: RunConfig, model: PreTrainedConfig, data: Data | None) -> None:
-    """Refuse sequences that the model has no positions for; of prompts that are not known at least the answers."""
-    if data is not None:
-        longest_sequence(config, model, *data)
-        return
-    answer = config.sampling.max_new_tokens
-    positions = positions_of(model)
-    require(
-        answer < max(positions, config.engine.max_length or 0),
-        f"sampling.max_new_tokens={answer}: model.source={config.model.source!r} has "
-        f"max_position_embeddings={positions}; lower it, or set engine.max_length if the model can read so far.",
-    )
+def check_run_folder(config: RunConfig, resume: bool) -> None:
+    """Raise for a folder that the run would reject. Checksums of its checkpoints are not verified: they are large."""
+    check_folder(Path(config.out), new=not resume)
+    checkpoints = Checkpoints(Path(config.out) / "checkpoints").all()
+    if resume and checkpoints:
+        steps_taken(config, checkpoints[-1])
 
+
+# -- schedules of other models -----------------------------------------------------------------------------------------
 
 SIZES = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-ADVICE = "Measure it with `alula calibrate --verify`, or make one for this model: `alula calibrate`, then `alula plan`."
+OTHER_MODEL_ADVICE = (
+    "Measure it with `alula calibrate --verify`, or plan one for this model: `alula calibrate`, then `alula plan`."
+)
 
 
-def made_for_another(policies: Sequence[Sparsity], config: PreTrainedConfig) -> list[str]:
-    """A sentence for every schedule whose model has another shape than `config` says."""
-    budgets = [part.budget for sparsity in policies for part in (sparsity.evict, sparsity.select) if part is not None]
-    return [said for budget in budgets if isinstance(budget, Schedule) and (said := difference(budget, config))]
+def schedules_of_other_models(policies: Sequence[Sparsity], config: PreTrainedConfig) -> list[str]:
+    """A warning for every schedule whose model has another shape than `config`.
+
+    A schedule that `alula plan` wrote is bound to its model and raises with any other (`Schedule.check`). A preset
+    names its model only in its notes: a model of the same shape may have been trained from it, under any name.
+    """
+    parts = [part for sparsity in policies for part in (sparsity.evict, sparsity.select) if part is not None]
+    schedules = [part.budget for part in parts if isinstance(part.budget, Schedule)]
+    return [message for schedule in schedules if (message := _other_model(schedule, config))]
 
 
-def difference(schedule: Schedule, config: PreTrainedConfig) -> str | None:
-    origin = str(schedule.notes.get("model", ""))
-    model, shape = config.get_text_config(), SHAPES.get(origin.rpartition("/")[2].lower(), {})
+def _other_model(schedule: Schedule, config: PreTrainedConfig) -> str | None:
+    planned_for = str(schedule.notes.get("model", ""))
+    model, sizes = config.get_text_config(), SHAPES.get(planned_for.rpartition("/")[2].lower(), {})
     for size in SIZES:
-        here = getattr(model, size, None)
-        if shape and here != shape[size]:
+        value = getattr(model, size, None)
+        if sizes and value != sizes[size]:
             return (
-                f"Schedule {schedule.name!r} was made for {origin} ({size}={shape[size]}, here {here}): "
-                "the tail that it holds there says nothing about this model."
+                f"Schedule {schedule.name!r} was planned for {planned_for} ({size}={sizes[size]}, here {value}): "
+                "the tail that it guarantees there says nothing about this model."
             )
     return None

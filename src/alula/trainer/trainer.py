@@ -37,7 +37,13 @@ from alula.trainer.collector import Collector
 from alula.trainer.evaluation import HeldOut, evaluate_policy
 from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
 from alula.trainer.health_checks import HealthWarning
-from alula.trainer.preflight import ADVICE, check_room, longest_sequence, made_for_another
+from alula.trainer.preflight import (
+    OTHER_MODEL_ADVICE,
+    Policies,
+    check_kv_pool,
+    longest_sequence,
+    schedules_of_other_models,
+)
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.step_metrics import Clock, step_metrics
 from alula.trainer.update import Updater
@@ -86,7 +92,9 @@ class Trainer:
         self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
         if self.distill:
             self.collector.recorded = self.distill.record
-        check_room(config, self.engine, self.monitor, self.distill, training, self.held_out)
+        candidate = self.distill.candidate if self.distill else None
+        policies = Policies(self.monitor.sparsity, self.monitor.densest, candidate)
+        check_kv_pool(config, self.engine, policies, training, self.held_out)
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
         self.alerts = StepAlerts(self.record, world, config.learner.max_skipped)
 
@@ -112,8 +120,8 @@ class Trainer:
         else:
             if self.record.resumed_from is not None:
                 self.record.say(f"{self.out} has no checkpoint; starting from the beginning.")
-            for message in made_for_another(self.config.policies(), self.loaded.model.config):
-                self.record.event(0, "other-model", message, ADVICE)
+            for message in schedules_of_other_models(self.config.policies(), self.loaded.model.config):
+                self.record.event(0, "other-model", message, OTHER_MODEL_ADVICE)
         if shortage := self.checkpoints.shortage(self._tensors()):
             advice = "Free some space, or give the run another folder: out=FOLDER."
             self.record.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
