@@ -147,8 +147,6 @@ def probe_table(bed: str, question: str) -> str:
     head = [
         "policy",
         "careful chains right, %",
-        "all right, %",
-        "KV saved, %",
         "KV not read, %",
         "vetoed rollouts, %",
         "vetoes per 1000 tokens",
@@ -164,7 +162,7 @@ def probe_table(bed: str, question: str) -> str:
     rows = [
         [
             policy.split(",")[0],
-            *(percent(mean(rows, n)) for n in ("careful", "accuracy", "kv_saved", "kv_unread", "vetoed_rollouts")),
+            *(percent(mean(rows, name)) for name in ("careful", "kv_unread", "vetoed_rollouts")),
             f"{1000 * mean(rows, 'veto_hazard'):.1f}",
             f"{mean(rows, 'tail'):.3f}",
         ]
@@ -189,12 +187,11 @@ def threshold_table(bed: str, question: str) -> str:
                     f"{before['tail_low']:.3f}",
                     percent(before["vetoed_rollouts"]),
                     percent(before["careful"] or 0.0),
-                    percent(before["kv_unread"]),
                     last_accuracy(run, most),
                     "yes" if judge.collapsed(run) else "no",
                 ]
             )
-    head = ["policy", "seed", "tail", "lower bound", "vetoed, %", "careful right, %", "KV not read, %"]
+    head = ["policy", "seed", "tail", "lower bound", "vetoed, %", "careful right, %"]
     return markdown([*head, "final, %", "collapsed"], body) + early_note(early)
 
 
