@@ -1,4 +1,4 @@
-"""`alula bench`: how fast the engine is here, against what the memory allows."""
+"""`alula bench`: engine speed on this machine, compared with the memory-bandwidth floor."""
 
 import json
 from pathlib import Path
@@ -6,39 +6,36 @@ from typing import Annotated, Any
 
 import typer
 
+from alula.cli import options as shared
+from alula.cli.common import check_output_file
 from alula.errors import SettingError
 from alula.files import size_text
 
 ROOM = 64
-"""Tokens beyond what is asked, for steps that are launched ahead."""
+"""Extra tokens of length, for steps that are launched ahead."""
 PIPE_WIDTH = 120
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="Hub id, folder, GGUF file, or shape:NAME for random weights.")],
-    batch: Annotated[list[int] | None, typer.Option(help="Rows; repeat for several. Default 64.")] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(help="KV tokens per row; repeat for several. Default 1024.")
-    ] = None,
-    sparsity: Annotated[list[str] | None, typer.Option(help="dense, rkv:512+128, block-topk:1024; repeat.")] = None,
+    model: shared.Model,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows (repeatable); by default 64.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="KV tokens per row (repeatable); by default 1024.")] = None,
+    sparsity: shared.Sparsities = None,
     rollouts: Annotated[
-        int, typer.Option(help="Also whole rollouts of this many new tokens, from prompts of --context tokens.")
+        int, typer.Option(help="Also time full rollouts of this many new tokens, from prompts of --context tokens.")
     ] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
-    ] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool; by default what the batch needs.")] = None,
-    page: Annotated[int, typer.Option(help="KV tokens per page.")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines in place of the table.")] = False,
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
+    kv_memory: shared.KVMemory = None,
+    page: shared.Page = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the records here, as JSON.")] = None,
 ) -> None:
-    """Time decode steps (and whole rollouts): milliseconds, the floor, percent of it, tokens/s, KV bytes.
+    """Time decode steps (and full rollouts): milliseconds, the floor, percent of it, tokens/s, KV bytes.
 
-    The floor is the bytes that must move (weights, KV that the policy reads) over the copy bandwidth measured now.
-    A step under an evictor finds the most KV that it holds at that length: budget + buffer.
+    The floor is the bytes that must move (weights, KV that the policy reads) divided by the measured copy bandwidth.
+    A step under an evictor is timed with the most KV that it holds at that length: budget + buffer.
     """
-    from alula.cli.generate import check_out
     from alula.sparsity.text import parse_sparsity
 
     policies = [parse_sparsity(text) for text in sparsity or ["dense"]]
@@ -46,15 +43,15 @@ def bench(
     for name, values, least in (("batch", batches, 1), ("context", contexts, 1), ("rollouts", [rollouts], 0)):
         if min(values) < least:
             raise SettingError(f"--{name} {min(values)}: must be at least {least}.")
-    check_out(out)
+    check_output_file(out)
     from alula.bench.ceilings import measure_ceilings
     from alula.bench.decode import decode_step
-    from alula.bench.decode import rollouts as whole_rollouts
+    from alula.bench.decode import rollouts as full_rollouts
     from alula.engine.engine import Engine
     from alula.models.load import load_model
 
     loaded = load_model(model, device=device, dtype=dtype)
-    # Random KV has no positions that a model could not count to.
+    # Random KV is not limited by the model's positions.
     longest = max(getattr(loaded.model.config, "max_position_embeddings", 0), max(contexts) + rollouts + ROOM)
     engine = Engine(loaded, page=page, kv_memory=kv_memory, max_rows=max(batches), max_length=longest)
     ceilings = measure_ceilings(engine.device)
@@ -65,11 +62,11 @@ def bench(
                 records.append(decode_step(engine, rows, tokens, policy, ceilings))
                 if rollouts:
                     if engine.device.type == "cuda":
-                        whole_rollouts(engine, rows, tokens, rollouts, policy)  # compiles, and captures its graphs
-                    records.append(whole_rollouts(engine, rows, tokens, rollouts, policy))
+                        full_rollouts(engine, rows, tokens, rollouts, policy)  # compiles, and captures its graphs
+                    records.append(full_rollouts(engine, rows, tokens, rollouts, policy))
     if out is not None:
-        found = {"bandwidth": ceilings.bandwidth, "matrix": ceilings.matrix, "records": records}
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        summary = {"bandwidth": ceilings.bandwidth, "matrix": ceilings.matrix, "records": records}
+        out.write_text(json.dumps(summary, indent=1) + "\n")
     if as_json:
         for record in records:
             typer.echo(json.dumps(record))

@@ -1,27 +1,33 @@
-"""`alula calibrate`: how far sparse policies are from the dense one, by length, as a file and a plot."""
+"""`alula calibrate`: measures how far sparse policies are from the dense one, by length, as a file and a plot.
 
+`--verify` and `--vetoed` measure policies on their own rollouts instead: see cli/verify.py and cli/find_budget.py.
+"""
+
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from alula.cli import options as shared
+from alula.cli.common import Engines, check_output_file, load_model_and_prompts
 from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
     from alula.data import Dataset
-    from alula.engine.engine import Engine
     from alula.mismatch.calibrate.file import Calibration
-    from alula.models.load import LoadedModel
+
+DEFAULT_OUT = Path("calibration.json")
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file or shape:<name>.")],
-    data: Annotated[str, typer.Option(help="Prompts: a file, folder, benchmark, hub id or task:<name>.")],
+    model: shared.Model,
+    data: shared.Prompts,
     methods: Annotated[
         str,
         typer.Option(
             help="Selectors and evictors, METHOD[:setting=value...], separated by commas; EVICTOR:budget=N&SELECTOR "
-            "puts an evictor of one budget beside a selector."
+            "combines an evictor of fixed budget with a selector."
         ),
     ] = "block-topk",
     budgets: Annotated[
@@ -29,7 +35,7 @@ def calibrate(
     ] = None,
     pages: Annotated[str, typer.Option(help="Block sizes of selectors, separated by commas.")] = "16",
     length: Annotated[int, typer.Option(help="Longest sequence, prompt included.")] = 4096,
-    prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
+    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 64,
     samples: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
     bin_width: Annotated[
         int | None, typer.Option("--bin", help="Tokens per length bin; by default 2000, or an eighth of the length.")
@@ -39,30 +45,30 @@ def calibrate(
     ] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Measure every budget instead of searching.")] = False,
     forward: Annotated[bool, typer.Option(help="Build growing schedules for evictors, bin by bin.")] = True,
-    quantile: Annotated[float, typer.Option(help="Which quantile of acceptance is the tail.")] = 0.05,
-    confidence: Annotated[float, typer.Option(help="Of the bands, over all bins together.")] = 0.95,
-    temperature: Annotated[float, typer.Option(help="Of the text and of the policies.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts and of the text.")] = 0,
-    split: Annotated[str | None, typer.Option(help="Which part of a stored data set.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
-    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default where there is one.")] = None,
-    options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
+    quantile: Annotated[float, typer.Option(help="The quantile of acceptance that is the tail.")] = 0.05,
+    confidence: Annotated[float, typer.Option(help="Confidence of the bands, over all bins together.")] = 0.95,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature, for the dense text and the sparse policies.")
+    ] = 1.0,
+    seed: shared.Seed = 0,
+    split: shared.Split = None,
+    data_dir: shared.DataDir = None,
+    prompt: shared.PromptTemplate = None,
+    chat: shared.Chat = None,
+    options: shared.TaskOptions = "{}",
     adapter: Annotated[
-        Path | None, typer.Option(help="Folder of the sparse policy's own LoRA (DistillSparse).")
+        Path | None, typer.Option(help="Folder with the adapter of the sparse policy (DistillSparse).")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    residual: Annotated[
-        str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")
-    ] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
-    max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 512,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("calibration.json"),
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
+    residual: shared.Residual = None,
+    kv_memory: shared.KVMemory = None,
+    max_rows: shared.MaxRows = 512,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")] = DEFAULT_OUT,
     verify: Annotated[
         list[str] | None,
         typer.Option(
-            help="Measure this schedule or policy (rkv:512+128) on rollouts of its own, on other prompts (repeatable)."
+            help="Measure this schedule or policy (rkv:512+128) on its own rollouts, on other prompts (repeatable)."
         ),
     ] = None,
     vetoed: Annotated[
@@ -72,17 +78,14 @@ def calibrate(
         ),
     ] = None,
 ) -> None:
-    """Measure the tail of acceptance of sparse policies at every length; `alula plan` makes a schedule of it.
+    """Measure the tail of acceptance of sparse policies at every length; `alula plan` turns it into a schedule.
 
-    A calibration that was interrupted goes on where it was. With --verify nothing is searched: each schedule or policy
-    generates its own rollouts, and the exit code is 1 if for one of them some bin's tail is confidently below tau,
-    confidently more than 15 % of the rollouts hold a token that the dense policy would not have sampled, or no
-    rollout outgrew the budget, so that nothing was tested. With --vetoed budgets are measured in the same way, and
+    An interrupted calibration continues where it stopped. With --verify nothing is searched: each schedule or policy
+    generates its own rollouts. The exit code is 1 if, for one of them, some bin's tail is confidently below tau,
+    confidently more than 15 % of the rollouts contain a token that the dense policy would not have sampled, or no
+    rollout outgrew the budget, so that nothing was tested. With --vetoed, budgets are measured in the same way, and
     the exit code is 1 if no method has one.
     """
-    import sys
-
-    from alula.cli.generate import check_out
     from alula.mismatch.calibrate.calibrate import Grid, Text
     from alula.mismatch.calibrate.families import parse_methods
     from alula.mismatch.calibrate.verify import named
@@ -90,42 +93,40 @@ def calibrate(
 
     check_numbers(length, bin_width, tau or [])
     width = bin_width or min(2000, -(-length // 8))
-    verified = [(name, *named(name, width, length)) for name in verify or []]  # a misspelt one is refused at once
-    require(not verified or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
+    bins = Bins(width, -(-length // width), quantile, confidence)
+    policies = [(name, *named(name, width, length)) for name in verify or []]  # raises before anything is loaded
+    require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders = []
     if vetoed is not None:
         from alula.cli.find_budget import ladders_of
 
-        require(not verified and not tau, "--vetoed looks for a budget by vetoed rollouts; drop --verify and --tau.")
+        require(not policies and not tau, "--vetoed searches by vetoed rollouts; drop --verify and --tau.")
         families = parse_methods(methods, numbers("pages", pages))
         ladders = ladders_of(families, numbers("budgets", budgets) if budgets else None, length, vetoed, prompts)
-    if out == Path("calibration.json") and (verified or ladders):
-        out = Path("verified.json" if verified else "vetoed.json")  # not over what a schedule was planned from
-    check_out(out)
-    loaded, dataset = load(
+    if out == DEFAULT_OUT and (policies or ladders):
+        out = Path("verified.json" if policies else "vetoed.json")  # keeps the calibration of a planned schedule
+    check_output_file(out)
+    loaded, dataset = load_model_and_prompts(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
     )
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
-    bins = Bins(width, -(-length // width), quantile, confidence)
-    if verified or vetoed is not None:
-        text = Text(choose(dataset, prompts, seed, from_end=True), length, samples, temperature, seed + 1)
-        if vetoed is not None:
-            from alula.cli.find_budget import run_vetoed
+    other_prompts = bool(policies) or vetoed is not None
+    text = Text(
+        choose(dataset, prompts, seed, from_end=other_prompts), length, samples, temperature, seed + other_prompts
+    )
+    if vetoed is not None:
+        from alula.cli.find_budget import run_vetoed
 
-            raise typer.Exit(run_vetoed(engines, text, ladders, vetoed, bins, sweep, out, progress))
+        raise typer.Exit(run_vetoed(engines, text, ladders, vetoed, bins, sweep, out, progress))
+    if policies:
         from alula.cli.verify import run_verify
 
-        if len(dataset) < 2 * prompts:
-            typer.echo(
-                f"note: {2 * prompts - len(dataset)} of the {prompts} prompts may also have been calibrated on; "
-                "use more data to check on fresh ones only."
-            )
-        asked = tau[0] if tau else None
-        raise typer.Exit(run_verify(engines, text, verified, asked, quantile, confidence, out, progress))
+        warn_overlap(len(dataset), prompts)
+        limit = tau[0] if tau else None
+        raise typer.Exit(run_verify(engines, text, policies, limit, quantile, confidence, out, progress))
     from alula.mismatch.calibrate.calibrate import calibrate as measure_all
 
-    text = Text(choose(dataset, prompts, seed), length, samples, temperature, seed)
     grid = Grid(
         tuple(parse_methods(methods, numbers("pages", pages))),
         numbers("budgets", budgets) if budgets else default_budgets(length),
@@ -133,84 +134,31 @@ def calibrate(
         sweep,
         forward,
     )
-    found = measure_all(
-        engines.with_page, text, grid, bins, out.with_suffix(".work.json"), say=typer.echo, progress=progress
-    )
-    write(found, out)
+    work_file = out.with_suffix(".work.json")
+    write(measure_all(engines.with_page, text, grid, bins, work_file, say=typer.echo, progress=progress), out)
 
 
 def check_numbers(length: int, bin_width: int | None, taus: list[float]) -> None:
     require(length >= 1, f"--length {length}: must be at least 1.")
     require(bin_width is None or bin_width >= 1, f"--bin {bin_width}: must be at least 1.")
     for tau in taus:
-        require(0 < tau < 1, f"--tau {tau}: must lie between 0 and 1, as a probability of acceptance.")
-
-
-def load(
-    model: str,
-    data: str,
-    split: str | None,
-    data_dir: Path | None,
-    prompt: str | None,
-    chat: bool | None,
-    options: str,
-    device: str | None,
-    dtype: str | None,
-    residual: str | None,
-    seed: int,
-    longest: int | None = None,
-) -> "tuple[LoadedModel, Dataset]":
-    """The model with a tokenizer (a bare shape takes a task's), and the prompts of at most `longest` tokens."""
-
-    from alula.config.load import parse_yaml
-    from alula.data import load as load_data
-    from alula.data import prepare
-    from alula.models.load import SHAPE, load_model
-    from alula.trainer.build import TASK, named_tokenizer, with_tokenizer
-
-    chosen = parse_yaml(options, f"--options {options!r}") or {}
-    require(isinstance(chosen, dict), f"options={options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
-    found = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=chosen)
-    loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
-    if loaded.tokenizer is None and data.startswith(TASK):
-        loaded = with_tokenizer(loaded, named_tokenizer(data, chosen), cut=model.startswith(SHAPE))
-    require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer to read the prompts with.")
-    return loaded, prepare(found, loaded.tokenizer, chat=chat, max_prompt_tokens=longest)
+        require(0 < tau < 1, f"--tau {tau}: must be between 0 and 1, since it is a probability of acceptance.")
 
 
 def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
-    """`count` prompts in an order made by `seed`: the first of it, or the last for a check on other prompts."""
-    require(len(dataset) >= count, f"prompts={count}: the data has only {len(dataset)} that fit; ask for fewer.")
+    """`count` prompts of a seeded order: the first ones, or the last ones to check on other prompts."""
+    require(len(dataset) >= count, f"--prompts {count}: only {len(dataset)} prompts of the data fit; use fewer.")
     order = dataset.take(None, seed)
     chosen = order[-count:] if from_end else order[:count]
     return tuple(example.prompt_ids for example in chosen)
 
 
-class Engines:
-    """One engine at a time, made anew for another page size."""
-
-    def __init__(
-        self, loaded: "LoadedModel", length: int, kv_memory: str | None, max_rows: int, adapter: Path | None
-    ) -> None:
-        self.loaded, self.length, self.kv_memory, self.max_rows = loaded, length, kv_memory, max_rows
-        self.adapter = adapter
-        self.engine: Engine | None = None
-
-    def with_page(self, page: int) -> "Engine":
-        from alula.engine.engine import Engine
-
-        if self.engine is None or self.engine.page != page:
-            if self.engine is not None:
-                self.engine.sleep()  # its memory goes to the next one
-            self.engine = Engine(
-                self.loaded,
-                page=page,
-                kv_memory=self.kv_memory,
-                max_rows=self.max_rows,
-                max_length=self.length + page,
-                sparse_adapter=self.adapter,
-            )
-        return self.engine
+def warn_overlap(available: int, prompts: int) -> None:
+    if available < 2 * prompts:
+        typer.echo(
+            f"note: {2 * prompts - available} of the {prompts} prompts may also have been calibrated on; "
+            "use more data to check on fresh ones only."
+        )
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
@@ -219,52 +167,54 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(tokens(word.strip()) for word in text.split(","))
     except ValueError:
-        raise SettingError(f"{name}={text!r}: write numbers of tokens separated by commas, as in 512,1k.") from None
+        raise SettingError(f"--{name} {text!r}: write token counts separated by commas, as in 512,1k.") from None
 
 
 def default_budgets(length: int) -> tuple[int, ...]:
+    """Sparrow's grid, in tokens, below `length`."""
     from alula.mismatch.control.control import PAGES
 
-    found = tuple(16 * pages for pages in PAGES if 16 * pages < length)
-    require(len(found) >= 2, f"budgets: name them; Sparrow's grid starts at 512, too much for a length of {length}.")
-    return found
+    budgets = tuple(16 * pages for pages in PAGES if 16 * pages < length)
+    require(len(budgets) >= 2, f"--length {length}: Sparrow's grid of budgets starts at 512; set --budgets.")
+    return budgets
 
 
-def write(found: "Calibration", out: Path) -> None:
+def write(calibration: "Calibration", out: Path) -> None:
+    """Write the calibration and its plot, and print a table."""
     from alula.mismatch.plan.plot import plot_tails
 
-    found.save(out)
+    calibration.save(out)
     plot = out.with_suffix(".svg")
-    plot.write_text(plot_tails(found))
+    plot.write_text(plot_tails(calibration))
     lines = [
         "| configuration | budget | tail | worst trusted bin | its lower bound | KV saved | KV not read | evictions |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in (m for family in found.families().values() for m in family):
-        trusted = [bin_ for bin_ in one.tail if bin_.enough]
-        worst = min(trusted, key=lambda bin_: bin_.value)
-        setting = one.configuration
-        kv = "| |" if one.kv is None else f"{one.kv.saved:.1%} | {one.kv.not_read:.1%} | {one.kv.evictions}"
+    for measured in (m for family in calibration.families().values() for m in family):
+        worst = min((bin_ for bin_ in measured.tail if bin_.enough), key=lambda bin_: bin_.value)
+        setting, kv = measured.configuration, measured.kv
+        saved = "| |" if kv is None else f"{kv.saved:.1%} | {kv.not_read:.1%} | {kv.evictions}"
         lines.append(
-            f"| {setting.describe()} | {setting.budget} | {one.tail.overall:.4f} | {worst.value:.4f} "
-            f"| {worst.lower:.4f} | {kv} |"
+            f"| {setting.describe()} | {setting.budget} | {measured.tail.overall:.4f} | {worst.value:.4f} "
+            f"| {worst.lower:.4f} | {saved} |"
         )
-    for grown in found.forward:
+    for grown in calibration.forward:
         lines.append(
             f"| {grown.configuration.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
             f"tau {grown.tau:.4f} | | | | | |"
         )
-    typer.echo("\n".join([*lines, *never_sparse(found)]))
-    typer.echo(f"{out} and {plot}: dense floor {found.floor.overall:.4f}; make a schedule with `alula plan {out}`.")
+    typer.echo("\n".join([*lines, *never_sparse(calibration)]))
+    floor = calibration.floor.overall
+    typer.echo(f"{out} and {plot}: dense floor {floor:.4f}; plan a schedule with `alula plan {out}`.")
 
 
-def never_sparse(found: "Calibration") -> list[str]:
-    """A sentence for every family with budgets that measured nothing: their tails are the dense policy's."""
-    said = []
-    for family in found.families().values():
+def never_sparse(calibration: "Calibration") -> list[str]:
+    """A note for every family with budgets that no rollout exceeded: their tails are those of the dense policy."""
+    notes = []
+    for family in calibration.families().values():
         dense = [(m.configuration, m.kv) for m in family if m.kv is not None and m.kv.sparse == 0]
         if dense:
             budgets = ", ".join(str(setting.budget) for setting, _ in dense)
             (setting, kv), *_ = dense
-            said.append(kv.never_sparse(f"{setting.describe()} with budget {budgets}", setting.sparsity()))
-    return said
+            notes.append(kv.never_sparse(f"{setting.describe()} with budget {budgets}", setting.sparsity()))
+    return notes

@@ -123,7 +123,7 @@ def run(
     input_options: dict[str, Any],
     rollout_options: dict[str, Any],
 ) -> None:
-    from alula.cli.calibrate import load
+    from alula.cli.common import load_model_and_prompts
     from alula.distill.distiller import Distiller
     from alula.distill.standalone import Rollouts, distill_alone, measure
     from alula.engine.engine import Engine
@@ -133,7 +133,7 @@ def run(
     from alula.run.run_dir import MetricsWriter, check_folder
 
     check_folder(out, new=not resume, way="--out FOLDER")
-    loaded, dataset = load(model, **input_options)
+    loaded, dataset = load_model_and_prompts(model, **input_options)
     training, aside = dataset.split(held_out, config.seed)
     test = [list(example.prompt_ids or ()) for example in aside]
     distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))

@@ -1,57 +1,50 @@
 """`alula generate`: rollouts as JSON lines."""
 
 import json
-import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from alula.cli import options as shared
+from alula.cli.common import check_output_file, warn_other_model
 from alula.errors import SettingError
 
 if TYPE_CHECKING:
-    from alula.engine.engine import Engine
     from alula.engine.rollout import Rollout
-    from alula.sparsity.policy import Sparsity
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file, or shape:NAME.")],
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; none reads --file.")] = None,
+    model: shared.Model,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, --file is read.")] = None,
     file: Annotated[
         Path | None, typer.Option(help='JSONL with a "prompt" (text, chat messages or token ids) per line; - is stdin.')
     ] = None,
-    sparsity: Annotated[str, typer.Option(help="dense, rkv:512+128, block-topk:1024, ...")] = "dense",
+    sparsity: shared.Sparsity = "dense",
     n: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per rollout.")] = 256,
-    min_new_tokens: Annotated[int, typer.Option(help="No stop token before this many.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="For evaluation: no log-probs are returned below 1.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="For evaluation: no log-probs are returned above 0.")] = 0,
-    seed: Annotated[int, typer.Option(help="Everything random depends on it.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per rollout.")] = 256,
+    min_new_tokens: Annotated[int, typer.Option(help="Minimum tokens before a stop token.")] = 0,
+    temperature: shared.Temperature = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; below 1 no log-probs are returned.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Top-k sampling; above 0 no log-probs are returned.")] = 0,
+    seed: shared.Seed = 0,
     topk_logprobs: Annotated[int, typer.Option(help="Also write this many most likely tokens per position.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
-    chat: Annotated[
-        bool, typer.Option(help="Wrap text prompts as a user's message, where the model has a template.")
-    ] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
-    ] = None,
-    residual: Annotated[
-        str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")
-    ] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB.")] = None,
-    max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ignore the end-of-sequence token.")] = False,
+    chat: shared.Chat = None,
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
+    residual: shared.Residual = None,
+    kv_memory: shared.KVMemory = None,
+    max_rows: shared.MaxRows = 256,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; by default standard output.")] = None,
 ) -> None:
-    """Generate with a model, densely or under any sparsity; one JSON object per rollout."""
-    asked: list[Any] = list(prompts or []) + (read_prompts(file) if file else [])
-    if not asked:
-        raise SettingError("no prompts: give them as arguments or with --file.")
-    check_out(out)
+    """Generate with a model, dense or under any sparsity; one JSON object per rollout."""
+    inputs: list[Any] = list(prompts or []) + (read_prompts(file) if file else [])
+    if not inputs:
+        raise SettingError("no prompts: pass them as arguments or with --file.")
+    check_output_file(out)
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
     from alula.sparsity.text import parse_sparsity
@@ -78,10 +71,10 @@ def generate(
         kv_memory=kv_memory,
         max_rows=max_rows,
     )
-    note_other_model([policy], engine)
-    if chat and getattr(engine.tokenizer, "chat_template", None):
-        asked = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in asked]
-    rollouts = engine.generate(asked, sampling, policy)
+    warn_other_model([policy], engine)
+    if chat is not False and getattr(engine.tokenizer, "chat_template", None):
+        inputs = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in inputs]
+    rollouts = engine.generate(inputs, sampling, policy)
     lines = (json.dumps(as_record(r), ensure_ascii=False) for r in rollouts)
     if out is not None:
         out.write_text("".join(line + "\n" for line in lines))
@@ -90,32 +83,9 @@ def generate(
             typer.echo(line)
 
 
-def note_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
-    """What a run tells as its event `other-model`, on standard error."""
-    from alula.trainer.preflight import OTHER_MODEL_ADVICE, schedules_of_other_models
-
-    for message in dict.fromkeys(schedules_of_other_models(policies, engine.model.config)):
-        typer.echo(f"note: {message} {OTHER_MODEL_ADVICE}", err=True)
-
-
-def check_out(out: Path | None) -> None:
-    """Make its folder, and refuse what cannot be written, before the work and not after it."""
-    if out is None:
-        return
-    new = not os.path.lexists(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if new or out.is_file() or out.is_dir():  # opening a pipe would wait for its reader
-            out.open("a").close()
-        if new:
-            out.unlink()
-    except OSError as error:
-        raise SettingError(f"--out {out}: cannot be written ({error.strerror}); name another file.") from None
-
-
 def read_prompts(file: Path) -> list[Any]:
     if str(file) != "-" and not file.is_file():
-        raise SettingError(f"--file {file}: there is no such file.")
+        raise SettingError(f"--file {file}: no such file.")
     if str(file) != "-":
         with file.open(encoding="utf-8", errors="surrogateescape") as lines:
             return parse_prompts(lines, file)
@@ -128,16 +98,16 @@ def read_prompts(file: Path) -> list[Any]:
 def parse_prompts(lines: Iterable[str], file: Path) -> list[Any]:
     from alula.data.sources import numbered
 
-    found = []
+    prompts = []
     for number, line in numbered(lines, f"--file {file}"):
         if line.strip():
             try:
-                found.append(json.loads(line)["prompt"])
+                prompts.append(json.loads(line)["prompt"])
             except (json.JSONDecodeError, KeyError, TypeError):
                 raise SettingError(
                     f'--file {file}, line {number}: not a JSON object such as {{"prompt": "text"}}.'
                 ) from None
-    return found
+    return prompts
 
 
 def as_record(r: "Rollout") -> dict[str, Any]:

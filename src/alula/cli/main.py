@@ -1,4 +1,4 @@
-"""The command line. Only the command that is called is imported, so `alula --help` answers without torch."""
+"""Command-line entry point. Only the called command is imported, so `alula --help` is instant."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from alula import __version__
 from alula.errors import RunFailed, SettingError
 
 COMMANDS = {
-    "generate": ("alula.cli.generate:generate", "Generate with a model, densely or under any sparsity."),
-    "train": ("alula.cli.train:train", "Train a model with sparse rollouts, as a recipe says."),
+    "generate": ("alula.cli.generate:generate", "Generate with a model, dense or under any sparsity."),
+    "train": ("alula.cli.train:train", "Train a model with sparse rollouts, from a recipe."),
     "eval": ("alula.cli.eval:evaluate", "Evaluate models on data sets, dense or under any sparsity."),
     "report": ("alula.cli.report:report", "Compare runs in one self-contained HTML page."),
     "demo": ("alula.cli.demo:demo", "Train a tiny model six ways on the CPU and compare them."),
@@ -22,23 +22,22 @@ COMMANDS = {
     "plan": ("alula.cli.plan:plan", "Choose the cheapest budget schedule that keeps the mismatch small."),
     "distill": ("alula.cli.distill:distill", "Pull the sparse policy towards the dense one (DistillSparse)."),
 }
-"""Name -> where its function is, and its line in the list of commands."""
+"""Name -> location of its function, and its line in the list of commands."""
 
 
 def app(arguments: Sequence[str] | None = None) -> None:
-    """The entry point. A setting that cannot be used is one sentence on standard error and exit code 2; work that
-    failed, one and exit code 1."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    called = next((word for word in given if not word.startswith("-")), None)
+    """Entry point. An invalid setting prints one message on standard error and exits with 2; a failed run, with 1."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    called = next((word for word in words if not word.startswith("-")), None)
     try:
-        build(called)(args=given, prog_name="alula")
+        build(called)(args=words, prog_name="alula")
     except (SettingError, RunFailed) as error:
         typer.echo(f"alula: {error}", err=True)
         sys.exit(2 if isinstance(error, SettingError) else 1)
 
 
 def build(called: str | None) -> typer.Typer:
-    """All commands that are there; the one that is called with its options, the others by name."""
+    """The app with the called command in full, and the others as a name and a help line."""
     commands = typer.Typer(
         help="Reinforcement learning of reasoning LLMs with sparse rollouts.",
         add_completion=False,
@@ -47,9 +46,9 @@ def build(called: str | None) -> typer.Typer:
     )
 
     @commands.callback()
-    def in_common(
+    def global_options(
         version: Annotated[
-            bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which version this is.")
+            bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
         ] = False,
     ) -> None:
         pass
@@ -57,18 +56,18 @@ def build(called: str | None) -> typer.Typer:
     for name, (where, line) in COMMANDS.items():
         module, _, function = where.partition(":")
         if find_spec(module) is not None:
-            body = getattr(import_module(module), function) if name == called else only_named(line)
+            body = getattr(import_module(module), function) if name == called else placeholder(line)
             commands.command(name, help=line if name != called else None)(body)
     return commands
 
 
-def say_version(asked: bool) -> None:
-    if asked:
+def print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"alula {__version__}")
         raise typer.Exit
 
 
-def only_named(line: str) -> Callable[[], Any]:
+def placeholder(line: str) -> Callable[[], Any]:
     def command() -> None:
         raise AssertionError("a command that was not imported was called")
 

@@ -1,10 +1,11 @@
-"""`alula plan`: the cheapest schedule whose tail stays above a threshold, and what other thresholds would cost."""
+"""`alula plan`: the cheapest schedule whose tail stays above a threshold, and the cost of other thresholds."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from alula.cli.common import check_output_file
 from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def plan(
-    calibration: Annotated[Path, typer.Argument(help="A file written by `alula calibrate`.")],
+    calibration: Annotated[Path, typer.Argument(help="File written by `alula calibrate`.")],
     tau: Annotated[
-        float | None, typer.Option(help="The tail to hold at every length; by default the dense floor - 0.085.")
+        float | None, typer.Option(help="Smallest tail allowed at any length; by default the dense floor - 0.085.")
     ] = None,
     timings: Annotated[
         Path | None,
-        typer.Option(help="Decode steps timed on this machine by `alula bench`, to fit the cost to."),
+        typer.Option(help="Decode steps timed on this machine by `alula bench`; the cost is fitted to them."),
     ] = None,
     hardware: Annotated[
         str, typer.Option(help="Without timings: h200, h100 or a100, or TFLOPS,TB/s of another device.")
@@ -30,43 +31,42 @@ def plan(
         int | None, typer.Option(help="Tokens generated per rollout; by default up to the calibrated length.")
     ] = None,
     prompt: Annotated[int, typer.Option(help="Prompt tokens.")] = 0,
-    batch: Annotated[int | None, typer.Option(help="Rows that decode together.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows that decode together; by default 32.")] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(help="Instead of a batch: as many rows as this much KV memory holds, such as 60GiB.")
+        str | None, typer.Option(help="Instead of --batch: KV memory, such as 60GiB, which limits the rows.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the schedule; by default that of its file.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The schedule file to write.")] = Path("schedule.json"),
+    name: Annotated[str | None, typer.Option(help="Name of the schedule; by default the name of its file.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Schedule file to write.")] = Path("schedule.json"),
 ) -> None:
     """Choose the cheapest schedule whose tail of acceptance is confidently above tau at every length.
 
     Writes the schedule, a plot of the calibrated tails with the choice (.tails.svg) and the Pareto front of threshold
-    against speed (.pareto.svg); prints what every threshold would cost. Exit code 2 if tau is out of reach.
+    against speed (.pareto.svg); prints the cost of every threshold. The exit code is 2 if tau is out of reach.
     """
-    from alula.cli.generate import check_out
     from alula.mismatch.calibrate.file import Calibration
     from alula.mismatch.plan.plan import Workload
-    from alula.mismatch.plan.plan import plan as make_plan
+    from alula.mismatch.plan.plan import plan as build_plan
     from alula.mismatch.plan.plot import plot_pareto, plot_tails
     from alula.mismatch.plan.tradeoff import table
 
     check_workload(new_tokens, prompt, batch, kv_memory)
-    found = Calibration.load(calibration)
-    check_out(out)
-    cost = cost_of(found, timings, hardware)
+    tails = Calibration.load(calibration)
+    check_output_file(out)
+    cost = cost_of(tails, timings, hardware)
     if batch is None and kv_memory is None:
         batch = 32
-    length = found.bins * found.width
+    length = tails.bins * tails.width
     work = Workload(new_tokens or length - prompt, prompt, batch, None if kv_memory is None else as_bytes(kv_memory))
-    rows = thresholds(found, cost, work, tau)
+    rows = thresholds(tails, cost, work, tau)
     typer.echo(table(rows) + "\n")
     out.with_suffix(".pareto.svg").write_text(plot_pareto(rows))
-    made = make_plan(found, cost, work, tau=tau, name=name or out.stem)
-    out.with_suffix(".tails.svg").write_text(plot_tails(found, made))
-    made.schedule.save(out)
-    typer.echo(describe(made, found))
+    chosen = build_plan(tails, cost, work, tau=tau, name=name or out.stem)
+    out.with_suffix(".tails.svg").write_text(plot_tails(tails, chosen))
+    chosen.schedule.save(out)
+    typer.echo(describe(chosen, tails))
     typer.echo(
         f"{out}, {out.with_suffix('.tails.svg')} and {out.with_suffix('.pareto.svg')} written; "
-        f"check it on rollouts of its own with `alula calibrate MODEL --data ... --verify {out}`."
+        f"check it on its own rollouts with `alula calibrate MODEL --data ... --verify {out}`."
     )
 
 
@@ -76,12 +76,12 @@ def check_workload(new_tokens: int | None, prompt: int, batch: int | None, kv_me
     require(batch is None or batch >= 1, f"--batch {batch}: must be at least 1.")
     require(
         batch is None or kv_memory is None,
-        f"--batch {batch} and --kv-memory {kv_memory}: give one of them, since either says how many rows decode.",
+        f"--batch {batch} and --kv-memory {kv_memory}: give only one of them, since each sets the number of rows.",
     )
 
 
 def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> "Cost":
-    """Fitted to timings of this machine where there are any, else Sparrow's analytic form."""
+    """A cost fitted to timings of this machine if given, else Sparrow's analytic form."""
     from alula.mismatch.plan.cost import AnalyticCost, Hardware
     from alula.mismatch.plan.timings import load_cost
     from alula.models.geometry import Geometry
@@ -111,7 +111,7 @@ def as_bytes(text: str) -> float:
 
 
 def thresholds(calibration: "Calibration", cost: "Cost", work: "Workload", tau: float | None) -> "list[Tradeoff]":
-    """What the usual thresholds cost, the one asked for, and the strictest that can be reached."""
+    """The cost of the usual thresholds, of `tau`, and of the strictest one that can be reached."""
     from alula.mismatch.plan.tradeoff import GAPS, tradeoffs
 
     taus = {calibration.floor.overall - gap for gap in GAPS} | ({tau} if tau is not None else set())
@@ -119,22 +119,22 @@ def thresholds(calibration: "Calibration", cost: "Cost", work: "Workload", tau: 
     return tradeoffs(calibration, cost, work, sorted(taus))
 
 
-def describe(made: "Plan", calibration: "Calibration") -> str:
-    """The plan in words and as a table of its bins."""
+def describe(plan: "Plan", calibration: "Calibration") -> str:
+    """The plan as text, with a table of its bins."""
     lines = [
-        f"{made.schedule.name}: {made.configuration.describe()}, tau {made.tau:.4f} (dense floor {made.floor:.4f})",
-        f"predicted {made.speedup:.2f}x dense: {made.sparse.tokens_per_second:,.0f} against "
-        f"{made.dense.tokens_per_second:,.0f} tokens/s, {made.sparse.read_share:.0%} of the KV read, "
-        f"{made.sparse.peak_kv_bytes / 2**30:.2f} against {made.dense.peak_kv_bytes / 2**30:.2f} GiB of KV, "
-        f"{made.sparse.batch} rows",
+        f"{plan.schedule.name}: {plan.configuration.describe()}, tau {plan.tau:.4f} (dense floor {plan.floor:.4f})",
+        f"predicted {plan.speedup:.2f}x dense: {plan.sparse.tokens_per_second:,.0f} against "
+        f"{plan.dense.tokens_per_second:,.0f} tokens/s, {plan.sparse.read_share:.0%} of the KV read, "
+        f"{plan.sparse.peak_kv_bytes / 2**30:.2f} against {plan.dense.peak_kv_bytes / 2**30:.2f} GiB of KV, "
+        f"{plan.sparse.batch} rows",
         "",
         "| length | budget | tail | lower bound |",
         "|---:|---:|---:|---:|",
     ]
-    for bin_ in made.bins:
+    for bin_ in plan.bins:
         where = f"{bin_.start}-{bin_.start + calibration.width}"
-        shown = f"{bin_.tail.value:.4f} | {bin_.tail.lower:.4f}" if bin_.tail else "the neighbour's budget |"
+        shown = f"{bin_.tail.value:.4f} | {bin_.tail.lower:.4f}" if bin_.tail else "budget of the neighbouring bin |"
         lines.append(f"| {where} | {bin_.budget} | {shown} |")
-    lines += [f"note: {warning}" for warning in made.warnings]
-    lines += [f"not taken: {family} ({why})" for family, why in made.rivals]
+    lines += [f"note: {warning}" for warning in plan.warnings]
+    lines += [f"not chosen: {family} ({why})" for family, why in plan.rivals]
     return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""Helpers that several commands share. They import torch only when called, so that `alula --help` stays instant."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from alula.errors import SettingError, require
+
+if TYPE_CHECKING:
+    from alula.data import Dataset
+    from alula.engine.engine import Engine
+    from alula.models.load import LoadedModel
+    from alula.sparsity.policy import Sparsity
+
+
+def check_output_file(out: Path | None) -> None:
+    """Create the folder of `out`, and raise before the work starts if the file cannot be written."""
+    if out is None:
+        return
+    new = not os.path.lexists(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if new or out.is_file() or out.is_dir():  # opening a pipe would wait for its reader
+            out.open("a").close()
+        if new:
+            out.unlink()
+    except OSError as error:
+        raise SettingError(f"--out {out}: cannot be written ({error.strerror}); choose another file.") from None
+
+
+def warn_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
+    """Print a note for every schedule that was planned for another model."""
+    from alula.trainer.preflight import OTHER_MODEL_ADVICE, schedules_of_other_models
+
+    for message in dict.fromkeys(schedules_of_other_models(policies, engine.model.config)):
+        typer.echo(f"note: {message} {OTHER_MODEL_ADVICE}", err=True)
+
+
+def load_model_and_prompts(
+    model: str,
+    data: str,
+    split: str | None,
+    data_dir: Path | None,
+    prompt: str | None,
+    chat: bool | None,
+    options: str,
+    device: str | None,
+    dtype: str | None,
+    residual: str | None,
+    seed: int,
+    max_prompt_tokens: int | None = None,
+) -> "tuple[LoadedModel, Dataset]":
+    """The model with its tokenizer (a bare shape takes the task's), and the tokenized prompts."""
+    from alula.config.load import parse_yaml
+    from alula.data import load as load_data
+    from alula.data import prepare
+    from alula.models.load import SHAPE, load_model
+    from alula.trainer.build import TASK, named_tokenizer, with_tokenizer
+
+    task_options = parse_yaml(options, f"--options {options!r}") or {}
+    require(isinstance(task_options, dict), f"--options {options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
+    dataset = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=task_options)
+    loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
+    if loaded.tokenizer is None and data.startswith(TASK):
+        loaded = with_tokenizer(loaded, named_tokenizer(data, task_options), cut=model.startswith(SHAPE))
+    require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need; use another model.")
+    return loaded, prepare(dataset, loaded.tokenizer, chat=chat, max_prompt_tokens=max_prompt_tokens)
+
+
+class Engines:
+    """Holds one engine at a time, and rebuilds it for another page size."""
+
+    def __init__(
+        self, loaded: "LoadedModel", length: int, kv_memory: str | None, max_rows: int, adapter: Path | None
+    ) -> None:
+        self.loaded, self.length, self.kv_memory, self.max_rows = loaded, length, kv_memory, max_rows
+        self.adapter = adapter
+        self.engine: Engine | None = None
+
+    def with_page(self, page: int) -> "Engine":
+        from alula.engine.engine import Engine
+
+        if self.engine is None or self.engine.page != page:
+            if self.engine is not None:
+                self.engine.sleep()  # frees its memory for the next one
+            self.engine = Engine(
+                self.loaded,
+                page=page,
+                kv_memory=self.kv_memory,
+                max_rows=self.max_rows,
+                max_length=self.length + page,
+                sparse_adapter=self.adapter,
+            )
+        return self.engine
