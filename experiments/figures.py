@@ -1,7 +1,7 @@
-"""Figures from the raw files, as SVG beside them.
+"""SVG figures from the raw files, written next to them.
 
 python experiments/figures.py                 # all
-python experiments/figures.py collapse tiny   # of one question on one bed
+python experiments/figures.py collapse tiny   # one question on one bed
 python experiments/figures.py speed
 """
 
@@ -49,7 +49,7 @@ def smoothed(metric: str, width: int = 5) -> Callable[[Row], list[tuple[int, flo
 
 
 def learning(question: str, bed: str) -> dict[str, str]:
-    """Accuracy, reward and length over training, an arm a line; a budget or a compressor a figure."""
+    """Accuracy, reward and length over training: one line per arm, one figure per group of arms."""
     groups: dict[str, list[list[Row]]] = {}
     for label, runs in by_arm(raw(question, bed)).items():
         groups.setdefault(group(question, label), []).append(runs)
@@ -69,7 +69,7 @@ def learning(question: str, bed: str) -> dict[str, str]:
 
 
 def group(question: str, label: str) -> str:
-    """Which figure an arm belongs to; '' is all of them."""
+    """The figure that an arm belongs to; '' means every figure."""
     if question == "correction":
         if label.endswith("milder"):
             return "milder"
@@ -84,16 +84,16 @@ def group(question: str, label: str) -> str:
 
 
 def probed(question: str, bed: str) -> dict[str, str]:
-    """What a budget does before any training."""
+    """Careful chains and tail by budget, before any training."""
     rows = raw("probe", bed)
 
     def lines(name: str) -> list[Line]:
-        found: dict[str, dict[float, list[float]]] = {}
+        by_method: dict[str, dict[float, list[float]]] = {}
         for row in rows:
             method, _, rest = row["sparsity"].partition(":")
             if method != "dense" and row[name] is not None:
                 budget = float(rest.split("+")[0].split(",")[0])
-                found.setdefault(method, {}).setdefault(budget, []).append(row[name])
+                by_method.setdefault(method, {}).setdefault(budget, []).append(row[name])
         return [
             Line(
                 method,
@@ -104,7 +104,7 @@ def probed(question: str, bed: str) -> dict[str, str]:
                 **look(i),
                 dots=True,
             )
-            for i, (method, by) in enumerate(found.items())
+            for i, (method, by) in enumerate(by_method.items())
         ]
 
     where = BED_NAMES[bed]
@@ -115,11 +115,11 @@ def probed(question: str, bed: str) -> dict[str, str]:
 
 
 def dose(question: str, bed: str) -> dict[str, str]:
-    """The outcome against the tail before training: eviction and selection, a line a model."""
-    before, found = before_training(bed), raw(question, bed)
-    several = len({run["seed"] for run in found}) > 1
+    """The outcome against the tail and the vetoes before training: one line per method and model."""
+    before, all_runs = before_training(bed), raw(question, bed)
+    several = len({run["seed"] for run in all_runs}) > 1
     kinds: dict[str, list[Row]] = {}
-    for run in found:
+    for run in all_runs:
         kind = run["sparsity"].partition(":")[0]
         kinds.setdefault(f"{kind}, seed {run['seed']}" if several else kind, []).append(run)
 
@@ -146,15 +146,15 @@ def dose(question: str, bed: str) -> dict[str, str]:
 
 
 def saving(question: str, bed: str) -> dict[str, str]:
-    """Final accuracy against the KV that a budget saves before training, a line a correction, a point a dose."""
+    """Final accuracy against KV saved before training: one line per correction, one point per budget."""
     before = before_training(bed)
-    found: dict[str, list[tuple[float, list[float]]]] = {}
+    by_correction: dict[str, list[tuple[float, list[float]]]] = {}
     for runs in by_arm(raw(question, bed)).values():
         if runs[0]["sparsity"] != "dense":
             x = fmean(before(run)["kv_saved"] for run in runs)
-            found.setdefault(runs[0]["correction"], []).append((x, [*map(judge.final, runs)]))
+            by_correction.setdefault(runs[0]["correction"], []).append((x, [*map(judge.final, runs)]))
     lines = []
-    for i, (name, points) in enumerate(found.items()):
+    for i, (name, points) in enumerate(by_correction.items()):
         xs, ys = zip(*sorted(points))
         lines.append(Line(name, xs, [*map(fmean, ys)], [*map(min, ys)], [*map(max, ys)], **look(i), dots=True))
     title = f"Final accuracy against KV saved, {BED_NAMES[bed]}"
@@ -162,23 +162,23 @@ def saving(question: str, bed: str) -> dict[str, str]:
 
 
 def survival(question: str, bed: str) -> dict[str, str]:
-    """Careful chains that are right under each policy, a line a way of training that still writes them."""
+    """Careful chains that are right under each policy: one line per arm that still writes them."""
     cells: dict[str, dict[str, list[Row]]] = {}
     for row in raw(question, bed):
         cells.setdefault(row["arm"], {}).setdefault(row["policy"], []).append(row)
     names = list(next(iter(cells.values())))
     lines: list[Line] = []
-    for arm, found in cells.items():
-        if fmean(row["careful_share"] for rows in found.values() for row in rows) < 0.5:
+    for arm, by_policy in cells.items():
+        if fmean(row["careful_share"] for rows in by_policy.values() for row in rows) < 0.5:
             continue
-        right = [fmean(row["careful"] for row in rows) for rows in found.values()]
-        lines.append(Line(arm, [*map(names.index, found)], right, **look(len(lines)), dots=True))
+        right = [fmean(row["careful"] for row in rows) for rows in by_policy.values()]
+        lines.append(Line(arm, [*map(names.index, by_policy)], right, **look(len(lines)), dots=True))
     title = f"Careful chains right under each policy, {BED_NAMES[bed]}"
     return {"chains": chart(title, "", "share", lines, x_names=names)}
 
 
 def breakeven() -> str:
-    """When sparse rollouts pay, from the lines that speed.py made."""
+    """Speed-up by response length, from the lines of speed.py."""
     rows = read_lines(RESULTS / "speed" / "breakeven.jsonl")
     lengths = [row["length"] for row in rows]
     alone, scored = ([row[name] for row in rows] for name in ("rollout_ratio", "with_scoring"))
