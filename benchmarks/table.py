@@ -218,41 +218,6 @@ def adapter_decode(results: dict) -> Table:
     return ("decode step", "without adapter, ms", "with, ms", "change"), lines
 
 
-def distilled(results: dict) -> Table:
-    """Tail and mean of acceptance on held-out prompts before and after distillation, per budget and seed."""
-    lines = [
-        (
-            r["sparsity"],
-            f"{r['seed']}",
-            *(f"{r[when][n]:.4f}" for n in ("tail", "mean") for when in ("before", "after")),
-        )
-        for section in ("select", "evict")
-        for r in results[section]["rows"]
-        if r["kind"] == "acceptance"
-    ]
-    return ("distilled at", "seed", "tail before", "tail after", "mean before", "mean after"), lines
-
-
-THRESHOLDS = (0.80, 0.83, 0.86, 0.88, 0.90)
-
-
-def sparser(results: dict) -> Table:
-    """The smallest budget whose tail meets tau before and after, and its rollout speed against dense."""
-    speeds = {(r["policy"], r["budget"]): f"{r['against_dense']:.2f} ×" for r in results["speed"]["rows"]}
-    lines = []
-    for section in ("select", "evict"):
-        for r in results[section]["rows"]:
-            for tau in THRESHOLDS if "ladder" in r else ():
-                budgets = [
-                    min((rung["budget"] for rung in r["ladder"][when] if rung["tail"] >= tau), default=None)
-                    for when in ("before", "after")
-                ]
-                ratios = [speeds.get((section, b), "not measured") if b else "–" for b in budgets]
-                lines.append((r["sparsity"], f"{tau:.2f}", *(str(b or "–") for b in budgets), *ratios))
-    head = ("distilled at", "τ", "budget before", "budget after", "speed before", "speed after")
-    return head, lines
-
-
 def markdown(table: Table) -> str:
     head, rows = table
     rule = ["---", *["---:"] * (len(head) - 1)]
@@ -263,13 +228,7 @@ SECTIONS: dict[str, dict[str, Callable[[dict], Table]]] = {
     "engine": {"engine": engine},
     "training": {"training": training, "residual": residual, "steps": training_steps},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},
-    "distill": {
-        "agreement": agreement,
-        "overhead": overhead,
-        "adapter": adapter_decode,
-        "distilled": distilled,
-        "sparser": sparser,
-    },
+    "distill": {"agreement": agreement, "overhead": overhead, "adapter": adapter_decode},
 }
 """Tables by raw file and by their name on the page."""
 
