@@ -5,7 +5,7 @@ Sections, each alone with `--only agreement,overhead,...`; results are merged in
     agreement      log-probs of the learner's sparse forward against the engine's, with and without φ
     agreement_float16  the same, of a model in float16
     agreement_residual  the same, of a model whose residual stream is float32
-    overhead       a distillation step against a learner update on the same rollouts, by fraction and teacher
+    overhead       a distillation step against a learner update on the same rollouts, by fraction
     decode         decode steps with φ merged against those without
     speed          rollout speed at every budget of the ladder
     select, evict  tail and mean of acceptance on held-out prompts before and after `--steps` of distillation, for
@@ -27,12 +27,11 @@ from sections import arguments, record, release
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench.decode import StepBench
-from alula.config.settings import LearnerSettings
+from alula.config.settings import DistillSettings, LearnerSettings
 from alula.data import Dataset, load, prepare
 from alula.data.dataset import Example
-from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
-from alula.distill.standalone import Rollouts, distill_alone, generate
+from alula.distill.standalone import RolloutOptions, distill_prompts, generate
 from alula.engine.rollout import Rollout
 from alula.learner.learner import Learner
 from alula.mismatch.measure import Bins, own_rollouts
@@ -62,7 +61,9 @@ class Bench:
         )
         self.training, held_out = self.data().split(options.held_out, seed=0)
         self.held_out = [list(example.prompt_ids or ()) for example in held_out]
-        self.rollouts = Rollouts(prompts=options.prompts, samples=1, max_new_tokens=options.tokens, temperature=1.0)
+        self.rollouts = RolloutOptions(
+            prompts=options.prompts, samples=1, max_new_tokens=options.tokens, temperature=1.0
+        )
 
     def data(self) -> Dataset:
         if self.loaded.tokenizer is not None:
@@ -82,17 +83,16 @@ class Bench:
             sparse_adapter=adapter,
         )
 
-    def config(self, **settings: Any) -> DistillConfig:
+    def settings(self, **changes: Any) -> DistillSettings:
         o = self.options
         settings = {
             "rank": o.rank,
             "alpha": 2.0 * o.rank,
             "lr": o.lr,
             "minibatches": 4,
-            "loss": "divergence",
             "token_budget": o.token_budget,
-        } | settings
-        return DistillConfig(**settings)
+        } | changes
+        return DistillSettings(**settings)
 
     def seconds(self, work: Any) -> float:
         self.wait()
@@ -113,7 +113,7 @@ class Bench:
         for a, b in trained.weights.values():  # the size of a trained update: about a hundredth of a weight
             b.copy_(0.01 * torch.randn_like(b) / a.shape[0])
         for adapter in (None, trained):
-            engine, distiller = self.engine(adapter), Distiller(self.loaded.model, self.config(), adapter=adapter)
+            engine, distiller = self.engine(adapter), Distiller(self.loaded.model, self.settings(), adapter=adapter)
             for policy in (select(96), evict(96), Sparsity(evict=Evict("snapkv", 96, buffer=32))):
                 made = generate(engine, prompts, policy, self.rollouts, 1, seed=1)
                 with engine.asleep():
@@ -161,13 +161,13 @@ class Bench:
                 yield row
 
     def _distil(self, engine: Engine, policy: Sparsity, seed: int, steps: int) -> Row:
-        distiller = Distiller(self.loaded.model, self.config(seed=seed))
+        distiller = Distiller(self.loaded.model, self.settings(seed=seed))
         engine.update_sparse_adapter(distiller.adapter())
         before = self._measured(engine, policy, seed)
         losses: list[float] = []
         started = time.perf_counter()
         round_ = replace(self.rollouts, seed=1000 * (seed + 1))
-        distill_alone(
+        distill_prompts(
             engine, distiller, policy, self.training, steps, round_, lambda _, row: losses.append(row["distill/kl"])
         )
         spent = time.perf_counter() - started
@@ -218,7 +218,7 @@ class Bench:
     def overhead(self) -> Iterator[Row]:
         """On rollouts of the engine, ignoring the end of a text so that lengths are those asked for."""
         for policy in (select(256), evict(256)):
-            base = Distiller(self.loaded.model, self.config())
+            base = Distiller(self.loaded.model, self.settings())
             engine = self.engine(base.adapter())
             prompts = self.held_out[: self.options.overhead_prompts]
             sampling = Sampling(n=4, max_new_tokens=self.options.overhead_tokens, ignore_eos=True, seed=3)
@@ -232,13 +232,8 @@ class Bench:
                 "tokens": sum(len(r.prompt_ids) + len(r) for r in made),
                 "update_s": update,
             }
-            for settings in (
-                {"divergence": "kl", "teacher": "after"},
-                {"divergence": "topk-kl", "teacher": "after"},
-                {"divergence": "sampled-kl", "teacher": "before"},
-            ):
-                for fraction in (0.25, 1.0):
-                    yield base_row | settings | self._step_seconds(made, fraction, settings, update)
+            for fraction in (0.25, 1.0):
+                yield base_row | self._step_seconds(made, fraction, update)
             del engine, base
             release()
 
@@ -265,13 +260,12 @@ class Bench:
 
         return min(self.seconds(lambda: learner.update(made, loss_fn)) for _ in range(3))
 
-    def _step_seconds(self, made: list[Rollout], fraction: float, settings: Row, update: float) -> Row:
-        config = self.config(minibatches=1, loss="both", token_budget=self.options.overhead_token_budget, **settings)
-        distiller = Distiller(self.loaded.model, config)
+    def _step_seconds(self, made: list[Rollout], fraction: float, update: float) -> Row:
+        settings = self.settings(minibatches=1, token_budget=self.options.overhead_token_budget)
+        distiller = Distiller(self.loaded.model, settings)
         some = made[: max(1, round(fraction * len(made)))]
         advantages = torch.linspace(-1, 1, len(some))
-        teacher = Learner(self.loaded.model).score(some) if settings["teacher"] == "before" else None
-        spent = min(self.seconds(lambda: distiller.step(some, advantages, teacher)) for _ in range(3))
+        spent = min(self.seconds(lambda: distiller.step(some, advantages)) for _ in range(3))
         return {"fraction": fraction, "distil_s": spent, "of_update": spent / update}
 
     def decode(self) -> Iterator[Row]:

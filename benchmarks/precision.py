@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.distill.attention.visibility import View
+from alula.distill.attention.visibility import Visibility
 from alula.distill.distiller import Distiller
 from alula.engine.rollout import Rollout
 from alula.models.load import load_model
@@ -166,9 +166,9 @@ def sparse(path: str, dtype: str, residual: str | None, tokens: int) -> dict[str
 
 def learner_reading_what_was_read(learner: Distiller, rollout: Rollout) -> Tensor:
     """The learner's log-probs with the engine's recorded choices in place of its own."""
-    own, prompt = View.visible, len(rollout.prompt_ids)
+    own, prompt = Visibility.visible, len(rollout.prompt_ids)
 
-    def visible(view: View, layer: int, query: Tensor, first: int, summaries: Tensor | None) -> Tensor:
+    def visible(view: Visibility, layer: int, query: Tensor, first: int, summaries: Tensor | None) -> Tensor:
         seen = own(view, layer, query, first, None)
         if summaries is None or view.select is None:
             return seen
@@ -182,11 +182,11 @@ def learner_reading_what_was_read(learner: Distiller, rollout: Rollout) -> Tenso
                     seen[0, head, at - first] &= held.repeat_interleave(view.select.block)[: seen.shape[-1]]
         return seen
 
-    View.visible = visible  # type: ignore[method-assign]
+    Visibility.visible = visible  # type: ignore[method-assign]
     try:
         return learner.score([rollout])[0]
     finally:
-        View.visible = own  # type: ignore[method-assign]
+        Visibility.visible = own  # type: ignore[method-assign]
 
 
 def joined(made: list) -> Tensor:

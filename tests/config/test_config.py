@@ -13,10 +13,7 @@ import alula
 from alula.cli.main import COMMANDS, app
 from alula.config import docs as config_docs
 from alula.config.load import all_settings, load_config, read_tree, to_yaml
-from alula.config.run import DistillSettings, RunConfig
-from alula.distill.config import DistillConfig
-from alula.distill.first import First
-from alula.distill.move import Move
+from alula.config.run import RunConfig
 from alula.errors import SettingError
 from alula.files import size_text
 from alula.models.load import load_model
@@ -115,12 +112,6 @@ def test_defaults_keep_the_dense_evaluation_on(recipe):
     assert config.eval.data is None
     assert config.correction == Correction.sparse_rl()
     assert config.sparsity.build().dense
-
-
-def test_a_recipe_and_the_library_have_the_same_defaults():
-    distill = DistillSettings(first={}, move={"sparsity": "rkv:8"})
-    assert distill.build() == DistillConfig()
-    assert (distill.build_first(), distill.build_move()) == (First(), Move("rkv:8"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,4 +1,4 @@
-"""Training φ: the divergences by their formulas, what a step changes and what it must not, and that it helps."""
+"""Training the adapter: KL and acceptance by their formulas, what a step changes and what not, and that it helps."""
 
 import copy
 import io
@@ -14,18 +14,14 @@ import torch
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config.load import read_tree
-from alula.config.run import DistillSettings
-from alula.config.settings import LearnerSettings
+from alula.config.settings import DistillSettings, LearnerSettings, MoveSettings
 from alula.data import PromptStream
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
-from alula.distill.config import DistillConfig
-from alula.distill.distiller import Distiller
-from alula.distill.divergence import against_hidden, against_scores, bucketed_kl, compare
-from alula.distill.measure import Acceptance
-from alula.distill.move import Move, meets
+from alula.distill.distiller import Acceptance, Distiller
+from alula.distill.divergence import compare, compare_policies
+from alula.distill.run_stage import lowest_bound, may_move, measures_at
 from alula.distributed import World
-from alula.engine.rollout import Scores
 from alula.errors import SettingError
 from alula.learner.learner import Learner
 from alula.mismatch.tail import tail
@@ -54,14 +50,14 @@ def made():
 def distiller_of(model, **settings) -> Distiller:
     settings = {"rank": 4, "lr": 3e-3, "activation_checkpointing": False, "token_budget": 120, "chunk": 13} | settings
     world, loss = settings.pop("world", None), settings.pop("policy", None)
-    return Distiller(model, DistillConfig(**settings), loss=loss, world=world)
+    return Distiller(model, DistillSettings(**settings), loss=loss, world=world)
 
 
 def bits(parameters) -> list[torch.Tensor]:
     return [p.detach().clone() for p in parameters]
 
 
-# --- divergences ------------------------------------------------------------------------------------------------
+# --- KL and acceptance ------------------------------------------------------------------------------------------------
 
 
 def two_policies(n=5, vocabulary=9, seed=0):
@@ -70,7 +66,7 @@ def two_policies(n=5, vocabulary=9, seed=0):
     return lq, lp
 
 
-def test_divergences_by_hand():
+def test_kl_and_acceptance_by_hand():
     lq, lp = two_policies()
     targets = torch.tensor([0, 3, 8, 1, 1])
     logprobs, kl, alpha, *_ = compare(lq, lp, targets, temperature=1.0)
@@ -79,86 +75,51 @@ def test_divergences_by_hand():
         assert kl[i].item() == pytest.approx(sum(a * np.log(a / b) for a, b in zip(q, p)), abs=1e-6)
         assert alpha[i].item() == pytest.approx(sum(map(min, q, p)), abs=1e-6)
         assert logprobs[i].item() == pytest.approx(lq[i, targets[i]].item(), abs=1e-6)
-        best = sorted(range(9), key=lambda v: -p[v])[:4]
-        rest = [v for v in range(9) if v not in best]
-        q_rest, p_rest = sum(q[v] for v in rest), sum(p[v] for v in rest)
-        expected = sum(q[v] * np.log(q[v] / p[v]) for v in best) + q_rest * np.log(q_rest / p_rest)
-        found = bucketed_kl(lq[i : i + 1, best], lp[i : i + 1, best])
-        assert found.item() == pytest.approx(expected, abs=1e-6)
-        assert found.item() <= kl[i].item() + 1e-6
 
 
-def test_k2_has_the_gradient_of_this_kl_and_k3_has_not():
-    torch.manual_seed(0)
-    logits, lp = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64).log_softmax(-1)
-    logits.requires_grad_()
-
-    def gradient(function):
-        return torch.autograd.grad(function(logits.log_softmax(-1)), logits)[0]
-
-    exact = gradient(lambda lq: (lq.exp() * (lq - lp)).sum())
-    drawn = logits.detach().softmax(-1)
-    k2 = gradient(lambda lq: (drawn * 0.5 * (lq - lp).square()).sum())
-    k3 = gradient(lambda lq: (drawn * ((lp - lq).exp() - 1 - (lp - lq))).sum())
-    torch.testing.assert_close(k2, exact)
-    assert (k3 - exact).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("kind", ["kl", "overlap", "topk", "sampled"])
-def test_chunked_and_recomputed_equals_plain_autograd(kind):
+def test_chunked_and_recomputed_equals_plain_autograd():
     torch.manual_seed(0)
     hidden, teacher, weight, bias = torch.randn(17, 6), torch.randn(17, 6), torch.randn(23, 6), torch.randn(23)
     targets, temperature = torch.randint(0, 23, (17,)), 0.7
     lp = ((teacher @ weight.T + bias) / temperature).log_softmax(-1)
-    top = lp.topk(5)
     first, second = (hidden.clone().requires_grad_() for _ in range(2))
 
     lq = ((first @ weight.T + bias) / temperature).log_softmax(-1)
-    sampled = lq.gather(-1, targets[:, None])[:, 0]
-    if kind in ("kl", "overlap"):
-        q, p = lq.exp(), lp.exp()
-        wanted = 1 - torch.minimum(q, p).sum(-1) if kind == "overlap" else (q * (lq - lp)).sum(-1)
-        found = against_hidden(second, teacher, (weight, bias), targets, temperature, kind == "overlap", chunk=4)
-    else:
-        scores = Scores(lp.gather(-1, targets[:, None])[:, 0])
-        wanted = 0.5 * (sampled - scores.logprobs).square()
-        if kind == "topk":
-            scores.topk_ids, scores.topk_logprobs = top.indices, top.values
-            wanted = bucketed_kl(lq.gather(-1, top.indices), top.values)
-        found = against_scores(second, scores, (weight, bias), targets, temperature, chunk=4)
-    torch.testing.assert_close(found.divergence, wanted)
-    torch.testing.assert_close(found.logprobs, sampled)
+    sampled, kl = lq.gather(-1, targets[:, None])[:, 0], (lq.exp() * (lq - lp)).sum(-1)
+    compared = compare_policies(second, teacher, (weight, bias), targets, temperature, chunk=4)
+    torch.testing.assert_close(compared.kl, kl)
+    torch.testing.assert_close(compared.logprobs, sampled)
+    torch.testing.assert_close(compared.acceptance, torch.minimum(lq.exp(), lp.exp()).sum(-1))
+    assert not compared.acceptance.requires_grad
     mix = torch.randn(2, 17)
-    (mix[0] * sampled + mix[1] * wanted).sum().backward()
-    (mix[0] * found.logprobs + mix[1] * found.divergence).sum().backward()
+    (mix[0] * sampled + mix[1] * kl).sum().backward()
+    (mix[0] * compared.logprobs + mix[1] * compared.kl).sum().backward()
     torch.testing.assert_close(second.grad, first.grad, rtol=1e-4, atol=1e-5)
 
 
 # --- a step -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("divergence", ["kl", "topk-kl", "sampled-kl", "overlap"])
-def test_a_step_trains_the_adapter_and_nothing_else(divergence, made):
+def test_a_step_trains_the_adapter_and_nothing_else(made):
     loaded, rollouts = made
     theta, flags = bits(loaded.model.parameters()), [p.requires_grad for p in loaded.model.parameters()]
-    distiller = distiller_of(loaded.model, divergence=divergence, top_k=20, minibatches=2, loss="divergence")
+    distiller = distiller_of(loaded.model, minibatches=2)
     before = distiller.measure(rollouts)
     metrics = [distiller.step(rollouts) for _ in range(6)]
     assert all(torch.equal(a, b) for a, b in zip(theta, bits(loaded.model.parameters())))
     assert [p.requires_grad for p in loaded.model.parameters()] == flags
     assert all(p.grad is None for p in loaded.model.parameters())
     assert distiller.steps == 12
-    assert metrics[-1]["divergence"] < 0.9 * metrics[0]["divergence"]
-    if divergence in ("kl", "overlap"):
-        assert metrics[0]["acceptance_mean"] == pytest.approx(before.mean, abs=0.02)
-        assert distiller.measure(rollouts).mean > before.mean
+    assert metrics[-1]["kl"] < 0.9 * metrics[0]["kl"]
+    assert metrics[0]["acceptance_mean"] == pytest.approx(before.mean, abs=0.02)
+    assert distiller.measure(rollouts).mean > before.mean
 
 
 def test_the_first_policy_gradient_is_that_of_advantage_times_logprob(made):
     """ρ = 1 where φ is what sampled: d/dφ of −Σ A log q / (|o| · rollouts), and nothing is clipped."""
     loaded, rollouts = made
     advantages = torch.linspace(-1, 2, len(rollouts))
-    distiller = distiller_of(loaded.model, loss="policy", max_grad_norm=None)
+    distiller = distiller_of(loaded.model, weight=0.0, max_grad_norm=None)
     taken = {}
     distiller.optimizer.step = lambda *_: (  # type: ignore[method-assign]
         taken.update({n: m.grad.clone() for n, m in distiller.optimizer.masters.items()}),
@@ -167,7 +128,7 @@ def test_the_first_policy_gradient_is_that_of_advantage_times_logprob(made):
     metrics = distiller.step(rollouts, advantages)
     assert metrics["drift"] < 1e-4
     assert metrics["clip_fraction"] == 0
-    reference = distiller_of(loaded.model, loss="policy")
+    reference = distiller_of(loaded.model)
     with reference.policy.dense_frozen():
         for batch in reference._batches(rollouts, range(len(rollouts))):
             logits = reference.policy(batch, rollouts) @ reference.policy.head[0].T / SAMPLING.temperature
@@ -182,51 +143,31 @@ def test_the_first_policy_gradient_is_that_of_advantage_times_logprob(made):
 def test_the_loss_is_the_policy_s_and_lambda_times_the_divergence(made, weight):
     loaded, rollouts = made
     metrics = distiller_of(loaded.model, weight=weight).step(rollouts, torch.linspace(-1, 2, len(rollouts)))
-    assert metrics["divergence"] > 0.01
-    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + weight * metrics["divergence"], rel=1e-5)
+    assert metrics["divergence"] == metrics["kl"] > 0.01
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + weight * metrics["kl"], rel=1e-5)
 
 
-def test_the_policy_loss_knows_no_correction_and_no_reference(made):
-    """Whatever the dense scores and the run's own KL penalty are: ρ against what was recorded, nothing else."""
+def test_the_policy_loss_knows_no_reference(made):
+    """Whatever the run's own KL penalty is: ρ against the recorded log-probs, nothing else."""
     loaded, rollouts = made
     advantages = torch.linspace(-1, 2, len(rollouts))
-    dense = [Scores(torch.randn(len(r)) - 5) for r in rollouts]
-    settings = {"weight": 0.0, "divergence": "sampled-kl", "teacher": "before"}
-    scored = distiller_of(loaded.model, policy=Loss(kl=0.3), **settings).step(rollouts, advantages, dense)
-    alone = distiller_of(loaded.model, loss="policy").step(rollouts, advantages)
+    penalised, plain = (
+        distiller_of(loaded.model, policy=loss, weight=0.0).step(rollouts, advantages) for loss in (Loss(kl=0.3), None)
+    )
     for name in ("policy_loss", "loss", "grad_norm"):
-        assert scored[name] == pytest.approx(alone[name], rel=1e-5)
+        assert penalised[name] == plain[name]
+    assert plain["loss"] == plain["policy_loss"]
 
 
 def test_the_policy_loss_raises_what_was_rewarded(made):
     loaded, rollouts = made
     advantages = torch.tensor([1.0, -1.0] * (len(rollouts) // 2))
-    distiller = distiller_of(loaded.model, loss="policy", policy=Loss(clip_low=0.9, clip_high=9.0))
+    distiller = distiller_of(loaded.model, weight=0.0, policy=Loss(clip_low=0.9, clip_high=9.0))
     before = distiller.score(rollouts)
     for _ in range(5):
         distiller.step(rollouts, advantages)
     change = [float((b - a).mean()) for a, b in zip(before, distiller.score(rollouts))]
     assert min(change[::2]) > max(change[1::2])
-
-
-def test_the_teacher_may_be_the_policy_before_the_update(made):
-    loaded, rollouts = made
-    dense = Learner(copy.deepcopy(loaded.model)).score(rollouts, SAMPLING.temperature, topk=20)
-    changed = copy.deepcopy(loaded.model)  # θ's update
-    for parameter in changed.parameters():
-        parameter.data *= 1.05
-    for divergence in ("sampled-kl", "topk-kl"):
-        now, then = (
-            distiller_of(changed, divergence=divergence, top_k=20, loss="divergence", teacher=teacher)
-            for teacher in ("after", "before")
-        )
-        unchanged = distiller_of(loaded.model, divergence=divergence, top_k=20, loss="divergence")
-        before, after = then.step(rollouts, teacher=dense), now.step(rollouts)
-        assert before["divergence"] != pytest.approx(after["divergence"], rel=0.01)
-        same = distiller_of(loaded.model, divergence=divergence, top_k=20, loss="divergence", teacher="before")
-        assert same.step(rollouts, teacher=dense)["divergence"] == pytest.approx(
-            unchanged.step(rollouts)["divergence"], rel=1e-4
-        )
 
 
 def test_a_resumed_run_continues_bit_for_bit(made, tmp_path):
@@ -247,10 +188,10 @@ def test_a_resumed_run_continues_bit_for_bit(made, tmp_path):
 
 def test_a_saved_adapter_is_continued_and_served(made, tmp_path):
     loaded, rollouts = made
-    trained = distiller_of(loaded.model, loss="divergence")
+    trained = distiller_of(loaded.model)
     trained.step(rollouts)
     trained.adapter().save(tmp_path)
-    again = Distiller(loaded.model, trained.config, adapter=Adapter.load(tmp_path))
+    again = Distiller(loaded.model, trained.settings, adapter=Adapter.load(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(trained.score(rollouts), again.score(rollouts)))
     engine = Engine(loaded, page=4, kv_memory="2MiB", max_rows=16, sparse_adapter=tmp_path)
     served = engine.generate(PROMPTS, SAMPLING, RKV, record=True)
@@ -309,7 +250,7 @@ def test_two_ranks_train_as_one(made):
         for name in ("loss", "kl", "policy_loss", "grad_norm", "tokens"):
             assert found[rank][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
         for (_, a), (_, b) in zip(alone.policy.adapter_parameters(), ranks[rank].policy.adapter_parameters()):
-            torch.testing.assert_close(a, b, rtol=0, atol=0.05 * alone.config.lr)
+            torch.testing.assert_close(a, b, rtol=0, atol=0.05 * alone.settings.lr)
 
 
 # --- does it help -----------------------------------------------------------------------------------------------
@@ -341,9 +282,7 @@ def warmed_up():
 )
 def test_distillation_raises_acceptance_on_held_out_prompts(policy, warmed_up):
     loaded, train, held_out = warmed_up
-    distiller = distiller_of(
-        loaded.model, rank=8, lr=4e-3, loss="divergence", minibatches=2, token_budget=4096, chunk=1024
-    )
+    distiller = distiller_of(loaded.model, rank=8, lr=4e-3, minibatches=2, token_budget=4096, chunk=1024)
     engine = Engine(loaded, page=2, kv_memory="4MiB", max_rows=32, sparse_adapter=distiller.adapter())
 
     def on_held_out():
@@ -369,29 +308,28 @@ def test_distillation_raises_acceptance_on_held_out_prompts(policy, warmed_up):
 
 def test_a_fraction_of_the_prompts_is_chosen_and_always_the_same(made):
     distiller = distiller_of(made[0].model, fraction=0.25)
-    picked = distiller.chosen(32, 7)
+    picked = distiller.choose_prompts(32, 7)
     assert sum(picked) == 8
-    assert picked == distiller_of(made[0].model, fraction=0.25).chosen(32, 7)
-    assert picked != distiller.chosen(32, 8)
-    assert distiller.chosen(1, 0) == [True]
+    assert picked == distiller_of(made[0].model, fraction=0.25).choose_prompts(32, 7)
+    assert picked != distiller.choose_prompts(32, 8)
+    assert distiller.choose_prompts(1, 0) == [True]
 
 
 def test_settings_are_refused_in_words(made):
     for settings, words in (
-        ({"loss": "polcy"}, "policy"),
-        ({"divergence": "topk"}, "topk-kl"),
-        ({"rank": 0}, "distill.rank=0"),
-        ({"fraction": 0.0}, "distill.fraction"),
-        ({"teacher": "before"}, "whole distribution"),
-        ({"targets": ()}, "distill.targets"),
+        ({"rank": 0}, "rank=0"),
+        ({"alpha": 0}, "alpha=0"),
+        ({"fraction": 0.0}, r"fraction=0\.0"),
+        ({"weight": -1}, "weight=-1"),
+        ({"targets": ()}, "targets"),
+        ({"max_grad_norm": 0}, "max_grad_norm=0"),
+        ({"loss": "both"}, "unknown setting 'loss'"),
+        ({"first": {"minibatches": 5, "prompts": 4}}, "first: minibatches=5: a batch has only 4 rollouts"),
+        ({"move": {"sparsity": "rkv:64", "tau": 1.5}}, r"move\.tau=1\.5"),
     ):
         with pytest.raises(SettingError, match=words):
-            DistillConfig(**settings)
+            DistillSettings(**settings)
     loaded, rollouts = made
-    with pytest.raises(SettingError, match="needs advantages"):
-        distiller_of(loaded.model).step(rollouts)
-    with pytest.raises(SettingError, match="taken before the update"):
-        distiller_of(loaded.model, teacher="before", divergence="sampled-kl", loss="divergence").step(rollouts)
     with pytest.raises(SettingError, match="temperature"):
         distiller_of(loaded.model).score([])
     mixed = [rollouts[0], replace(rollouts[1], sampling=replace(SAMPLING, temperature=0.5))]
@@ -404,23 +342,17 @@ def test_when_a_run_moves_to_the_sparser_policy():
     good = tail(np.full(3000, 0.9), positions, prompts, width=50)
     late = tail(np.where(positions < 50, 0.9, 0.7), positions, prompts, width=50)
     few = tail(np.full(500, 0.9), positions[:500], prompts[:500], width=50)
-    assert meets(good, 0.86)
-    assert not meets(good, 0.91)
-    assert not meets(late, 0.86), "every bin must meet tau"
-    assert not meets(few, 0.5), "five prompts prove nothing"
+    assert lowest_bound(good) == pytest.approx(0.9)
+    assert lowest_bound(late) == pytest.approx(0.7), "every bin counts"
+    assert lowest_bound(few) == -np.inf, "five prompts prove nothing"
     unlike = tail(np.where(prompts < 28, 0.9, 0.5), positions, prompts, quantile=0.07, width=50)
     assert unlike.value.min() > 0.86 > unlike.lower.max(), "two prompts of thirty: the tail may as well be theirs"
-    assert not meets(unlike, 0.86)
-    waits, planned = Move("rkv:64", tau=0.86, every=5), Move("rkv:64", tau=0.86, at=12)
-    assert [step for step in range(1, 16) if waits.due(step)] == [5, 10, 15]
-    assert (waits.allowed(5, good), waits.allowed(5, late)) == (True, False)
-    assert [step for step in range(1, 16) if planned.due(step)] == [12]
-    assert planned.allowed(12, late)
-    with pytest.raises(SettingError, match="tau"):
-        Move("rkv:64", tau=1.5)
-    with pytest.raises(SettingError, match="needs at least 20"):
-        Move("rkv:64", prompts=19)
-    assert Move("rkv:64", prompts=2, at=3).prompts == 2, "a set step asks for no proof"
+    assert lowest_bound(unlike) < 0.86
+    waits, planned = MoveSettings(sparsity="rkv:64", every=5), MoveSettings(sparsity="rkv:64", at=12)
+    assert [step for step in range(1, 16) if measures_at(waits, step)] == [5, 10, 15]
+    assert (may_move(waits, 5, good), may_move(waits, 5, late)) == (True, False)
+    assert [step for step in range(1, 16) if measures_at(planned, step)] == [12]
+    assert may_move(planned, 12, late)
 
 
 RECIPE = {
@@ -500,12 +432,12 @@ def watched(out, **changes):
     distiller, seen = trainer.distill.distiller, []
     step = distiller.step
 
-    def distil(rollouts, advantages, teacher):
+    def distil(rollouts, advantages):
         theta = {name: value.detach().clone() for name, value in trainer.learner.full_parameters()}
         base = dict(distiller.policy.teacher.named_parameters())
         assert all(torch.equal(base[name], value) for name, value in theta.items()), "the teacher is θ after its update"
         seen.append(SimpleNamespace(rollouts=rollouts, advantages=advantages, theta=theta))
-        return step(rollouts, advantages, teacher)
+        return step(rollouts, advantages)
 
     distiller.step = distil
     return trainer, seen
@@ -556,17 +488,20 @@ def test_the_teacher_follows_theta(tmp_path):
 
 def test_the_candidate_is_measured_itself_on_held_out_prompts(tmp_path):
     trainer, _ = watched(tmp_path)
-    asked, generate = [], trainer.collector.generate
+    calls, generate, try_move, messages = [], trainer.collector.generate, trainer.distill.try_move, []
 
     def spied(prompts, sampling, sparsity, **options):
-        asked.append((prompts, sparsity))
+        calls.append((prompts, sparsity))
         return generate(prompts, sampling, sparsity, **options)
 
-    trainer.distill.collector = SimpleNamespace(
-        generate=spied, monitor=trainer.collector.monitor, sparsity=trainer.collector.sparsity
-    )
-    text = trainer.distill.try_move(2, replace(SAMPLING, n=1))
-    [(prompts, sparsity)] = asked
+    def measured(step, rollouts):
+        messages.append(try_move(step, rollouts))
+        return messages[-1]
+
+    trainer.collector.generate, trainer.distill.try_move, trainer.step = spied, measured, 2
+    with trainer.record:
+        trainer.try_sparser(trainer.distill)
+    [(prompts, sparsity)], [text] = calls, messages
     assert sparsity.evict.budget == 8
     assert prompts == [list(example.prompt_ids) for example in trainer.held_out][:24]
     assert "rkv 8+2" in text
@@ -616,10 +551,10 @@ def test_phi_alone_is_trained_before_the_first_step(tmp_path):
     distiller, calls = run.distill.distiller, []
     step, train_step = distiller.step, run.train_step
 
-    def distil(rollouts, *rest):
+    def distil(rollouts, advantages=None, minibatches=None):
         still = all(torch.equal(start[name], value) for name, value in run.learner.full_parameters())
-        calls.append((len(rollouts), distiller.config.loss, distiller.steps, still))
-        return step(rollouts, *rest)
+        calls.append((len(rollouts), advantages is not None, distiller.steps, still))
+        return step(rollouts, advantages, minibatches)
 
     def first_train_step():
         weights = [dict(model.named_parameters()) for model in (run.engine.model, run.engine.sparse_model)]
@@ -631,8 +566,8 @@ def test_phi_alone_is_trained_before_the_first_step(tmp_path):
     distiller.step, run.train_step = distil, first_train_step
     plain.run()
     run.run()
-    assert calls[:3] == [(5, "divergence", 0, True), (5, "divergence", 2, True), (5, "divergence", 4, True)]
-    assert [loss for _, loss, *_ in calls[3:]] == ["both", "both"], "θ's rewards count from the first step on"
+    assert calls[:3] == [(5, False, 0, True), (5, False, 2, True), (5, False, 4, True)]
+    assert [rewarded for _, rewarded, *_ in calls[3:]] == [True, True], "rewards count from the first step on"
     assert prompts[run] == prompts[plain], "the run's own prompts are those of a run without it"
     first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
     assert (first["step"], first["kind"]) == (0, "distilled-first")
@@ -644,12 +579,10 @@ def test_phi_alone_is_trained_before_the_first_step(tmp_path):
     "changes",
     [
         {"sparsity": {"select": {"method": "block-topk", "budget": 6, "block": 2, "dense_layers": 1}}},
-        {"distill": {"teacher": "before", "divergence": "sampled-kl"}},
-        {"distill": {"loss": "policy"}},
         {"learner": {"lora": {"rank": 4, "alpha": 8.0}}},
         {"control": {"enabled": True, "vetoed": 0.05, "on_violation": "adapt"}},
     ],
-    ids=["selector", "cheap teacher", "policy loss", "lora", "control"],
+    ids=["selector", "lora", "control"],
 )
 def test_before_the_first_step_in_every_kind_of_run(tmp_path, changes):
     tree = RECIPE | {"out": str(tmp_path / "run"), "steps": 1, "eval": {"every": 0}}
@@ -735,12 +668,12 @@ def same_everywhere(tensors):
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 begun, step = theta(), distiller.step
-def watched(rollouts, *rest):
-    if distiller.config.loss == "divergence":  # before the first step
+def watched(rollouts, advantages=None, minibatches=None):
+    if advantages is None:  # before the first step
         shares.append([rollout.prompt_ids for rollout in rollouts])
         now = theta()
         still.append(all(torch.equal(value, now[name]) for name, value in begun.items()))
-    return step(rollouts, *rest)
+    return step(rollouts, advantages, minibatches)
 distiller.step = watched
 
 checks, first = {}, run.distil_first
@@ -785,10 +718,10 @@ def test_before_the_first_step_on_two_ranks(tmp_path):
     assert (event["step"], event["kind"]) == (0, "distilled-first")
 
 
-def test_a_run_with_a_selector_a_cheap_teacher_and_lora(tmp_path):
+def test_a_run_with_a_selector_and_lora(tmp_path):
     """The learner's LoRA is θ's own: φ reads the engine's copy of the merged weights."""
     select = {"method": "block-topk", "budget": 6, "block": 2, "dense_layers": 1}
-    distill = RECIPE["distill"] | {"move": None, "divergence": "sampled-kl", "teacher": "before"}
+    distill = RECIPE["distill"] | {"move": None}
     rows = trained(
         tmp_path / "run",
         steps=2,
@@ -820,10 +753,10 @@ def test_recipes_that_cannot_work_are_refused():
     for changes, words in (
         ({"sparsity": {}}, "the rollouts are dense"),
         ({"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}}, "cannot be replayed"),
-        ({"distill": {"teacher": "before", "divergence": "topk-kl"}}, "use sampled-kl"),
-        ({"distill": {"first": {"steps": 0}}}, r"distill\.first\.steps=0: must be at least 1"),
-        ({"distill": {"first": {"prompts": 3}}}, r"distill\.first\.minibatches=4: a batch has only 3 rollouts"),
-        ({"distill": {"first": {}, "weight": 0.0}}, r"distill\.weight=0 switches that off"),
+        ({"distill": {"first": {"steps": 0}}}, r"distill\.first\.steps=0"),
+        ({"distill": {"first": {"prompts": 3}}}, r"distill\.first: minibatches=4: a batch has only 3 rollouts"),
+        ({"distill": {"first": {}, "weight": 0.0}}, r"distill\.first .*distill\.weight=0"),
+        ({"distill": {"move": {"sparsity": "rkv:8", "prompts": 19}}}, r"distill\.move\.prompts=19: .* at least 20"),
         ({"distill": {"move": {"sparsity": "rkv:8", "tau": 2.0}}}, "tau"),
         ({"distill": {"move": {"sparsity": "dense"}}}, "name one with a smaller budget"),
         ({"distill": {"move": {"sparsity": "rkv:10+2,window=2,sinks=1"}}}, "own budget of 10"),
@@ -942,7 +875,7 @@ def test_an_interrupted_command_says_so(tmp_path, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("alula.distill.standalone.distill_alone", interrupted)
+    monkeypatch.setattr("alula.distill.standalone.distill_prompts", interrupted)
     with pytest.raises(SystemExit):
         app([*SMALL, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
@@ -968,6 +901,7 @@ def test_another_schedule_of_the_same_name_is_no_resume(tmp_path, capsys):
     assert "[8] per 2000 tokens" in said
 
 
-def test_layers_are_compiled_where_the_learner_compiles_its_own():
-    for own, learner, expected in ((None, None, None), (None, False, False), (None, True, True), (True, False, True)):
-        assert DistillSettings(compile=own).build(learner).compile is expected
+def test_layers_are_compiled_where_the_learner_compiles_its_own(made):
+    for own, learner, expected in ((None, None, False), (None, False, False), (None, True, True), (True, False, True)):
+        distiller = Distiller(copy.deepcopy(made[0].model), DistillSettings(compile=own), compiled=learner)
+        assert distiller.policy.compiled is expected

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Select, Sparsity
+from alula.config.settings import DistillSettings
 from alula.distill.attention.attention import kernel_attention, masked_attention, sparse_attention
 from alula.distill.attention.page_choice import choose, pages_read
-from alula.distill.attention.tiles import look
-from alula.distill.attention.visibility import View
-from alula.distill.config import DistillConfig
+from alula.distill.attention.tiles import layer_visibility
+from alula.distill.attention.visibility import Visibility
 from alula.distill.distiller import Distiller
 from alula.errors import SettingError
 from alula.learner.learner import Learner
@@ -69,7 +69,7 @@ def random_adapter(model, size=0.3, rank=3, targets=("all",), seed=5) -> Adapter
 
 def distiller_of(model, adapter=None, **settings) -> Distiller:
     settings = {"activation_checkpointing": False, "token_budget": 120, "chunk": 11} | settings
-    return Distiller(model, DistillConfig(**settings), adapter=adapter)
+    return Distiller(model, DistillSettings(**settings), adapter=adapter)
 
 
 def worst(distiller, rollouts) -> float:
@@ -211,7 +211,9 @@ def test_gradient_is_that_of_plain_masked_attention(method, checkpointing, model
 
 
 def packed_case(*policies: Sparsity, lengths=((3, 30), (9, 11), (1, 24)), heads=6, kv_heads=2, dim=5):
-    """Random q, k, v and a random history: `View` alone, without a model. The last policy holds for further rows."""
+    """Random q, k, v and a random history: `Visibility` alone, without a model.
+
+    The last policy holds for further rows."""
     torch.manual_seed(1)
     rollouts = []
     for (prompt, response), policy in zip_longest(lengths, policies, fillvalue=policies[-1]):
@@ -228,11 +230,11 @@ def packed_case(*policies: Sparsity, lengths=((3, 30), (9, 11), (1, 24)), heads=
 @pytest.mark.parametrize("policy", [METHODS["rkv"], METHODS["block-topk"], VARIANTS["select, shrinking schedule"]])
 def test_chunks_of_queries_change_nothing(policy):
     rollouts, q, k, v = packed_case(policy)
-    view = View.of(rollouts, "cpu")
+    visibility = Visibility.of(rollouts, "cpu")
     upstream = torch.randn(q.shape)
     results = []
     for elements in (1 << 20, 3 * 6 * 33 * 5, 1):
-        out = sparse_attention(q, k, v, view, 1, 0.4, mask_elements=elements)
+        out = sparse_attention(q, k, v, visibility, 1, 0.4, mask_elements=elements)
         results.append((out, *torch.autograd.grad((out * upstream).sum(), (q, k, v))))
     for other in results[1:]:
         for mine, whole in zip(other, results[0]):
@@ -256,11 +258,11 @@ def test_the_kernel_is_the_chunked_reference(name):
     lengths = ((3, 259), (9, 1)) if name == "a page to a tile" else ((3, 66), (66, 4), (9, 1))
     rollouts, *tensors = packed_case(*KERNEL_CASES[name], lengths=lengths, heads=4)
     q, k, v = (x.detach().to(DEVICE).requires_grad_() for x in tensors)
-    view = View.of(rollouts, DEVICE)
+    visibility = Visibility.of(rollouts, DEVICE)
     upstream = torch.randn(q.shape, device=DEVICE)
     results = []
     for attention in (sparse_attention, kernel_attention):
-        out = attention(q, k, v, view, 1, 0.4)
+        out = attention(q, k, v, visibility, 1, 0.4)
         results.append((out, *torch.autograd.grad((out * upstream).sum(), (q, k, v))))
     for expected, found in zip(*results):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
@@ -278,21 +280,21 @@ def test_pages_are_chosen_as_the_reference_chooses_them():
     budgets = (Schedule((6, 11, 20), width=25), 8, 200)
     policies = [Sparsity(select=Select("block-topk", budget, block=2, dense_layers=1)) for budget in budgets]
     rollouts, *_ = packed_case(*policies, Sparsity(), lengths=((3, 66), (20, 3), (1, 12), (2, 6)))
-    view = View.of(rollouts, DEVICE)
-    pages, at = -(-view.width // 2), torch.arange(view.width, device=DEVICE)
-    scores = torch.randn(view.rows, 2, view.width, view.width // 2)
-    draw, kind = torch.rand(scores.shape), torch.arange(view.width)[:, None] % 5
+    visibility = Visibility.of(rollouts, DEVICE)
+    pages, at = -(-visibility.width // 2), torch.arange(visibility.width, device=DEVICE)
+    scores = torch.randn(visibility.rows, 2, visibility.width, visibility.width // 2)
+    draw, kind = torch.rand(scores.shape), torch.arange(visibility.width)[:, None] % 5
     scores = torch.where(kind == 1, scores.round(), scores)
     scores = torch.where((kind == 2) & (draw < 0.8), torch.nan, scores)
     scores = torch.where((kind == 3) & (scores.abs() > 1), scores * torch.inf, scores)
     scores = torch.where(kind == 4, torch.where(draw < 0.5, 0.0, -0.0), scores).to(DEVICE)
-    words = torch.full((2, 2, len(view.place)), -1, dtype=torch.int32, device=DEVICE)
-    for first in range(0, view.width, 37):
-        choose(view, scores[:, :, first : first + 37].contiguous(), first, words)
+    words = torch.full((2, 2, len(visibility.place)), -1, dtype=torch.int32, device=DEVICE)
+    for first in range(0, visibility.width, 37):
+        choose(visibility, scores[:, :, first : first + 37].contiguous(), first, words)
     held = torch.arange(pages, device=DEVICE) <= at[:, None] // 2
-    read = torch.where((at < view.prompts[:, None])[:, None, :, None], held, view.read(scores, at, pages))
+    read = torch.where((at < visibility.prompts[:, None])[:, None, :, None], held, visibility.read(scores, at, pages))
     found = as_bits(words)
-    assert torch.equal(found[..., :pages], view.unpad(read.transpose(1, 2)))
+    assert torch.equal(found[..., :pages], visibility.unpad(read.transpose(1, 2)))
     assert not found[..., pages:].any()
 
 
@@ -301,8 +303,8 @@ def test_pages_are_chosen_as_the_reference_chooses_them():
 def test_pages_read_do_not_depend_on_chunks(policy):
     rollouts, *tensors = packed_case(policy, lengths=((3, 20), (9, 2)))
     q, k, _ = (x.detach().to(DEVICE) for x in tensors)
-    view = View.of(rollouts, DEVICE)
-    assert torch.equal(pages_read(view, 1, q, k), pages_read(view, 1, q, k, score_elements=1))
+    visibility = Visibility.of(rollouts, DEVICE)
+    assert torch.equal(pages_read(visibility, 1, q, k), pages_read(visibility, 1, q, k, score_elements=1))
 
 
 @pytest.mark.kernels
@@ -311,10 +313,14 @@ def test_only_tiles_with_something_to_see_are_visited(name):
     lengths = ((3, 259), (100, 30)) if name == "a page to a tile" else ((3, 140), (9, 1), (70, 65))
     rollouts, *tensors = packed_case(*KERNEL_CASES[name], lengths=lengths)
     q, k, _ = (x.detach().to(DEVICE) for x in tensors)
-    view = View.of(rollouts, DEVICE)
-    _, lists = look(view, 1, q, k)
-    padded = view.pad(k).transpose(1, 2)
-    mask = view.visible(1, view.pad(q).transpose(1, 2), 0, view.summaries(1, padded)).expand(-1, 2, -1, -1).clone()
+    visibility = Visibility.of(rollouts, DEVICE)
+    _, lists = layer_visibility(visibility, 1, q, k)
+    padded = visibility.pad(k).transpose(1, 2)
+    mask = (
+        visibility.visible(1, visibility.pad(q).transpose(1, 2), 0, visibility.summaries(1, padded))
+        .expand(-1, 2, -1, -1)
+        .clone()
+    )
     for row, rollout in enumerate(rollouts):
         mask[row, :, len(rollout.prompt_ids) + len(rollout) :] = False
     room = -mask.shape[-1] % 64
@@ -325,7 +331,7 @@ def test_only_tiles_with_something_to_see_are_visited(name):
         for row, head, block in expected.any(-1).nonzero().tolist():
             visited = tiles[row, head, block, : counts[row, head, block]]
             assert torch.equal(visited, expected[row, head, block].nonzero()[:, 0].int())
-    assert look(view, 1, q, k)[1] is lists, "a layer that is computed again looks no more"
+    assert layer_visibility(visibility, 1, q, k)[1] is lists, "a layer that is computed again looks no more"
 
 
 @pytest.mark.kernels
@@ -338,7 +344,7 @@ def test_a_step_through_the_kernel_is_the_same(checkpointing, models, monkeypatc
     for device, on in (("cpu", "0"), (DEVICE, "1")):
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", on)
         model = copy.deepcopy(loaded.model).to(device)
-        distiller = distiller_of(model, adapter, loss="divergence", activation_checkpointing=checkpointing)
+        distiller = distiller_of(model, adapter, activation_checkpointing=checkpointing)
         metrics = distiller.step(rollouts)
         found.append((metrics["kl"], metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
@@ -367,8 +373,7 @@ def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, mode
     engine = engine_of(loaded, sparse_adapter=adapter)
     rollouts = engine.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)
     eager, compiled = (
-        distiller_of(loaded.model, adapter, loss="divergence", lr=1e-2, activation_checkpointing=True, compile=on)
-        for on in (False, True)
+        distiller_of(loaded.model, adapter, lr=1e-2, activation_checkpointing=True, compile=on) for on in (False, True)
     )
     found = []
     for some in (rollouts[:2], rollouts[1:4]):
@@ -391,7 +396,7 @@ def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, mode
     compiled.step(rollouts[5:])
     assert 0 < len(graphs) == counts
     assert kernels or counts <= 10 * 4, "few variants of each piece, whatever the layer"
-    whole = [graph for graph in graphs if "attend_opaquely" in graph.code]  # otherwise it breaks at the attention
+    whole = [graph for graph in graphs if "sparse_attention" in graph.code]  # otherwise it breaks at the attention
     assert len(whole) == (2 if kernels else 0), "with a gradient and without, whatever the layer"
 
 
@@ -408,7 +413,7 @@ def test_no_whole_mask_exists_when_chunked():
             return out
 
     with Largest():
-        sparse_attention(q, k, v, View.of(rollouts, "cpu"), 1, 0.4, mask_elements=6 * 200 * 10).sum().backward()
+        sparse_attention(q, k, v, Visibility.of(rollouts, "cpu"), 1, 0.4, mask_elements=6 * 200 * 10).sum().backward()
     assert Largest.elements < 6 * 200 * 200 / 8
 
 

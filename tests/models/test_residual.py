@@ -24,10 +24,9 @@ from transformers import (
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.config.load import load_config
-from alula.config.settings import LearnerSettings, LoRASettings
+from alula.config.settings import DistillSettings, LearnerSettings, LoRASettings
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
-from alula.distill.config import DistillConfig
 from alula.distill.distiller import Distiller
 from alula.errors import SettingError
 from alula.learner.learner import Learner
@@ -216,7 +215,7 @@ def gap(loaded, policy):
     if policy.dense:
         scores = [s.logprobs for s in engine.score(made)]
     else:
-        scores = Distiller(loaded.model, DistillConfig(rank=2, alpha=4.0)).score(made)
+        scores = Distiller(loaded.model, DistillSettings(rank=2, alpha=4.0)).score(made)
     return torch.cat([s - r.logprobs for s, r in zip(scores, made)]).abs().mean().item()
 
 
@@ -235,7 +234,7 @@ def test_engine_and_its_sparse_twin_are_wide():
         run = lambda _: adapted.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)  # noqa: B023, E731
         assert seen(adapted.sparse_model, run) == ({torch.float32}, {torch.bfloat16})
     made = adapted.generate(PROMPTS, SAMPLING, EVICT, record=True)
-    distiller = Distiller(loaded.model, DistillConfig(rank=2, alpha=4.0, loss="divergence"))
+    distiller = Distiller(loaded.model, DistillSettings(rank=2, alpha=4.0))
     for own in (distiller.policy.model, distiller.policy.teacher):
         assert seen(own, lambda _: distiller.step(made)) == ({torch.float32}, {torch.bfloat16})
 

@@ -9,7 +9,8 @@ import typer
 from alula.errors import require
 
 if TYPE_CHECKING:
-    from alula.distill.measure import Acceptance
+    from alula.config.settings import DistillSettings
+    from alula.distill.distiller import Acceptance
     from alula.sparsity.policy import Sparsity
 
 
@@ -26,8 +27,6 @@ def distill(
     rank: Annotated[int, typer.Option(help="Rank of the adapter.")] = 16,
     alpha: Annotated[float | None, typer.Option(help="Scale times rank; by default twice the rank.")] = None,
     targets: Annotated[str, typer.Option(help="Layers with an adapter, separated by commas, or all.")] = "all",
-    divergence: Annotated[str, typer.Option(help="kl, topk-kl, sampled-kl or overlap.")] = "kl",
-    top_k: Annotated[int, typer.Option(help="Tokens of topk-kl.")] = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
     minibatches: Annotated[int, typer.Option(help="Optimizer steps per batch of rollouts.")] = 4,
     token_budget: Annotated[int, typer.Option(help="Tokens per micro-batch.")] = 16384,
@@ -55,28 +54,25 @@ def distill(
 
     Writes the adapter (peft), metrics.jsonl and summary.json: acceptance on held-out prompts before and after.
     """
-    from alula.distill.config import DistillConfig
+    from alula.config.settings import DistillSettings
     from alula.sparsity.text import parse_sparsity
 
     policy = parse_sparsity(sparsity)
     require(not policy.dense, "sparsity=dense: the dense policy is the teacher; name a sparse one.")
     for name, value in (("steps", steps), ("bin", width), ("save_every", save_every)):
         require(value >= 1, f"{name}={value}: must be at least 1.")
-    config = DistillConfig(
+    settings = DistillSettings(
         rank=rank,
         alpha=2.0 * rank if alpha is None else alpha,
         targets=tuple(targets.split(",")),
         seed=seed,
-        loss="divergence",
-        divergence=divergence,  # type: ignore[arg-type]
-        top_k=top_k,
         lr=lr,
         minibatches=minibatches,
         token_budget=token_budget,
     )
     run(
         policy,
-        config,
+        settings,
         model,
         adapter,
         steps,
@@ -110,7 +106,7 @@ def distill(
 
 def run(
     policy: "Sparsity",
-    config: Any,
+    settings: "DistillSettings",
     model: str,
     adapter: Path | None,
     steps: int,
@@ -125,7 +121,7 @@ def run(
 ) -> None:
     from alula.cli.common import load_model_and_prompts
     from alula.distill.distiller import Distiller
-    from alula.distill.standalone import Rollouts, distill_alone, measure
+    from alula.distill.standalone import RolloutOptions, distill_prompts, measure
     from alula.engine.engine import Engine
     from alula.files import check_same_settings
     from alula.models.lora import Adapter
@@ -134,14 +130,14 @@ def run(
 
     check_folder(out, new=not resume, way="--out FOLDER")
     loaded, dataset = load_model_and_prompts(model, **input_options)
-    training, aside = dataset.split(held_out, config.seed)
+    training, aside = dataset.split(held_out, settings.seed)
     test = [list(example.prompt_ids or ()) for example in aside]
-    distiller = Distiller(loaded.model, config, adapter=None if adapter is None else Adapter.load(adapter))
-    distiller.policy.base_model = model
+    initial = None if adapter is None else Adapter.load(adapter)
+    distiller = Distiller(loaded.model, settings, adapter=initial, base_model=model)
     made_with = {"model": model, "sparsity": spell_all(policy), "held_out": held_out, "bin": width, **rollout_options}
     made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options", "residual")}
-    made_with |= {name: getattr(config, name) for name in ("rank", "alpha", "divergence", "top_k")}
-    made_with |= {"targets": ",".join(config.targets), "data_dir": text(input_options["data_dir"])}
+    made_with |= {name: getattr(settings, name) for name in ("rank", "alpha")}
+    made_with |= {"targets": ",".join(settings.targets), "data_dir": text(input_options["data_dir"])}
     made_with |= {"adapter": text(adapter)}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
     last = checkpoints.begin(resume)
@@ -156,22 +152,22 @@ def run(
         typer.echo(f"continuing after step {done}", err=True)
     engine = Engine(loaded, **engine_options, sparse_adapter=distiller.adapter())
     engine.check(policy)
-    rollouts = Rollouts(**rollout_options)
+    options = RolloutOptions(**rollout_options)
 
     def log(step: int, row: dict[str, float]) -> None:
         writer.log(step, row)
-        kl, seconds = row["distill/divergence"], row["time/rollout"] + row["time/distill"]
-        typer.echo(f"step {step}/{steps}  {config.divergence} {kl:.5f}  {seconds:.1f} s", err=True)
+        kl, seconds = row["distill/kl"], row["time/rollout"] + row["time/distill"]
+        typer.echo(f"step {step}/{steps}  KL {kl:.5f}  {seconds:.1f} s", err=True)
         if step % save_every == 0:
             state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
             checkpoints.save(step, distiller.tensors(), state)
 
     with MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None) as writer:
         if before is None:
-            before = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
-        distill_alone(engine, distiller, policy, training, steps, rollouts, log, done)
+            before = described(measure(engine, distiller, policy, test, options, seed=-1), width)
+        distill_prompts(engine, distiller, policy, training, steps, options, log, done)
         distiller.adapter().save(out / "adapter")
-        after = described(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
+        after = described(measure(engine, distiller, policy, test, options, seed=-1), width)
     summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
     summary |= {"before": before, "after": after}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

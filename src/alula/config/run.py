@@ -17,20 +17,20 @@ from alula.config.settings import (
     ControlSettings,
     Count,
     DataSettings,
+    DistillSettings,
     EngineSettings,
     EvalSettings,
     LearnerSettings,
     LoggingSettings,
     ModelSettings,
     MonitorSettings,
+    MoveSettings,
     RewardSettings,
     SamplingSettings,
     Section,
 )
-from alula.distill.config import DistillConfig
-from alula.distill.first import First
-from alula.distill.move import Move
 from alula.errors import SettingError, require, unknown
+from alula.mismatch.tail import MIN_PROMPTS
 from alula.objective.settings import Correction, Loss, LossName, check
 from alula.rewards.scoring import distinct
 from alula.sparsity.schedule import Schedule
@@ -197,94 +197,6 @@ class ObjectiveSettings(Section):
         return Loss(self.loss, self.clip_low, self.clip_high, self.dual_clip, self.kl, self.kl_clamp)
 
 
-class MoveSettings(Section):
-    """The sparser policy that a run goes over to once φ has brought it close enough to the dense one."""
-
-    sparsity: str
-    """The candidate as one short text: `block-topk:512`, `rkv:256+64`, `block-topk:qwen3-4b-0.80`."""
-    tau: float = 0.86
-    """The least tail of acceptance, measured at the candidate: its lower bound, in every length bin."""
-    at: int | None = None
-    """Move after this step whatever the tail, which is measured all the same; by default when the tail allows."""
-    every: int = 20
-    """Measure the candidate every so many steps."""
-    prompts: int = 64
-    """Prompts of a measurement, held-out ones where there are any."""
-    width: int = 2000
-    """Tokens per length bin."""
-
-
-class FirstSettings(Section):
-    """φ alone is trained before the run's first step, so that the sparse policy is close to the dense one from the
-    beginning: on rollouts of its own, by the divergence, while θ stands still."""
-
-    steps: int = 20
-    """Batches of rollouts."""
-    prompts: int = 64
-    """Prompts of a batch, one rollout each, over all ranks."""
-    minibatches: int = 4
-    """Optimizer steps that a batch is shared out to."""
-
-
-class DistillSettings(Section):
-    """DistillSparse: a LoRA φ that only the sparse rollout uses, trained to agree with the dense policy; see
-    docs/distill.md."""
-
-    adapter: str | None = None
-    """Begin with this φ, a folder that `alula distill` or a run wrote; rank, alpha and targets are then its own."""
-    rank: int = 16
-    """Rank of the update of every targeted layer."""
-    alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
-    targets: list[str] = ["all"]  # noqa: RUF012
-    """Linear layers with an adapter, by the last part of their name (`q_proj`), or `all` of them but the head."""
-    seed: int = 0
-    """Of the adapter's first values and of which prompts are distilled."""
-    loss: Literal["both", "policy", "divergence"] = "both"
-    """The clipped objective of the sparse policy, its divergence from the dense one, or both."""
-    divergence: Literal["kl", "topk-kl", "sampled-kl", "overlap"] = "kl"
-    """KL(sparse ‖ dense) over the whole vocabulary, over the teacher's `top_k` tokens, of the sampled tokens (k2), or
-    1 - acceptance."""
-    top_k: int = 64
-    """Tokens of `topk-kl`."""
-    weight: float = 1.0
-    """λ, of the divergence."""
-    teacher: Literal["after", "before"] = "after"
-    """The dense policy after θ's update, or before it from the scores already taken (`sampled-kl` only)."""
-    lr: float = 1e-4
-    """Learning rate of φ."""
-    max_grad_norm: float | None = 1.0
-    """Gradients of φ are scaled down to this norm; null leaves them."""
-    minibatches: int = 1
-    """Optimizer steps per training step that distils."""
-    every: int = 1
-    """Distil at every so many training steps."""
-    fraction: float = 0.25
-    """Share of a step's prompts whose rollouts are distilled."""
-    token_budget: int = 16384
-    """Tokens per micro-batch, prompts included."""
-    chunk: int = 1024
-    """Positions whose logits, of both policies, exist at one time."""
-    activation_checkpointing: bool = True
-    """Keep only each layer's input and compute the rest again in the backward pass."""
-    compile: bool | None = None
-    """Compile the decoder layers; by default what `learner.compile` says, or on a GPU."""
-    first: FirstSettings | None = None
-    """Distillation before the first training step; `{}` takes the defaults."""
-    move: MoveSettings | None = None
-    """A sparser policy to go over to."""
-
-    def build(self, learner_compiles: bool | None = None) -> DistillConfig:
-        compiled = learner_compiles if self.compile is None else self.compile
-        return DistillConfig(**(self.model_dump(exclude={"adapter", "first", "move"}) | {"compile": compiled}))
-
-    def build_first(self) -> First | None:
-        return First(**self.first.model_dump()) if self.first else None
-
-    def build_move(self) -> Move | None:
-        return Move(**self.move.model_dump()) if self.move else None
-
-
 class RunConfig(Section):
     out: str
     """The run's folder."""
@@ -375,16 +287,9 @@ class RunConfig(Section):
         require(not sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
         require(
             distill.first is None or distill.weight > 0,
-            "distill.first trains by the divergence alone, and distill.weight=0 switches that off; raise it.",
+            "distill.first trains on the KL alone, which distill.weight=0 switches off; raise distill.weight.",
         )
         require_one_part(sparsity, "distill")
-        distill.build(), distill.build_first(), distill.build_move()
-        before = distill.teacher == "before" and distill.loss != "policy"
-        require(
-            not before or (distill.divergence == "sampled-kl" and not self.objective.one_update),
-            f"distill.teacher=before with divergence={distill.divergence}: a run keeps the dense scores of the sampled "
-            "tokens only, and none in one-update mode; use sampled-kl with two passes, or teacher=after.",
-        )
         require(
             distill.move is None or not self.control.enabled,
             "distill.move and control.enabled both choose the budgets; use one of them.",
@@ -404,6 +309,11 @@ class RunConfig(Section):
                     not fixed or wanted.budget < now.budget,  # type: ignore[operator]
                     f"{said}: no sparser than the run's own budget of {now.budget}; name a smaller one.",
                 )
+        fewest = MIN_PROMPTS if move.at is None else 2
+        require(
+            move.prompts >= fewest,
+            f"distill.move.prompts={move.prompts}: the tail's confidence interval needs at least {fewest}; raise it.",
+        )
         require(
             move.at is None or move.at <= self.steps,
             f"distill.move.at={move.at}: the run ends after steps={self.steps}; move earlier.",

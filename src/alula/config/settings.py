@@ -224,6 +224,83 @@ class LearnerSettings(Section):
         )
 
 
+class FirstSettings(Section):
+    """Distillation before the run's first step: the adapter is trained on rollouts of the initial sparse policy, which
+    then starts out close to the dense one. The weights do not change."""
+
+    steps: Count = 20
+    """Batches of rollouts."""
+    prompts: Count = 64
+    """Prompts per batch, one rollout each, over all ranks."""
+    minibatches: Count = 4
+    """Optimizer steps per batch."""
+
+    @model_validator(mode="after")
+    def _enough_rollouts(self) -> "FirstSettings":
+        require(
+            self.minibatches <= self.prompts,
+            f"minibatches={self.minibatches}: a batch has only {self.prompts} rollouts; lower it, or raise prompts.",
+        )
+        return self
+
+
+class MoveSettings(Section):
+    """A sparser policy that the run switches to once the adapter has brought it close enough to the dense one."""
+
+    sparsity: str
+    """The candidate in the command line's syntax: `block-topk:512`, `rkv:256+64`, `block-topk:qwen3-4b-0.80`."""
+    tau: Fraction = 0.86
+    """Least tail of acceptance, measured at the candidate: its lower bound, in every length bin."""
+    at: Count | None = None
+    """Move after this step whatever the tail, which is still measured; by default as soon as the tail allows."""
+    every: Count = 20
+    """Steps between measurements of the candidate."""
+    prompts: Annotated[int, Field(ge=2)] = 64
+    """Prompts per measurement, held-out ones if there are any."""
+    width: Count = 2000
+    """Tokens per length bin."""
+
+
+class DistillSettings(Section):
+    """DistillSparse: a LoRA adapter that only the sparse rollout uses, trained to agree with the dense policy; see
+    docs/distill.md."""
+
+    adapter: str | None = None
+    """Start from this adapter, a folder written by `alula distill` or a run; it determines rank, alpha and targets."""
+    rank: Count = 16
+    """Rank of the update of every targeted layer."""
+    alpha: Positive = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
+    """Linear layers with an adapter, by the last part of their name (`q_proj`), or `all` of them but the head."""
+    seed: int = 0
+    """Seed for the adapter's initial values and for the choice of prompts to distil."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """λ in the loss L = L_policy + λ · KL(sparse ‖ dense)."""
+    lr: Positive = 1e-4
+    """Learning rate of the adapter."""
+    max_grad_norm: Positive | None = 1.0
+    """The adapter's gradients are clipped to this global norm; null switches clipping off."""
+    minibatches: Count = 1
+    """Optimizer steps per training step that distils."""
+    every: Count = 1
+    """Distil after every `every`-th training step."""
+    fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of a step's prompts whose rollouts are distilled."""
+    token_budget: Count = 16384
+    """Tokens per micro-batch, prompts included."""
+    chunk: Count = 1024
+    """Positions whose logits, of both policies, are in memory at the same time."""
+    activation_checkpointing: bool = True
+    """Keep only each layer's input and recompute the rest in the backward pass."""
+    compile: bool | None = None
+    """Compile the decoder layers; by default as `learner.compile`, or on a GPU."""
+    first: FirstSettings | None = None
+    """Distillation before the first training step; `{}` takes the defaults."""
+    move: MoveSettings | None = None
+    """A sparser policy to move to."""
+
+
 class EngineSettings(Section):
     page: int = 16
     """KV tokens per page; with a selector, its block size is used instead."""

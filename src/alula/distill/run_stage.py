@@ -1,158 +1,153 @@
-"""DistillSparse inside a training run: which rollouts are recorded and distilled, and when the run goes sparser."""
+"""DistillSparse inside a training run: which rollouts are distilled, and when the run moves to a sparser policy."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from alula.distill.distiller import Distiller
-from alula.distill.first import First
-from alula.distill.measure import Acceptance
-from alula.distill.move import Move, least
+from alula.config.settings import DistillSettings, MoveSettings
+from alula.distill.distiller import Acceptance, Distiller
 from alula.engine.engine import Engine
-from alula.engine.rollout import Rollout, Sampling, Scores
+from alula.engine.rollout import Rollout
+from alula.mismatch.tail import Tail
+from alula.sparsity.policy import Sparsity
 from alula.sparsity.text import parse_sparsity
 
-if TYPE_CHECKING:
-    from alula.trainer.batch import RolloutBatch
-    from alula.trainer.collector import Collector
 
+class RunDistiller:
+    """After each update of the policy: train the adapter on a share of the step's rollouts, merge it into the engine.
 
-class Stage:
-    """Each step: train φ on a share of the step's rollouts, after θ's update; merge it into the engine.
-
-    `first` says how φ is trained before the first of them. `move` names a sparser policy, which is measured on
-    `prompts` with φ as it is.
+    `settings.first` trains the adapter before the first step. `settings.move` names a sparser policy (`candidate`),
+    which is measured on `prompts` with the present adapter. The trainer generates the rollouts and owns the policy in
+    force; it adopts the candidate when `moved` becomes true.
     """
 
     def __init__(
-        self,
-        distiller: Distiller,
-        engine: Engine,
-        collector: "Collector",
-        first: First | None,
-        move: Move | None,
-        prompts: list[list[int]],
+        self, distiller: Distiller, engine: Engine, settings: DistillSettings, prompts: list[list[int]]
     ) -> None:
-        self.distiller, self.engine, self.collector = distiller, engine, collector
-        self.first = first
+        self.distiller, self.engine, self.settings = distiller, engine, settings
         self.divergences: list[float] = []
-        """Of every batch that `first` has trained φ on, before it did."""
-        self.move, self.candidate = move, None
-        if move is not None:
-            self.candidate = parse_sparsity(move.sparsity)
+        """KL(sparse ‖ dense) of every batch of `first`, before the adapter was trained on it."""
+        self.candidate: Sparsity | None = None
+        if settings.move is not None:
+            self.candidate = parse_sparsity(settings.move.sparsity)
             engine.check(self.candidate)
-            self.prompts = distiller.world.local_slice(prompts[: move.prompts])
+            self.prompts = distiller.world.local_slice(prompts[: settings.move.prompts])
         self.moved = False
         self.checked = 0
         """The step after which the candidate was last measured."""
         self.measured: dict[str, float] = {}
-        """What was found then."""
+        """Metrics of that measurement."""
         self.before_move = [0.0, 0.0]
         """Tokens generated before the move, and the seconds they took."""
 
     # -- before the first step ----------------------------------------------------------------------------
 
     def first_due(self) -> bool:
-        return self.first is not None and len(self.divergences) < self.first.steps
+        return self.settings.first is not None and len(self.divergences) < self.settings.first.steps
 
-    def first_step(self, prompts: list[list[int]], sampling: Sampling) -> None:
-        """Train φ on rollouts of its own."""
-        assert self.first is not None
-        sparsity = self.collector.sparsity
-        rollouts = self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None)
-        with self.engine.asleep(), self.distiller.by_divergence(self.first.minibatches):
-            self.divergences.append(self.distiller.step(rollouts)["divergence"])
+    def first_step(self, rollouts: Sequence[Rollout]) -> None:
+        """Train the adapter on rollouts without rewards."""
+        assert self.settings.first is not None
+        with self.engine.asleep():
+            metrics = self.distiller.step(rollouts, minibatches=self.settings.first.minibatches)
+            self.divergences.append(metrics["kl"])
             self.publish()
 
     # -- every step ---------------------------------------------------------------------------------------
 
-    def record(self, place: tuple[int, int], prompts: int) -> bool | list[bool]:
-        """Which prompts' evictions are recorded: only those that this step distils."""
-        evicts = self.collector.sparsity.evict is not None
-        return self.distiller.chosen(prompts, *place) if evicts and self.distiller.config.due(place[0]) else False
+    def due(self, step: int) -> bool:
+        """Whether training step `step`, counted from 1, distils."""
+        return step % self.settings.every == 0
 
-    def step(self, step: int, batch: "RolloutBatch", advantages: Tensor) -> dict[str, float]:
-        """Distil the chosen rollouts, vetoed ones included. One that was continued densely is no sparse rollout."""
-        if not self.distiller.config.due(step):
+    def record(self, round_: tuple[int, int], prompts: int, sparsity: Sparsity) -> bool | list[bool]:
+        """Which prompts of a (step, sampling round) have their evictions recorded: those that the step distils."""
+        if sparsity.evict is None or not self.due(round_[0]):
+            return False
+        return self.distiller.choose_prompts(prompts, *round_)
+
+    def step(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        n: int,
+        advantages: Tensor,
+        sparsity: Sparsity,
+        rerolled: Sequence[bool] = (),
+    ) -> dict[str, float]:
+        """Distil the chosen rollouts of a step (`n` per prompt, adjacent), vetoed ones included. `rerolled` ones were
+        continued densely and are not sparse rollouts."""
+        if not self.due(step):
             return dict(self.measured)
-        rerolled = batch.rerolled or [False] * len(batch.rollouts)
-        chosen = self._chosen(step, batch)
-        rows = [i for i in range(len(batch.rollouts)) if chosen[i] and not rerolled[i] and len(batch.rollouts[i])]
-        if not rows and not self.distiller.world.is_distributed:  # all of them were continued densely
+        chosen = self._chosen(step, rollouts, n, sparsity)
+        rows = [
+            i for i, rollout in enumerate(rollouts) if chosen[i] and len(rollout) and not (rerolled and rerolled[i])
+        ]
+        if not rows and not self.distiller.world.is_distributed:  # all chosen rollouts were continued densely
             return dict(self.measured)
-        rollouts = [batch.rollouts[i] for i in rows]
-        teacher = [Scores(batch.dense[i]) for i in rows] if batch.dense else None
-        metrics = self.distiller.step(rollouts, advantages[rows], teacher)
-        for rollout in batch.rollouts:
+        metrics = self.distiller.step([rollouts[i] for i in rows], advantages[rows])
+        for rollout in rollouts:
             rollout.history = None
         del metrics["time"]
         return {f"distill/{name}": value for name, value in metrics.items()} | self.measured
 
-    def _chosen(self, step: int, batch: "RolloutBatch") -> list[bool]:
-        if self.collector.sparsity.evict is not None:
-            return [rollout.history is not None for rollout in batch.rollouts]
-        groups = self.distiller.chosen(batch.groups, step)
-        return [chosen for chosen in groups for _ in range(batch.n)]
+    def _chosen(self, step: int, rollouts: Sequence[Rollout], n: int, sparsity: Sparsity) -> list[bool]:
+        if sparsity.evict is not None:
+            return [rollout.history is not None for rollout in rollouts]
+        prompts = self.distiller.choose_prompts(len(rollouts) // n, step)
+        return [chosen for chosen in prompts for _ in range(n)]
 
     def publish(self) -> None:
-        """Merge φ into the engine's weights: after every change of φ or θ."""
+        """Merge the adapter into the engine's weights: after every change of the adapter or of the weights."""
         self.engine.update_sparse_adapter(self.distiller.adapter())
 
-    def balance(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What φ costs: its share of the step's other time. After the move, what it wins: rollout speed against that
-        of all steps before."""
-        speed, rollout, distil = (metrics[name] for name in ("speed/tokens_per_s", "time/rollout", "time/distill"))
-        found = {"speed/distill_cost": distil / max(metrics["time/step"] - distil, 1e-9)}
+    def cost_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Time of distillation relative to the rest of the step; after the move also the rollout speed relative to
+        that of all steps before it."""
+        speed, rollout, distill = (metrics[name] for name in ("speed/tokens_per_s", "time/rollout", "time/distill"))
+        costs = {"speed/distill_cost": distill / max(metrics["time/step"] - distill, 1e-9)}
         tokens, seconds = self.before_move
         if not self.moved:
             self.before_move = [tokens + speed * rollout, seconds + rollout]
         elif tokens:
-            found["speed/sparser"] = speed * seconds / tokens
-        return found
+            costs["speed/sparser"] = speed * seconds / tokens
+        return costs
 
-    # -- going sparser ------------------------------------------------------------------------------------
+    # -- moving to a sparser policy -----------------------------------------------------------------------
 
     def move_due(self, step: int) -> bool:
-        return self.move is not None and not self.moved and step > self.checked and self.move.due(step)
+        """Whether the candidate is measured after training step `step`."""
+        move = self.settings.move
+        return move is not None and not self.moved and step > self.checked and measures_at(move, step)
 
-    def try_move(self, step: int, sampling: Sampling) -> str:
-        """Measure the candidate and move to it where the tail allows or the plan says so; what happened, in words."""
-        move = self.move
+    def try_move(self, step: int, rollouts: list[Rollout]) -> str:
+        """Measure the candidate on its `rollouts` and decide whether to move to it; the result as a sentence."""
+        move = self.settings.move
         assert move is not None
         assert self.candidate is not None
-        rollouts = self.collector.generate(
-            self.prompts, sampling, self.candidate, record=self.candidate.evict is not None
-        )
         with self.engine.asleep():
-            found = self._joined(rollouts)
-        tails = found.tails(move.width)
-        self.checked, self.moved = step, move.allowed(step, tails)
-        self.measured = {"distill/candidate_tail": found.tail, "distill/candidate_mean": found.mean}
-        if self.moved:
-            self._adopt()
-        known = f"confidently at least {least(tails):.3f} at every length" if tails.enough.any() else "of few prompts"
-        return f"{self.candidate.describe()}: tail {found.tail:.3f}, {known}; " + (
+            acceptance = self._gathered(rollouts)
+        tails = acceptance.tails(move.width)
+        self.checked, self.moved = step, may_move(move, step, tails)
+        self.measured = {"distill/candidate_tail": acceptance.tail, "distill/candidate_mean": acceptance.mean}
+        known = f"confidently at least {lowest_bound(tails):.3f} at every length" if tails.enough.any() else ""
+        return f"{self.candidate.describe()}: tail {acceptance.tail:.3f}, {known or 'from few prompts'}; " + (
             "the run moves to it." if self.moved else f"the run stays (tau={move.tau})."
         )
 
-    def _joined(self, rollouts: list[Rollout]) -> Acceptance:
+    def _gathered(self, rollouts: list[Rollout]) -> Acceptance:
         """The measurements of all ranks."""
         world = self.distiller.world
-        mine = self.distiller.measure(rollouts) if rollouts else None
-        found = [(rank, one) for rank, one in enumerate(world.all_gather(mine)) if one is not None]
-        tokens = np.array([len(one.alpha) for _, one in found])
+        local = self.distiller.measure(rollouts) if rollouts else None
+        parts = [(rank, part) for rank, part in enumerate(world.all_gather(local)) if part is not None]
+        tokens = np.array([len(part.alpha) for _, part in parts])
         return Acceptance(
-            np.concatenate([one.alpha for _, one in found]),
-            np.concatenate([one.positions for _, one in found]),
-            np.concatenate([one.prompts * world.size + rank for rank, one in found]),
-            float(np.average([one.kl for _, one in found], weights=tokens)),
+            np.concatenate([part.alpha for _, part in parts]),
+            np.concatenate([part.positions for _, part in parts]),
+            np.concatenate([part.prompts * world.size + rank for rank, part in parts]),
+            float(np.average([part.kl for _, part in parts], weights=tokens)),
         )
-
-    def _adopt(self) -> None:
-        assert self.candidate is not None
-        self.collector.monitor.move(self.candidate)
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -160,18 +155,31 @@ class Stage:
         return self.distiller.tensors()
 
     def state(self) -> dict[str, Any]:
-        own = {
+        return {
             "divergences": [*self.divergences],
             "moved": self.moved,
             "checked": self.checked,
             "measured": self.measured,
             "before_move": self.before_move,
+            "distiller": self.distiller.state(),
         }
-        return own | {"distiller": self.distiller.state()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self.distiller.resume(state["distiller"])
         self.moved, self.checked, self.measured = state["moved"], state["checked"], dict(state["measured"])
-        self.before_move, self.divergences = state["before_move"], list(state.get("divergences", ()))
-        if self.moved:
-            self._adopt()
+        self.before_move, self.divergences = state["before_move"], list(state["divergences"])
+
+
+def measures_at(move: MoveSettings, step: int) -> bool:
+    """Whether the candidate is measured after training step `step`."""
+    return step == move.at or (move.at is None and step % move.every == 0)
+
+
+def may_move(move: MoveSettings, step: int, tails: Tail) -> bool:
+    """Whether to move after training step `step`: at the set step, or once the tail is confidently at least tau."""
+    return step == move.at or (move.at is None and lowest_bound(tails) >= move.tau)
+
+
+def lowest_bound(tails: Tail) -> float:
+    """The smallest lower bound of all length bins with enough prompts; -inf if none has."""
+    return float(tails.lower[tails.enough].min()) if tails.enough.any() else float("-inf")

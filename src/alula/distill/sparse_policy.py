@@ -1,4 +1,4 @@
-"""The sparse policy in the learner, and the dense one that teaches it: the same parameters, φ beside them in one."""
+"""The sparse policy with its adapter and the dense policy that teaches it, on the same parameters."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alula.distill.attention.attention import use_sparse_attention
-from alula.distill.attention.custom_op import ticket
-from alula.distill.attention.visibility import View
+from alula.distill.attention.custom_op import register
+from alula.distill.attention.visibility import Visibility
 from alula.engine.rollout import Rollout
 from alula.learner.forward import checkpoint_activations, hidden_states, use_packed_attention
 from alula.learner.packing import Packed
@@ -19,7 +19,9 @@ from alula.ops.dispatch import use_triton
 
 
 class SparsePolicy(nn.Module):
-    """Twins of `model` on the very same parameters: its steps are seen here, φ is not seen there."""
+    """Two twins of `model` that share its parameters: a sparse one with the adapter φ, and a dense one as teacher.
+
+    Updates of `model` are visible here; the adapter is not visible in `model`."""
 
     def __init__(
         self, model: PreTrainedModel, adapter: Adapter, activation_checkpointing: bool = False, compiled: bool = False
@@ -34,8 +36,8 @@ class SparsePolicy(nn.Module):
         if activation_checkpointing:
             checkpoint_activations(self.model)
         self.compiled = compiled
-        for own in (self.model, self.teacher) if compiled else ():
-            for layer in own.get_decoder().layers:  # type: ignore[union-attr]
+        for twin in (self.model, self.teacher) if compiled else ():
+            for layer in twin.get_decoder().layers:  # type: ignore[union-attr]
                 layer.compile(dynamic=True)  # type: ignore[union-attr]
 
     @property
@@ -50,17 +52,17 @@ class SparsePolicy(nn.Module):
             yield f"{name}.lora_B", layer.lora_b
 
     def adapter(self) -> Adapter:
-        """φ as it is now; its tensors are the live ones."""
+        """The adapter as it is now; its tensors are the live ones."""
         weights = {name: (layer.lora_a.detach(), layer.lora_b.detach()) for name, layer in self.layers.items()}
         return Adapter(self.rank, self.alpha, weights, self.base_model)
 
     def forward(self, batch: Packed, rollouts: Sequence[Rollout]) -> Tensor:
         """Hidden states [N, H] of the targets under the policy that sampled `rollouts`, φ included."""
-        view = View.of([rollouts[i] for i in batch.index], batch.input_ids.device)
-        opaque = self.compiled and use_triton(batch.input_ids)
-        hidden = hidden_states(self.model, batch, view=ticket(view) if opaque else view)
+        visibility = Visibility.of([rollouts[i] for i in batch.index], batch.input_ids.device)
+        by_handle = self.compiled and use_triton(batch.input_ids)
+        hidden = hidden_states(self.model, batch, visibility=register(visibility) if by_handle else visibility)
         if hidden.grad_fn is not None:
-            hidden.grad_fn.metadata["view"] = view  # type: ignore[index]  # the backward pass looks into it
+            hidden.grad_fn.metadata["visibility"] = visibility  # type: ignore[index]  # kept alive for the backward pass
         return hidden
 
     @torch.no_grad()
@@ -70,7 +72,7 @@ class SparsePolicy(nn.Module):
 
     @contextmanager
     def dense_frozen(self) -> Iterator[None]:
-        """θ takes no gradient meanwhile: the parameters are the learner's own."""
+        """Switch the gradients of the shared dense parameters off: they are the learner's."""
         trained = [parameter for parameter in self.dense_parameters if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)

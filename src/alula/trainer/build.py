@@ -4,15 +4,13 @@ import copy
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
 from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
 from alula.data.load import is_path, load_source
-from alula.distill.distiller import Distiller
-from alula.distill.run_stage import Stage
 from alula.distributed import World
 from alula.engine.engine import Engine
 from alula.errors import SettingError, require
@@ -21,7 +19,10 @@ from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.models.load import SHAPE, LoadedModel, load_model
 from alula.models.lora import Adapter
-from alula.trainer.collector import Collector
+
+if TYPE_CHECKING:
+    from alula.distill.distiller import Distiller
+    from alula.distill.run_stage import RunDistiller
 
 TASK = "task:"
 
@@ -143,7 +144,7 @@ def tokenized(config: RunConfig, data: Data, tokenizer: Any) -> Data:
 
 def build_learner_and_engine(
     config: RunConfig, loaded: LoadedModel, world: World, longest: int
-) -> tuple[Learner, Engine, Distiller | None]:
+) -> tuple[Learner, Engine, "Distiller | None"]:
     """On one device without adapters the engine reads the learner's own parameters; otherwise it has a copy, which
     `Engine.update_weights` refreshes. A distiller reads what the engine reads."""
     for_engine = loaded if shares_weights(config, world) else replace(loaded, model=copy.deepcopy(loaded.model))
@@ -157,10 +158,17 @@ def build_learner_and_engine(
     learner.tensors()  # the moments take their memory now, before the engine takes what is left
     distiller = None
     if config.distill is not None:
-        settings = config.distill.build(config.learner.compile)
-        begin = first_adapter(config)
-        distiller = Distiller(for_engine.model, settings, adapter=begin, loss=config.loss, world=world)
-        distiller.policy.base_model = config.model.source
+        from alula.distill.distiller import Distiller  # only a run that distils loads it
+
+        distiller = Distiller(
+            for_engine.model,
+            config.distill,
+            adapter=first_adapter(config),
+            base_model=config.model.source,
+            loss=config.loss,
+            world=world,
+            compiled=config.learner.compile,
+        )
         distiller.tensors()
     e = config.engine
     page = config.sparsity.select.block if config.sparsity.select else e.page
@@ -181,16 +189,20 @@ def build_learner_and_engine(
 
 
 def first_adapter(config: RunConfig) -> Adapter | None:
-    """φ that the run begins with, where it is given one."""
+    """The adapter that the run starts from, if `distill.adapter` names one."""
     folder = config.distill.adapter if config.distill else None
     return Adapter.load(folder, "distill.adapter") if folder else None
 
 
-def build_stage(config: RunConfig, distiller: Distiller | None, collector: Collector, prompts: Dataset) -> Stage | None:
+def build_run_distiller(
+    config: RunConfig, distiller: "Distiller | None", engine: Engine, prompts: Dataset
+) -> "RunDistiller | None":
     """DistillSparse in this run; a sparser policy is measured on `prompts`."""
     if config.distill is None or distiller is None:
         return None
-    move = config.distill.build_move()
+    from alula.distill.run_stage import RunDistiller
+
+    move = config.distill.move
     wanted = prompts.take(min(len(prompts), move.prompts)) if move else ()
     ids = [list(example.prompt_ids or ()) for example in wanted]
     if move is not None and move.at is None:
@@ -199,7 +211,7 @@ def build_stage(config: RunConfig, distiller: Distiller | None, collector: Colle
             f"distill.move: there are {len(ids)} held-out prompts, and a tail that decides needs at least "
             f"{MIN_PROMPTS}; raise eval.size, or set move.at.",
         )
-    return Stage(distiller, collector.engine, collector, config.distill.build_first(), move, ids)
+    return RunDistiller(distiller, engine, config.distill, ids)
 
 
 def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from alula.trainer.batch import RolloutBatch
 from alula.trainer.signals import StopRequest
 from alula.trainer.step_metrics import Clock
 
+if TYPE_CHECKING:
+    from alula.distill.run_stage import RunDistiller
+
 
 class Collector:
     def __init__(
@@ -38,14 +41,14 @@ class Collector:
         monitor: Monitor,
         world: World,
         stop: StopRequest,
+        distill: "RunDistiller | None" = None,
     ) -> None:
         self.config, self.engine, self.learner = config, engine, learner
         self.rewards, self.monitor, self.world, self.stop = rewards, monitor, world, stop
+        self.distill = distill
         self.observed = Observed()
         self.correction = config.correction
         self.say: Callable[[str], Any] = lambda phase: None
-        self.recorded: Callable[[tuple[int, int], int], bool | list[bool]] = lambda place, prompts: False
-        """Which prompts of a (step, round) have their evictions recorded."""
         self.graded = False
         """Whether every reward has graded some answer of a step since the process began."""
 
@@ -78,7 +81,7 @@ class Collector:
         with clock.phase("rollout"):
             sampling = self.sampling("rollouts", *place, n=s.n)
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            record = self.recorded(place, len(prompts))
+            record = self.distill.record(place, len(prompts), self.sparsity) if self.distill else False
             rollouts = self.generate(prompts, sampling, self.sparsity, watched=place[1] == 0, record=record)
         if place[1] == 0:
             with clock.phase("mismatch"):

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from alula.config.run import DistillSettings, RunConfig
-from alula.config.settings import ControlSettings
+from alula.config.run import RunConfig
+from alula.config.settings import ControlSettings, DistillSettings
 from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
 from alula.files import size_text

@@ -8,7 +8,7 @@ a run that is killed at any moment continues as if nothing had happened.
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,6 @@ from torch import Tensor
 from alula.bench.ceilings import matrix_rate
 from alula.config.run import RunConfig
 from alula.data import PromptStream
-from alula.distill.run_stage import Stage
 from alula.distributed import World, init_world
 from alula.rewards import Rewards
 from alula.run.checkpoint import CheckpointError, Checkpoints
@@ -26,7 +25,7 @@ from alula.run.run_log import RunLogger, printer
 from alula.trainer.build import (
     build_learner_and_engine,
     build_monitor,
-    build_stage,
+    build_run_distiller,
     check_shares,
     load_data,
     load_policy,
@@ -47,6 +46,9 @@ from alula.trainer.preflight import (
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.step_metrics import Clock, step_metrics
 from alula.trainer.update import Updater
+
+if TYPE_CHECKING:
+    from alula.distill.run_stage import RunDistiller
 
 __all__ = ["Trainer", "TrainingFailed", "train"]
 
@@ -86,12 +88,12 @@ class Trainer:
         self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world, longest)
         self.stop = StopRequest(world)
         self.monitor = build_monitor(config, self.engine, training, world)
-        self.collector = Collector(config, self.engine, self.learner, self.rewards, self.monitor, world, self.stop)
+        self.distill = build_run_distiller(config, distiller, self.engine, self.held_out or training)
+        self.collector = Collector(
+            config, self.engine, self.learner, self.rewards, self.monitor, world, self.stop, self.distill
+        )
         self.collector.say = self.record.phase
         self.updater = Updater(config, self.learner)
-        self.distill = build_stage(config, distiller, self.collector, self.held_out or training)
-        if self.distill:
-            self.collector.recorded = self.distill.record
         candidate = self.distill.candidate if self.distill else None
         policies = Policies(self.monitor.sparsity, self.monitor.densest, candidate)
         check_kv_pool(config, self.engine, policies, training, self.held_out)
@@ -165,13 +167,14 @@ class Trainer:
             )
         return True
 
-    def distil_first(self, distill: Stage) -> None:
+    def distil_first(self, distill: "RunDistiller") -> None:
         """φ alone, on prompts in an order of their own: the run's is the same with and without."""
-        assert distill.first is not None
+        first = distill.settings.first
+        assert first is not None
         if self.step > 0:
             self.record.say("distill.first: the run has begun, so nothing is distilled before its first step.")
             return
-        first, done = distill.first, len(distill.divergences)
+        done = len(distill.divergences)
         self.record.say(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
         stream = PromptStream(self.stream.dataset, ~self.config.seed)
         stream.next(done * first.prompts)
@@ -181,7 +184,8 @@ class Trainer:
             self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
             examples = self.world.local_slice(stream.next(first.prompts))
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            distill.first_step(prompts, self.collector.sampling("first", done))
+            sampling, sparsity = self.collector.sampling("first", done), self.collector.sparsity
+            distill.first_step(self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None))
             self._settle()
         skipped = distill.distiller.skipped
         self.record.event(
@@ -220,7 +224,9 @@ class Trainer:
             if self.distill:
                 self.record.phase("distilling")
                 with clock.phase("distill"):
-                    distilled = self.distill.step(step, batch, advantages)
+                    distilled = self.distill.step(
+                        step, batch.rollouts, batch.n, advantages, self.collector.sparsity, batch.rerolled
+                    )
                     self.distill.publish()
 
         metrics = step_metrics(
@@ -233,7 +239,9 @@ class Trainer:
             epoch=self.stream.seen / len(self.stream.dataset),
             matrix_rate=self.matrix_rate,
         )
-        metrics |= self.collector.observed.metrics | distilled | (self.distill.balance(metrics) if self.distill else {})
+        metrics |= (
+            self.collector.observed.metrics | distilled | (self.distill.cost_metrics(metrics) if self.distill else {})
+        )
         self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
         self.record.log_step(step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         self._warn(self.health.observe(metrics))
@@ -259,11 +267,16 @@ class Trainer:
         self.evaluated = self.step
         self._settle()
 
-    def try_sparser(self, distill: Stage) -> None:
+    def try_sparser(self, distill: "RunDistiller") -> None:
         """Measure the sparser policy that the run may move to, and move where it can."""
         self.record.phase("measuring a sparser policy")
-        found = distill.try_move(self.step, self.collector.sampling("move", self.step))
-        self.record.event(self.step, "sparser", found, "See distill/candidate_tail in the metrics.")
+        candidate, sampling = distill.candidate, self.collector.sampling("move", self.step)
+        assert candidate is not None
+        rollouts = self.collector.generate(distill.prompts, sampling, candidate, record=candidate.evict is not None)
+        message = distill.try_move(self.step, rollouts)
+        if distill.moved:
+            self.monitor.move(candidate)
+        self.record.event(self.step, "sparser", message, "See distill/candidate_tail in the metrics.")
         self._settle()
 
     def save(self) -> None:
@@ -380,6 +393,8 @@ class Trainer:
         distilled = state.pop("distill")
         if self.distill and distilled:
             self.distill.resume(distilled)
+            if self.distill.moved and self.distill.candidate:
+                self.monitor.move(self.distill.candidate)
         for name, value in state.items():
             setattr(self, name, value)
         self.stream.load_state_dict(self.position)

@@ -1,8 +1,8 @@
 """The sparse policy's attention inside any Hugging Face decoder, differentiable, through AttentionInterface.
 
-softmax(scaling · q kᵀ where visible) v, with `View` saying what is visible. On CUDA `kernel` computes
-visibility tile by tile. Elsewhere the mask [rows, heads, queries, keys] exists for a chunk of queries at a time: the
-backward pass builds it again, chunk by chunk. Either way memory grows with the length and not with its square.
+softmax(scaling · q kᵀ where visible) v, with `Visibility` as the mask. On CUDA, `kernel` computes the mask tile by
+tile. Elsewhere the mask [rows, heads, queries, keys] is built for a chunk of queries at a time, and again in the
+backward pass. Either way memory grows linearly with the length.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from alula.distill.attention.custom_op import attend_opaquely
+from alula.distill.attention.custom_op import sparse_attention_op
 from alula.distill.attention.kernel import visible_attention
-from alula.distill.attention.tiles import look
-from alula.distill.attention.visibility import View
+from alula.distill.attention.tiles import layer_visibility
+from alula.distill.attention.visibility import Visibility
 from alula.engine.attention import number_layers
 from alula.ops.dispatch import use_triton
 from alula.ops.packed_attention import packed_attention
@@ -33,17 +33,17 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    view: View | Tensor,
+    visibility: Visibility | Tensor,
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The AttentionInterface signature, for a packed batch of one. In compiled layers the view comes as its ticket: see
+    """The AttentionInterface signature, for a packed batch of one. In compiled layers `visibility` is a handle of
     `alula.distill.attention.custom_op`."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if isinstance(view, Tensor):
-        q, k, v = (x.contiguous() for x in (q, k, v))  # which the compiler fuses into what made them
-        return attend_opaquely(q, k, v, view, module.alula_layer, scaling)[0][None], None  # type: ignore[arg-type]
-    return attend_view(q, k, v, view, module, scaling)[None], None
+    if isinstance(visibility, Tensor):
+        q, k, v = (x.contiguous() for x in (q, k, v))  # fused by the compiler into the preceding operations
+        return sparse_attention_op(q, k, v, visibility, module.alula_layer, scaling)[0][None], None  # type: ignore[arg-type]
+    return attend_visible(q, k, v, visibility, module, scaling)[None], None
 
 
 AttentionInterface.register(NAME, attend)
@@ -54,49 +54,53 @@ def use_sparse_attention(model: PreTrainedModel) -> None:
     number_layers(model)
 
 
-@torch.compiler.disable  # what it does differs by layer, while one compiled layer serves all of them
-def attend_view(q: Tensor, k: Tensor, v: Tensor, view: View, module: nn.Module, scaling: float) -> Tensor:
+@torch.compiler.disable  # it differs by layer, while one compiled layer serves all of them
+def attend_visible(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, module: nn.Module, scaling: float
+) -> Tensor:
     """q [T, Hq, D], k and v [T, Hkv, D] of a layer, packed -> [T, Hq, D]"""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if view.dense(layer):
-        return packed_attention(q, k, v, view.starts, view.width, scaling)
+    if visibility.dense(layer):
+        return packed_attention(q, k, v, visibility.starts, visibility.width, scaling)
     attention = kernel_attention if use_triton(q) else sparse_attention
-    return attention(q, k, v, view, layer, scaling)
+    return attention(q, k, v, visibility, layer, scaling)
 
 
 def sparse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    view: View,
+    visibility: Visibility,
     layer: int,
     scaling: float,
     mask_elements: int = MASK_ELEMENTS,
 ) -> Tensor:
     """query [T, Hq, D], key and value [T, Hkv, D], packed -> [T, Hq, D]"""
-    q, k, v = (view.pad(x).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (visibility.pad(x).transpose(1, 2) for x in (query, key, value))
     with torch.no_grad():
-        summaries = view.summaries(layer, k)
+        summaries = visibility.summaries(layer, k)
 
     def chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
-            visible = view.visible(layer, q, k.shape[2] - q.shape[2], summaries)
+            visible = visibility.visible(layer, q, k.shape[2] - q.shape[2], summaries)
         return masked_attention(q, k, v, visible, scaling)
 
-    size = max(1, mask_elements // (view.rows * q.shape[1] * view.width))
-    if size >= view.width:
-        return view.unpad(chunk(q, k, v).transpose(1, 2))
+    size = max(1, mask_elements // (visibility.rows * q.shape[1] * visibility.width))
+    if size >= visibility.width:
+        return visibility.unpad(chunk(q, k, v).transpose(1, 2))
     parts = []
-    for first in range(0, view.width, size):
-        last = min(first + size, view.width)
+    for first in range(0, visibility.width, size):
+        last = min(first + size, visibility.width)
         pieces = (q[:, :, first:last], k[:, :, :last], v[:, :, :last])
         parts.append(checkpoint(chunk, *pieces, use_reentrant=False, preserve_rng_state=False))
-    return view.unpad(torch.cat(parts, 2).transpose(1, 2))
+    return visibility.unpad(torch.cat(parts, 2).transpose(1, 2))
 
 
-def kernel_attention(query: Tensor, key: Tensor, value: Tensor, view: View, layer: int, scaling: float) -> Tensor:
+def kernel_attention(
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, layer: int, scaling: float
+) -> Tensor:
     """The same through Triton kernels."""
-    return visible_attention(query, key, value, *look(view, layer, query, key), scaling)
+    return visible_attention(query, key, value, *layer_visibility(visibility, layer, query, key), scaling)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float) -> Tensor:

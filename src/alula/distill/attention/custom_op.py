@@ -1,7 +1,7 @@
-"""The sparse policy's attention as one operator that `torch.compile` does not look into, with its gradient.
+"""The sparse policy's attention as one custom operator, opaque to `torch.compile`, with its gradient.
 
-A compiled layer serves all layers and all micro-batches, so what differs between them comes as tensors: the layer's
-number, and a ticket for the `View`, which is looked up here, in the forward pass and again in the backward one.
+One compiled layer serves all layers and all micro-batches, so what differs between them is passed as tensors: the
+layer's number, and a handle of the `Visibility`, which is looked up here in the forward and in the backward pass.
 """
 
 from itertools import count
@@ -12,34 +12,36 @@ import torch
 from torch import Tensor
 
 from alula.distill.attention import kernel
-from alula.distill.attention.tiles import look
-from alula.distill.attention.visibility import View
+from alula.distill.attention.tiles import layer_visibility
+from alula.distill.attention.visibility import Visibility
 
-_views: WeakValueDictionary[int, View] = WeakValueDictionary()
+_visibilities: WeakValueDictionary[int, Visibility] = WeakValueDictionary()
 _numbers = count()
 
 
-def ticket(view: View) -> Tensor:
-    """Good for as long as somebody holds the view."""
+def register(visibility: Visibility) -> Tensor:
+    """A handle that is valid as long as the visibility is referenced elsewhere."""
     number = next(_numbers)
-    _views[number] = view
+    _visibilities[number] = visibility
     return torch.tensor(number)
 
 
-@torch.library.custom_op("alula::attend_opaquely", mutates_args=())
-def attend_opaquely(
-    q: Tensor, k: Tensor, v: Tensor, view: Tensor, layer: Tensor, scaling: float
+@torch.library.custom_op("alula::sparse_attention", mutates_args=())
+def sparse_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Tensor, layer: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """q [T, Hq, D], k and v [T, Hkv, D], contiguous -> [T, Hq, D], and what the gradient needs, [Hq, T]"""
-    return kernel.attention_forward(q, k, v, *look(_views[int(view)], int(layer), q, k), scaling)
+    """q [T, Hq, D], k and v [T, Hkv, D], contiguous -> [T, Hq, D], and log normalisers [Hq, T] for the gradient"""
+    return kernel.attention_forward(
+        q, k, v, *layer_visibility(_visibilities[int(visibility)], int(layer), q, k), scaling
+    )
 
 
-@attend_opaquely.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, view: Tensor, layer: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+@sparse_attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, visibility: Tensor, layer: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("alula::attend_opaquely_backward", mutates_args=())
+@torch.library.custom_op("alula::sparse_attention_backward", mutates_args=())
 def _backward(
     gradient: Tensor,
     q: Tensor,
@@ -47,12 +49,12 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    view: Tensor,
+    visibility: Tensor,
     layer: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seen = look(_views[int(view)], int(layer), q, k)
-    return kernel.attention_backward(gradient.contiguous(), q, k, v, out, lse, *seen, scaling)
+    visible = layer_visibility(_visibilities[int(visibility)], int(layer), q, k)
+    return kernel.attention_backward(gradient.contiguous(), q, k, v, out, lse, *visible, scaling)
 
 
 @_backward.register_fake
@@ -63,7 +65,7 @@ def _(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    view: Tensor,
+    visibility: Tensor,
     layer: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,8 +79,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _gradient(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, view, layer, out, lse = ctx.saved_tensors
-    return (*_backward(gradient, q, k, v, out, lse, view, layer, ctx.scaling), None, None, None)
+    q, k, v, visibility, layer, out, lse = ctx.saved_tensors
+    return (*_backward(gradient, q, k, v, out, lse, visibility, layer, ctx.scaling), None, None, None)
 
 
-attend_opaquely.register_autograd(_gradient, setup_context=_setup)
+sparse_attention_op.register_autograd(_gradient, setup_context=_setup)

@@ -1,4 +1,4 @@
-"""Attention over what a sparse policy saw, forward and backward, without a mask in memory (Triton).
+"""Attention over the visible keys of a sparse policy, forward and backward, without a mask in memory (Triton).
 
 FlashAttention-2's recurrences over packed sequences; each block of queries or keys visits the tiles of its list and
 computes their masks as it goes (`alula.distill.attention.tiles`).
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alula.distill.attention.tiles import BLOCK, Lists, Seen, visible
+from alula.distill.attention.tiles import BLOCK, LayerVisibility, TileLists, visible
 from alula.ops.dispatch import tl, triton
 
 LOG2E = 1.4426950408889634
@@ -17,34 +17,38 @@ LENGTHS = ["tokens", "width", "words"]
 """Never specialised on: no kernel is compiled again for another micro-batch."""
 
 
-def visible_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> Tensor:
-    """q [T, Hq, D], k and v [T, Hkv, D], packed -> [T, Hq, D]: softmax(scaling · q kᵀ where seen) v."""
-    return _VisibleAttention.apply(q, k, v, seen, lists, scaling)
+def visible_attention(
+    q: Tensor, k: Tensor, v: Tensor, layer: LayerVisibility, lists: TileLists, scaling: float
+) -> Tensor:
+    """q [T, Hq, D], k and v [T, Hkv, D], packed -> [T, Hq, D]: softmax(scaling · q kᵀ where visible) v."""
+    return _VisibleAttention.apply(q, k, v, layer, lists, scaling)
 
 
 class _VisibleAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: LayerVisibility, lists: TileLists, scaling: float
+    ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = attention_forward(q, k, v, seen, lists, scaling)
+        out, lse = attention_forward(q, k, v, layer, lists, scaling)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.seen, ctx.lists, ctx.scaling = seen, lists, scaling
+        ctx.layer, ctx.lists, ctx.scaling = layer, lists, scaling
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        whole = gradient.contiguous()
-        return (*attention_backward(whole, q, k, v, out, lse, ctx.seen, ctx.lists, ctx.scaling), None, None, None)
+        gradient = gradient.contiguous()
+        return (*attention_backward(gradient, q, k, v, out, lse, ctx.layer, ctx.lists, ctx.scaling), None, None, None)
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, lists: Lists, scaling: float
+    q: Tensor, k: Tensor, v: Tensor, layer: LayerVisibility, lists: TileLists, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Of contiguous tensors: the attention, and the logs (to base 2) of its normalisers, float32 [Hq, T]."""
+    """Attention over contiguous tensors, and the logs (to base 2) of its normalisers, float32 [Hq, T]."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(seen.width, BLOCK), len(seen.prompts) * q.shape[1])
+    grid = (triton.cdiv(layer.width, BLOCK), len(layer.prompts) * q.shape[1])
     _forward[grid](
         q,
         k,
@@ -53,9 +57,9 @@ def attention_forward(
         lse,
         lists.of_queries,
         lists.queries,
-        *seen.arguments(),
+        *layer.arguments(),
         scaling * LOG2E,
-        **constants(q, k, seen),
+        **constants(q, k, layer),
     )
     return out, lse
 
@@ -67,13 +71,13 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    seen: Seen,
-    lists: Lists,
+    layer: LayerVisibility,
+    lists: TileLists,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, lse))
-    blocks, rows = triton.cdiv(seen.width, BLOCK), len(seen.prompts)
-    shared, given = (*seen.arguments(), scaling * LOG2E, scaling), constants(q, k, seen)
+    blocks, rows = triton.cdiv(layer.width, BLOCK), len(layer.prompts)
+    shared, given = (*layer.arguments(), scaling * LOG2E, scaling), constants(q, k, layer)
     _backward_q[blocks, rows * q.shape[1]](
         q, k, v, gradient, out, dq, lse, delta, lists.of_queries, lists.queries, *shared, **given
     )
@@ -83,9 +87,9 @@ def attention_backward(
     return dq, dk, dv
 
 
-def constants(q: Tensor, k: Tensor, seen: Seen) -> dict[str, Any]:
+def constants(q: Tensor, k: Tensor, layer: LayerVisibility) -> dict[str, Any]:
     narrow = q.element_size() == 2 and q.shape[2] <= 128  # more would not fit into registers and shared memory
-    return seen.constants() | {
+    return layer.constants() | {
         "GROUP": q.shape[1] // k.shape[1],
         "HEADS": k.shape[1],
         "DIM": q.shape[2],

@@ -1,56 +1,58 @@
-"""Which pages every query of a selecting layer reads, as bits: `View.read` for all queries at once (Triton)."""
+"""Pages that each query of a selecting layer reads, as bits: `Visibility.pages_read` for all queries (Triton)."""
 
 import torch
 from torch import Tensor
 
-from alula.distill.attention.visibility import View, asked
+from alula.distill.attention.visibility import Visibility, score_queries
 from alula.ops.dispatch import tl, triton
 from alula.ops.select_pages import FIRST, LAST
 from alula.ops.top_indices import choose_largest, ordered_bits
 
 WORD = 32
-"""Bits of a word."""
+"""Bits per word."""
 SCORE_ELEMENTS = 1 << 27
 """Most page scores at a time, over rows, KV heads, queries and pages."""
 
 
-def pages_read(view: View, layer: int, query: Tensor, key: Tensor, score_elements: int = SCORE_ELEMENTS) -> Tensor:
+def pages_read(
+    visibility: Visibility, layer: int, query: Tensor, key: Tensor, score_elements: int = SCORE_ELEMENTS
+) -> Tensor:
     """int32 [Hkv, words, T] for packed queries [T, Hq, D] and keys [T, Hkv, D] of a selecting layer.
 
     Bit p % 32 of word p // 32 says whether the token's query reads page p. Prompt queries read all.
     """
-    summaries = view.summaries(layer, view.pad(key).transpose(1, 2))
+    summaries = visibility.summaries(layer, visibility.pad(key).transpose(1, 2))
     assert summaries is not None
-    queries = view.pad(asked(query, summaries)).transpose(1, 2)
+    queries = visibility.pad(score_queries(query, summaries)).transpose(1, 2)
     rows, heads, full = summaries.shape[:3]
     words = query.new_empty(heads, full // WORD + 1, len(query), dtype=torch.int32)
     size = max(1, score_elements // (rows * heads * (full + 1)))
-    for first in range(0, view.width, size):
+    for first in range(0, visibility.width, size):
         scores = queries[:, :, first : first + size] @ summaries.flatten(3).transpose(-1, -2)
-        choose(view, scores, first, words)
+        choose(visibility, scores, first, words)
     return words
 
 
-def choose(view: View, scores: Tensor, first: int, words: Tensor) -> None:
+def choose(visibility: Visibility, scores: Tensor, first: int, words: Tensor) -> None:
     """Write the words of the queries at positions `first` and on, by their scores fp32 [B, Hkv, C, full]."""
-    assert view.select is not None
+    assert visibility.select is not None
     rows, heads, count, full = scores.shape
     _, words_each, tokens = words.shape
     block = triton.next_power_of_2(WORD * words_each)
     _choose[(count, rows * heads)](
         scores,
-        view.starts,
-        view.prompts,
-        view.budget,
+        visibility.starts,
+        visibility.prompts,
+        visibility.budget,
         words,
         first,
         count,
         full,
-        view.width,
+        visibility.width,
         tokens,
         words_each,
         HEADS=heads,
-        PAGE=view.select.block,
+        PAGE=visibility.select.block,
         BLOCK=block,
         FIRST_PAGES=FIRST,
         LAST_PAGES=LAST,

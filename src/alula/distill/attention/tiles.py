@@ -1,9 +1,8 @@
-"""What the queries of a layer see, tile by tile, as the attention kernels read it (Triton).
+"""Which keys the queries of a layer see, tile by tile, in the form that the attention kernels read (Triton).
 
 A tile is 64 queries by 64 keys. Its mask is computed where it is used: from `evicted_at` for evictors, from a bit per
-query and page for selectors. Tiles that nobody sees are found once and never visited, so that the work shrinks with
-the budget where what is kept lies together; lists of the others, instead of a test in the loop, let the loop load
-ahead.
+query and page for selectors. Empty tiles are found once and skipped, so the work shrinks with the budget if the kept
+keys are contiguous. Lists of the other tiles, instead of a test in the loop, allow prefetching.
 """
 
 from typing import NamedTuple
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 from alula.distill.attention.page_choice import WORD, pages_read
-from alula.distill.attention.visibility import View
+from alula.distill.attention.visibility import Visibility
 from alula.ops.dispatch import tl, triton
 
 BLOCK = 64
 
 
-class Seen(NamedTuple):
+class LayerVisibility(NamedTuple):
     """The query at t of row b sees the key at j <= t where t < prompts[b], or else t < evicted_at[b, h, j]; and where
     bit j // page of `chosen` is set for it."""
 
@@ -27,9 +26,9 @@ class Seen(NamedTuple):
     prompts: Tensor
     """int32 [B]"""
     tokens: int
-    """Of all rows."""
+    """Tokens of all rows."""
     width: int
-    """Of the longest row."""
+    """Length of the longest row."""
     evicted_at: Tensor | None
     """int32 [B, Hkv, width]"""
     chosen: Tensor | None
@@ -37,10 +36,10 @@ class Seen(NamedTuple):
     page: int
 
     def arguments(self) -> tuple[Tensor | int, ...]:
-        """Of `visible` and its callers; what a policy has not is never read."""
-        nothing = self.starts
-        chosen = nothing if self.chosen is None else self.chosen
-        evicted_at = nothing if self.evicted_at is None else self.evicted_at
+        """Arguments of the kernels; a part that the policy lacks is a placeholder and never read."""
+        placeholder = self.starts
+        chosen = placeholder if self.chosen is None else self.chosen
+        evicted_at = placeholder if self.evicted_at is None else self.evicted_at
         words = 0 if self.chosen is None else self.chosen.shape[1]
         return self.starts, self.prompts, evicted_at, chosen, self.tokens, self.width, words
 
@@ -54,39 +53,43 @@ class Seen(NamedTuple):
         }
 
 
-class Lists(NamedTuple):
-    """Tiles with something to see, int32 [B, Hkv, blocks, blocks], and how many [B, Hkv, blocks]."""
+class TileLists(NamedTuple):
+    """Tiles with a visible key, int32 [B, Hkv, blocks, blocks], and their number [B, Hkv, blocks]."""
 
     of_queries: Tensor
-    """By block of queries, the blocks of keys that one of them sees, ascending."""
+    """Per block of queries: the blocks of keys that one of them sees, ascending."""
     queries: Tensor
     of_keys: Tensor
-    """By block of keys, the blocks of queries that see one of them, ascending."""
+    """Per block of keys: the blocks of queries that see one of them, ascending."""
     keys: Tensor
 
 
 @torch.no_grad()
-def look(view: View, layer: int, query: Tensor, key: Tensor) -> tuple[Seen, Lists]:
-    """What packed queries [T, Hq, D] see of packed keys [T, Hkv, D] in a layer; kept in the view."""
-    if layer not in view.seen:
-        selects = view.selects(layer)
-        chosen = pages_read(view, layer, query, key) if selects else None
-        evicted_at = None if view.evicted_at is None else view.evicted_at[layer]
-        page = view.select.block if view.select and selects else 1
-        seen = Seen(view.starts, view.prompts, len(query), view.width, evicted_at, chosen, page)
-        view.seen[layer] = seen, tile_lists(seen, key.shape[1])
-    return view.seen[layer]
+def layer_visibility(
+    visibility: Visibility, layer: int, query: Tensor, key: Tensor
+) -> tuple[LayerVisibility, TileLists]:
+    """Which packed keys [T, Hkv, D] of a layer the packed queries [T, Hq, D] see; cached in `visibility.layers`."""
+    if layer not in visibility.layers:
+        selects = visibility.selects(layer)
+        chosen = pages_read(visibility, layer, query, key) if selects else None
+        evicted_at = None if visibility.evicted_at is None else visibility.evicted_at[layer]
+        page = visibility.select.block if visibility.select and selects else 1
+        layer_ = LayerVisibility(
+            visibility.starts, visibility.prompts, len(query), visibility.width, evicted_at, chosen, page
+        )
+        visibility.layers[layer] = layer_, tile_lists(layer_, key.shape[1])
+    return visibility.layers[layer]
 
 
-def tile_lists(seen: Seen, heads: int) -> Lists:
-    rows, blocks = len(seen.prompts), triton.cdiv(seen.width, BLOCK)
-    some = torch.zeros(rows, heads, blocks, blocks, dtype=torch.uint8, device=seen.starts.device)
-    _find[(blocks, blocks, rows * heads)](some, *seen.arguments(), HEADS=heads, **seen.constants())
-    found = []
+def tile_lists(layer: LayerVisibility, heads: int) -> TileLists:
+    rows, blocks = len(layer.prompts), triton.cdiv(layer.width, BLOCK)
+    some = torch.zeros(rows, heads, blocks, blocks, dtype=torch.uint8, device=layer.starts.device)
+    _mark_tiles[(blocks, blocks, rows * heads)](some, *layer.arguments(), HEADS=heads, **layer.constants())
+    lists = []
     for which in (some, some.transpose(2, 3).contiguous()):
         order = which.sort(dim=-1, descending=True, stable=True).indices
-        found += [order.int(), which.sum(-1, dtype=torch.int32)]
-    return Lists(*found)
+        lists += [order.int(), which.sum(-1, dtype=torch.int32)]
+    return TileLists(*lists)
 
 
 @triton.jit
@@ -104,8 +107,8 @@ def visible(
     PAGE: tl.constexpr,
     ONE_WORD: tl.constexpr,
 ):
-    """The mask of queries m and keys n, one a column and the other a row; `first` is the first key. Queries beyond
-    the row count for nothing."""
+    """The mask of queries m and keys n, one of them a column and the other a row; `first` is the first key. Queries
+    beyond the row's end are ignored."""
     seen = n <= m
     if EVICTS:
         seen = seen & ((m < prompt) | (m < tl.load(evicted_at + n, mask=n < length, other=0)))
@@ -121,7 +124,7 @@ def visible(
 
 # Lengths are never specialised on: no kernel is compiled again for another micro-batch.
 @triton.jit(do_not_specialize=["tokens", "width", "words"])
-def _find(
+def _mark_tiles(
     some,
     starts,
     prompts,
@@ -137,7 +140,7 @@ def _find(
     ONE_WORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Whether a query of the block sees a key of the block."""
+    """Mark the tiles in which some query sees some key."""
     keys, queries, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
     start = tl.load(starts + row).to(tl.int64)
     length = (tl.load(starts + row + 1) - start).to(tl.int32)

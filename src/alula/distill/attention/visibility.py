@@ -1,4 +1,4 @@
-"""What every query of a micro-batch may see under the sparse policy that sampled it.
+"""Which keys every query of a micro-batch attends to under the sparse policy that sampled it.
 
 Evictors are replayed: the key at j is visible to the query at t while j <= t < evicted_at[layer, head, j], as the
 engine recorded it. Selectors are recomputed from the learner's own queries and keys, exactly as the engine chooses
@@ -28,13 +28,13 @@ UNLIMITED = 1 << 30
 
 
 @dataclass
-class View:
-    """A micro-batch of packed sequences, its rows [B, L] where padded, and the rule of what their queries see."""
+class Visibility:
+    """Packed sequences of a micro-batch, their padded rows [B, L], and which keys their queries see."""
 
     starts: Tensor
     """int32 [B + 1]: where each row begins among the packed tokens, and where the last one ends."""
-    place: Tensor
-    """int64 [T]: where each packed token stands in the flattened rows."""
+    position: Tensor
+    """int64 [T]: index of each packed token in the flattened rows."""
     rows: int
     width: int
     prompts: Tensor
@@ -44,39 +44,41 @@ class View:
     select: Select | None = None
     budget: Tensor | None = None
     """int32 [B, L]: pages that the query at each position may read."""
-    seen: dict[int, Any] = field(default_factory=dict)
-    """By layer, what `alula.distill.attention.tiles` found: a layer that is computed again sees the same."""
+    layers: dict[int, Any] = field(default_factory=dict)
+    """Cache of `tiles.layer_visibility` by layer: a recomputed layer sees the same keys."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], device: torch.device | str) -> "View":
-        """Of rollouts in packed order, each under its own recorded sparsity."""
+    def of(cls, rollouts: Sequence[Rollout], device: torch.device | str) -> "Visibility":
+        """For rollouts in packed order, each under its recorded sparsity."""
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         width = max(lengths)
-        place = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
+        position = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
         starts, prompts = np.cumsum([0, *lengths]), [len(r.prompt_ids) for r in rollouts]
         ends, given = (torch.as_tensor(count, dtype=torch.int32, device=device) for count in (starts, prompts))
-        view = cls(ends, place.to(device), len(rollouts), width, given)
+        visibility = cls(ends, position.to(device), len(rollouts), width, given)
         policies = [r.sparsity for r in rollouts]
-        refuse_unsupported(policies)
+        check_supported(policies)
         if any(policy.evict for policy in policies):
-            view.evicted_at = _histories(rollouts, width).to(device)
+            visibility.evicted_at = _histories(rollouts, width).to(device)
         selects = {policy.select for policy in policies if policy.select}
         if selects:
-            view.select = next(iter(selects))
-            view.budget = torch.from_numpy(np.stack([_pages(policy.select, width) for policy in policies])).to(device)
-        return view
+            visibility.select = next(iter(selects))
+            visibility.budget = torch.from_numpy(np.stack([_pages(policy.select, width) for policy in policies])).to(
+                device
+            )
+        return visibility
 
     def pad(self, packed: Tensor) -> Tensor:
         """[T, H, D] -> [B, L, H, D]; zeros where a row has no token."""
-        flat = packed.new_zeros(self.rows * self.width, *packed.shape[1:]).index_copy(0, self.place, packed)
+        flat = packed.new_zeros(self.rows * self.width, *packed.shape[1:]).index_copy(0, self.position, packed)
         return flat.view(self.rows, self.width, *packed.shape[1:])
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[B, L, H, D] -> [T, H, D]"""
-        return padded.flatten(0, 1).index_select(0, self.place)
+        return padded.flatten(0, 1).index_select(0, self.position)
 
     def dense(self, layer: int) -> bool:
-        """Whether every query of this layer sees all that came before."""
+        """Whether every query of this layer sees all earlier keys."""
         return self.evicted_at is None and not self.selects(layer)
 
     def selects(self, layer: int) -> bool:
@@ -104,15 +106,15 @@ class View:
         if summaries is not None:
             assert self.select is not None
             pages = -(-last // self.select.block)
-            scores = asked(query, summaries) @ summaries[:, :, :pages].flatten(3).transpose(-1, -2)
-            read = self.read(scores, at, pages)
+            scores = score_queries(query, summaries) @ summaries[:, :, :pages].flatten(3).transpose(-1, -2)
+            read = self.pages_read(scores, at, pages)
             seen = seen & (prompt | read.repeat_interleave(self.select.block, -1)[..., :last])
         return seen
 
-    def read(self, scores: Tensor, at: Tensor, pages: int) -> Tensor:
-        """bool [B, Hkv, C, pages]: what the queries at positions `at` read, as `ops.select_pages` chooses.
+    def pages_read(self, scores: Tensor, at: Tensor, pages: int) -> Tensor:
+        """bool [B, Hkv, C, pages]: pages that the queries at positions `at` read, chosen as in `ops.select_pages`.
 
-        scores fp32 [B, Hkv, C, full]: of the full pages; the others are among the last two. NaN counts as -inf.
+        scores: fp32 [B, Hkv, C, full], of the full pages; the others are among the last two. NaN counts as -inf.
         """
         assert self.select is not None
         assert self.budget is not None
@@ -128,8 +130,9 @@ class View:
         return torch.zeros_like(best).scatter(-1, order, best)
 
 
-def asked(query: Tensor, summaries: Tensor) -> Tensor:
-    """fp32 [N, Hkv, ..., 1|2 · D] of queries [N, Hq, ..., D]: its product with a page's summaries is the page's score.
+def score_queries(query: Tensor, summaries: Tensor) -> Tensor:
+    """Score queries, fp32 [N, Hkv, ..., 1|2 · D], of queries [N, Hq, ..., D]: their product with a page's summaries is
+    the page's score.
 
     Quest's Σ_d max(q_d·max_d, q_d·min_d) is q⁻·min + q⁺·max, with q⁻ and q⁺ the negative and the positive part of q:
     both selectors are products with a mean over the group.
@@ -139,8 +142,8 @@ def asked(query: Tensor, summaries: Tensor) -> Tensor:
     return torch.cat([part.mean(2, dtype=torch.float32) for part in parts], -1)
 
 
-def refuse_unsupported(policies: Sequence[Sparsity]) -> None:
-    """What the learner cannot replay."""
+def check_supported(policies: Sequence[Sparsity]) -> None:
+    """Reject policies that the learner cannot replay."""
     if any(policy.evict and policy.select for policy in policies):
         raise SettingError(
             "distill: an evictor and a selector together cannot be replayed by the learner; "
@@ -154,10 +157,10 @@ def refuse_unsupported(policies: Sequence[Sparsity]) -> None:
 
 
 def _histories(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    found = [r.history for r in rollouts if r.history is not None]
+    histories = [r.history for r in rollouts if r.history is not None]
     missing = any(r.sparsity.evict is not None and r.history is None for r in rollouts)
     require(not missing, "distill: an evictor's rollouts need their history; generate them with record=True.")
-    layers, heads, _ = found[0].shape
+    layers, heads, _ = histories[0].shape
     evicted_at = torch.full((layers, len(rollouts), heads, width), NEVER, dtype=torch.int32)
     for row, rollout in enumerate(rollouts):
         if rollout.history is not None:
