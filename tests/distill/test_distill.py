@@ -756,7 +756,10 @@ def test_recipes_that_cannot_work_are_refused():
         ({"distill": {"first": {"steps": 0}}}, r"distill\.first\.steps=0"),
         ({"distill": {"first": {"prompts": 3}}}, r"distill\.first: minibatches=4: a batch has only 3 rollouts"),
         ({"distill": {"first": {}, "weight": 0.0}}, r"distill\.first .*distill\.weight=0"),
-        ({"distill": {"move": {"sparsity": "rkv:8", "prompts": 19}}}, r"distill\.move\.prompts=19: .* at least 20"),
+        (
+            {"distill": {"move": {"sparsity": "snapkv:8+2,window=2,sinks=1", "prompts": 19}}},
+            r"distill\.move\.prompts=19: .* at least 20",
+        ),
         ({"distill": {"move": {"sparsity": "rkv:8", "tau": 2.0}}}, "tau"),
         ({"distill": {"move": {"sparsity": "dense"}}}, "name one with a smaller budget"),
         ({"distill": {"move": {"sparsity": "rkv:10+2,window=2,sinks=1"}}}, "own budget of 10"),
