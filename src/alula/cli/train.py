@@ -1,4 +1,4 @@
-"""`alula train`: a recipe, settings on top of it, and a run folder at the end."""
+"""`alula train`: trains from a recipe, with settings on the command line, into a run folder."""
 
 import errno
 import os
@@ -11,19 +11,20 @@ import typer
 def train(
     recipe: Annotated[Path, typer.Argument(help="YAML file of settings; see docs/training.md.")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top, such as learner.lr=1e-6.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe, such as learner.lr=1e-6."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only validate the recipe and print the plan.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Validate the recipe, print the plan and exit.")] = False,
 ) -> None:
-    """Train a model with sparse rollouts, as RECIPE says."""
+    """Train a model with sparse rollouts, from RECIPE."""
     from alula.config.load import load_config
 
     config = load_config(recipe, settings or [])
     if check:
         from alula.trainer.memory_plan import print_plan
 
-        if os.environ.get("RANK", "0") == "0":  # torchrun starts as many as there are ranks
+        if os.environ.get("RANK", "0") == "0":  # torchrun starts one process per rank
             print_plan(config, resume=resume)
         return
     import torch.distributed
