@@ -15,7 +15,7 @@ def test_architecture_names_every_module():
     source = ROOT / "src" / "alula"
     modules = {str(path.relative_to(source)) for path in source.rglob("*.py") if path.read_text().strip()}
     page = (ROOT / "docs" / "architecture.md").read_text()
-    assert modules == set(re.findall(r"^\| `([\w/]+\.py)` \|", page, re.MULTILINE))
+    assert modules == set(re.findall(r"^- `([\w/]+\.py)`: ", page, re.MULTILINE))
     assert set(re.findall(r"`([a-z_]+/[\w/]+\.py)`", page)) <= modules
 
 
