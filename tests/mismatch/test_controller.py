@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from alula.config.settings import ControlSettings
 from alula.errors import SettingError
-from alula.mismatch.control.controller import Controller
+from alula.mismatch.control.controller import BudgetController
 from alula.mismatch.control.sequential_test import SequentialTest
 from alula.sparsity.schedule import Schedule
 
@@ -78,7 +78,7 @@ def fitting(world: World, tau: float, drift: float = 0.0) -> Schedule:
     return Schedule(tuple(budgets), WIDTH, name="s")
 
 
-def simulate(world: World, controller: Controller, drifts, delay: int = 2):
+def simulate(world: World, controller: BudgetController, drifts, delay: int = 2):
     """True tails and budgets at every step; the observation of a step arrives `delay` steps later."""
     pending, tails, budgets, events = deque(), [], [], []
     for drift in drifts:
@@ -116,7 +116,7 @@ def test_a_drifting_model_is_held_at_tau(forward):
     """The model gets worse by 0.06, then better again by 0.04; selectors and evictors alike."""
     world = World(1, forward)
     schedule = fitting(world, TAU)
-    controller = Controller(schedule, control(), "evict" if forward else "select", LONGEST)
+    controller = BudgetController(schedule, control(), "evict" if forward else "select", LONGEST)
     drifts = np.concatenate(
         [np.zeros(40), np.linspace(0, 0.06, 240), np.full(100, 0.06), np.linspace(0.06, 0.02, 60), np.full(130, 0.02)]
     )
@@ -131,7 +131,7 @@ def test_a_drifting_model_is_held_at_tau(forward):
 
 def test_a_budget_that_is_too_large_falls_and_rests():
     world = World(2)
-    controller = Controller(Schedule((4096,) * BINS, WIDTH), control(), "select", LONGEST)
+    controller = BudgetController(Schedule((4096,) * BINS, WIDTH), control(), "select", LONGEST)
     tails, budgets, events = simulate(world, controller, np.zeros(500))
     assert budgets[-1][0] < 4096 / 4
     assert (tails >= TAU - BAND).mean() >= 0.995
@@ -146,7 +146,7 @@ def test_a_budget_that_is_too_large_falls_and_rests():
 def test_rungs_wider_than_the_margin_do_not_make_it_swing():
     """One rung is too small, the next so large that it invites a fall: ever rarer tries, not a cycle."""
     world, ladder = World(8), (256, 2048, 16384)
-    controller = Controller(Schedule((2048,) * BINS, WIDTH), control(ladder=ladder), "select", LONGEST)
+    controller = BudgetController(Schedule((2048,) * BINS, WIDTH), control(ladder=ladder), "select", LONGEST)
     _, budgets, events = simulate(world, controller, np.zeros(600))
     tries = [i for i, found in enumerate(events) if any(event.action == "fall" for event in found)]
     assert len(tries) >= 2
@@ -157,7 +157,7 @@ def test_rungs_wider_than_the_margin_do_not_make_it_swing():
 
 def test_an_evictors_budgets_fall_only_where_every_later_bin_agrees():
     world = World(3, forward=True)
-    controller = Controller(Schedule((4096,) * BINS, WIDTH), control(), "evict", LONGEST)
+    controller = BudgetController(Schedule((4096,) * BINS, WIDTH), control(), "evict", LONGEST)
     tails, budgets, _ = simulate(world, controller, np.zeros(400))
     assert budgets[-1].sum() < budgets[0].sum()
     assert (tails >= TAU - BAND).mean() >= 0.99
@@ -170,7 +170,7 @@ def test_false_alarms_are_as_rare_as_stated(rate):
     steps, runs, alarms = 150, 8, 0
     for seed in range(runs):
         world = World(100 + seed)
-        controller = Controller(
+        controller = BudgetController(
             Schedule((512,) * BINS, WIDTH), control(false_alarm_steps=rate, on_violation="warn"), "select", LONGEST
         )
         for _ in range(steps):
@@ -181,7 +181,7 @@ def test_false_alarms_are_as_rare_as_stated(rate):
 
 def test_a_clear_violation_is_found_at_once():
     world = World(5)
-    controller = Controller(Schedule((512,) * BINS, WIDTH), control(on_violation="warn"), "select", LONGEST)
+    controller = BudgetController(Schedule((512,) * BINS, WIDTH), control(on_violation="warn"), "select", LONGEST)
     first = next(i for i in range(50) if controller.observe(*world.step(np.full(BINS, TAU - 0.05))))
     assert first <= 5
 
@@ -201,7 +201,7 @@ def test_tokens_as_if_independent_would_ring_falsely():
 def test_budgets_stay_monotone_and_bounded_whatever_is_observed(seed, forward):
     rng = np.random.default_rng(seed)
     start = tuple(sorted(rng.choice(LADDER, BINS).tolist()))
-    controller = Controller(
+    controller = BudgetController(
         Schedule(start, WIDTH), control(false_alarm_steps=1, patience=1), "evict" if forward else "select", LONGEST
     )
     world = World(seed)
@@ -216,7 +216,7 @@ def test_budgets_stay_monotone_and_bounded_whatever_is_observed(seed, forward):
             assert new >= old or LADDER.index(old) - LADDER.index(new) == 1
 
 
-def bad_bin(controller: Controller, bad: int, prompts: int = 64, version=None):
+def bad_bin(controller: BudgetController, bad: int, prompts: int = 64, version=None):
     """Every token of one bin is below tau, every other token is at 1."""
     positions = np.tile(np.arange(BINS * WIDTH), prompts)
     alpha = np.where(positions // WIDTH == bad, 0.5, 1.0)
@@ -225,16 +225,16 @@ def bad_bin(controller: Controller, bad: int, prompts: int = 64, version=None):
 
 def test_a_selector_raises_the_bin_an_evictor_the_earlier_ones_too():
     budgets = (128,) * 4 + (512,) * 6
-    selector = Controller(Schedule(budgets, WIDTH), control(), "select", LONGEST)
+    selector = BudgetController(Schedule(budgets, WIDTH), control(), "select", LONGEST)
     bad_bin(selector, 2)
     assert selector.schedule.budgets == (128, 128, 192, 192, *budgets[4:])
-    evictor = Controller(Schedule(budgets, WIDTH), control(), "evict", LONGEST)
+    evictor = BudgetController(Schedule(budgets, WIDTH), control(), "evict", LONGEST)
     bad_bin(evictor, 2)
     assert evictor.schedule.budgets == (192, 192, 192, 192, *budgets[4:])
 
 
 def test_observations_of_an_older_budget_do_not_count():
-    controller = Controller(Schedule((128,) * BINS, WIDTH), control(), "select", LONGEST)
+    controller = BudgetController(Schedule((128,) * BINS, WIDTH), control(), "select", LONGEST)
     bad_bin(controller, 0)
     raised = controller.schedule.budgets
     for _ in range(5):
@@ -245,17 +245,17 @@ def test_observations_of_an_older_budget_do_not_count():
 
 
 def test_the_top_of_the_ladder_is_reported():
-    controller = Controller(Schedule((4096,) * BINS, WIDTH), control(), "select", LONGEST)
+    controller = BudgetController(Schedule((4096,) * BINS, WIDTH), control(), "select", LONGEST)
     event = bad_bin(controller, 4)[0]
     assert (event.action, event.bin) == ("saturated", 4)
     assert "cannot rise" in event.describe(controller.control, 0.05, WIDTH)
 
 
 def test_off_by_default_and_the_other_answers():
-    def made(**changes) -> Controller:
-        return Controller(Schedule((128,) * BINS, WIDTH, block=16), control(**changes), "select", LONGEST)
+    def made(**changes) -> BudgetController:
+        return BudgetController(Schedule((128,) * BINS, WIDTH, block=16), control(**changes), "select", LONGEST)
 
-    off = Controller(Schedule((128,) * BINS, WIDTH), ControlSettings(tau=TAU), "select", LONGEST)
+    off = BudgetController(Schedule((128,) * BINS, WIDTH), ControlSettings(tau=TAU), "select", LONGEST)
     assert bad_bin(off, 3) == []
     assert off.schedule.budgets == (128,) * BINS
 
@@ -269,7 +269,7 @@ def test_off_by_default_and_the_other_answers():
     dense = made(on_violation="dense")
     assert {event.action for event in bad_bin(dense, 3)} == {"dense"}
     assert dense.schedule.budgets == (128,) * 3 + (BINS * WIDTH,) * 7
-    evictor = Controller(Schedule((128,) * BINS, WIDTH), control(on_violation="dense"), "evict", LONGEST)
+    evictor = BudgetController(Schedule((128,) * BINS, WIDTH), control(on_violation="dense"), "evict", LONGEST)
     bad_bin(evictor, 3)
     assert evictor.schedule.budgets == (BINS * WIDTH,) * BINS
 
@@ -280,7 +280,7 @@ def test_off_by_default_and_the_other_answers():
 
 def test_the_schedule_in_force_keeps_its_purpose():
     schedule = Schedule((128,) * BINS, WIDTH, name="s", model="m", method="block-topk", block=16)
-    controller = Controller(schedule, control(), "select", LONGEST)
+    controller = BudgetController(schedule, control(), "select", LONGEST)
     assert controller.schedule is schedule
     bad_bin(controller, 0)
     now = controller.schedule
@@ -291,12 +291,12 @@ def test_a_resumed_controller_continues_exactly():
     world = World(7)
     schedule = fitting(world, TAU)
     observations = [world.step(world.tails(schedule.budgets, 0.03)) for _ in range(30)]
-    whole = Controller(schedule, control(), "select", LONGEST)
-    first = Controller(schedule, control(), "select", LONGEST)
+    whole = BudgetController(schedule, control(), "select", LONGEST)
+    first = BudgetController(schedule, control(), "select", LONGEST)
     for observation in observations[:13]:
         whole.observe(*observation)
         first.observe(*observation)
-    second = Controller(schedule, control(), "select", LONGEST)
+    second = BudgetController(schedule, control(), "select", LONGEST)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for observation in observations[13:]:
         assert whole.observe(*observation) == second.observe(*observation)
@@ -306,10 +306,10 @@ def test_a_resumed_controller_continues_exactly():
 
 @pytest.mark.parametrize("schedule", [Schedule((512,) * BINS, WIDTH), Schedule((64,) * BINS, 2 * WIDTH)])
 def test_another_budget_or_other_bins_at_a_resume_start_afresh(schedule):
-    old = Controller(Schedule((64,) * BINS, WIDTH), control(on_violation="stop"), "select", LONGEST)
+    old = BudgetController(Schedule((64,) * BINS, WIDTH), control(on_violation="stop"), "select", LONGEST)
     old.observe(*World(8).step(np.full(BINS, 0.5)))
     assert old.stopped
-    new = Controller(schedule, control(on_violation="stop"), "select", LONGEST)
+    new = BudgetController(schedule, control(on_violation="stop"), "select", LONGEST)
     fresh = new.state_dict()
     new.load_state_dict(json.loads(json.dumps(old.state_dict())))
     assert new.schedule.budgets == schedule.budgets
@@ -322,8 +322,8 @@ def test_bad_settings_are_refused():
     with pytest.raises(SettingError, match="margin=0"):
         control(margin=0)
     with pytest.raises(SettingError, match="fall with length"):
-        Controller(Schedule((256, 128), WIDTH), control(), "select", LONGEST)
-    small = Controller(Schedule((128,) * BINS, WIDTH), control(), "select", LONGEST)
+        BudgetController(Schedule((256, 128), WIDTH), control(), "select", LONGEST)
+    small = BudgetController(Schedule((128,) * BINS, WIDTH), control(), "select", LONGEST)
     with pytest.raises(SettingError, match="samples=1"):
         small.observe(np.ones(2 * WIDTH), np.tile(np.arange(WIDTH), 2), np.zeros(2 * WIDTH, dtype=int))
 

@@ -11,7 +11,7 @@ import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config.settings import ControlSettings, MonitorSettings
 from alula.errors import SettingError
-from alula.mismatch.control.control import default_ladder
+from alula.mismatch.control.controller import default_ladder
 from alula.mismatch.control.monitor import Monitor, controlled, filled_in, schedule_of
 from alula.sparsity.policy import DENSE
 

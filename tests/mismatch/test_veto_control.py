@@ -16,7 +16,7 @@ from alula.config.settings import ControlSettings, MonitorSettings
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, make_warm_model
 from alula.errors import SettingError
-from alula.mismatch.control.controller import Controller
+from alula.mismatch.control.controller import BudgetController
 from alula.mismatch.control.monitor import Monitor, filled_in
 from alula.objective.veto import vetoed
 
@@ -25,8 +25,8 @@ LADDER = (16, 32, 64, 128)
 CONTROL = ControlSettings(enabled=True, on_violation="adapt", vetoed=LIMIT, ladder=LADDER)
 
 
-def controller(budgets=(16, 16, 32), **changes) -> Controller:
-    return Controller(Schedule(budgets, 40), CONTROL.model_copy(update=changes), "evict", max_length=100)
+def controller(budgets=(16, 16, 32), **changes) -> BudgetController:
+    return BudgetController(Schedule(budgets, 40), CONTROL.model_copy(update=changes), "evict", max_length=100)
 
 
 def counts(rng: np.random.Generator, share: float, alike: float = 2.0) -> np.ndarray:
@@ -105,15 +105,6 @@ def test_a_resumed_controller_continues_exactly():
     assert whole.state_dict() == second.state_dict()
 
 
-def test_a_checkpoint_from_before_vetoes_were_counted():
-    one, old = controller(), controller().state_dict()
-    for name in ("spoilt", "sound", "vetoed"):
-        del old[name]
-    one.load_state_dict(old | {"version": 2, "stopped": False})
-    assert one.version == 2
-    assert one.observe_vetoes(of(), of()).action == "rise"
-
-
 def test_evidence_against_another_limit_is_not_taken_over():
     rng, first = np.random.default_rng(3), controller(tau=0.8)
     positions, prompts = np.tile(np.arange(100), PROMPTS), np.repeat(np.arange(PROMPTS), 100)
@@ -121,15 +112,15 @@ def test_evidence_against_another_limit_is_not_taken_over():
         first.observe(np.full(len(positions), 0.9), positions, prompts)
         first.observe_vetoes(counts(rng, 0.12), of())
     state = json.loads(json.dumps(first.state_dict()))
-    assert first.spoilt.log_m.any()
+    assert first.many_vetoes.log_m.any()
     assert first.high.log_m.any()
     other_tail, other_limit = controller(tau=0.7), controller(tau=0.8, vetoed=0.3)
     other_tail.load_state_dict(state)
     other_limit.load_state_dict(state)
     assert not other_tail.high.log_m.any()
     assert other_tail.shares() == pytest.approx([np.nan] * 3, nan_ok=True)
-    np.testing.assert_array_equal(other_tail.spoilt.log_m, first.spoilt.log_m)
-    assert not other_limit.spoilt.log_m.any()
+    np.testing.assert_array_equal(other_tail.many_vetoes.log_m, first.many_vetoes.log_m)
+    assert not other_limit.many_vetoes.log_m.any()
     assert other_limit.rollouts == 0
     np.testing.assert_array_equal(other_limit.high.log_m, first.high.log_m)
     assert other_limit.schedule == first.schedule

@@ -172,7 +172,7 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 def default_budgets(length: int) -> tuple[int, ...]:
     """Sparrow's grid, in tokens, below `length`."""
-    from alula.mismatch.control.control import PAGES
+    from alula.mismatch.control.controller import PAGES
 
     budgets = tuple(16 * pages for pages in PAGES if 16 * pages < length)
     require(len(budgets) >= 2, f"--length {length}: Sparrow's grid of budgets starts at 512; set --budgets.")

@@ -14,7 +14,7 @@ from alula.errors import SettingError, require
 from alula.mismatch.calibrate.file import Configuration
 from alula.mismatch.calibrate.label import family_label, label
 from alula.mismatch.calibrate.verify import Verification
-from alula.mismatch.control.control import default_ladder
+from alula.mismatch.control.controller import default_ladder
 from alula.objective.veto import Share
 
 

@@ -1,12 +1,12 @@
-"""A controller that holds the tail of acceptance at its threshold, and vetoed rollouts rare, while the policy trains.
+"""The budget controller: holds the tail of acceptance at its threshold, and vetoed rollouts rare, during training.
 
-Per length bin, two tests run on the tokens of every step (`sequential_test`): is the tail below tau, is
-it above tau + margin? A bin rises one rung of the ladder on evidence of the first, falls one on evidence of the
-second. Between the two thresholds nothing moves (hysteresis), and a fall that had to be taken back makes the
-time before the bin may fall again four times as long: its reversals grow with the logarithm of the run's length.
+Per length bin, two tests run on the tokens of every step (`sequential_test`): is the tail below tau, and is it above
+tau + margin? Evidence of the first raises the bin's budget by one rung of the ladder, evidence of the second lowers it.
+Between the two thresholds nothing moves (hysteresis). A fall that had to be undone makes the time before the bin may
+fall again four times as long, so reversals grow with the logarithm of the run's length.
 
-A third test counts vetoed rollouts, each prompt one bet. A tail over tokens is blind to the one spoilt token that
-spoils an answer; where too many answers are, every bin rises.
+A third test counts vetoed rollouts, one bet per prompt. A tail over tokens misses the single bad token that breaks an
+answer. If too many rollouts are vetoed, every bin rises.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,32 +19,106 @@ from numpy.typing import ArrayLike, NDArray
 
 from alula.config.settings import ControlSettings
 from alula.errors import require
-from alula.mismatch.control.control import Action, Event, VetoEvent
 from alula.mismatch.control.sequential_test import SequentialTest
 from alula.sparsity.schedule import Schedule
 
 Array = NDArray[Any]
+Action = Literal["warn", "rise", "fall", "dense", "stop", "saturated"]
+PAGES = (32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152)
+"""Sparrow's grid of budgets, in pages of 16 tokens."""
+
+
+def default_ladder(start: int, longest: int, block: int = 1) -> tuple[int, ...]:
+    """Rungs a quarter apart (multiples of `block`) from a budget below Sparrow's grid, the grid, and a dense top."""
+    rungs, budget = [16 * pages for pages in PAGES], start
+    while budget < rungs[0]:
+        rungs.append(budget)
+        budget = -(-max(budget + 1, budget * 5 // 4) // block) * block
+    return (*sorted({rung for rung in rungs if rung < longest}), -(-longest // 16) * 16)
+
+
+@dataclass(frozen=True)
+class TailEvent:
+    """A bin's tail crossed a threshold: the reaction, and the bin's budget before and after."""
+
+    action: Action
+    bin: int
+    before: int
+    after: int
+    share: float
+    """Share of the bin's tokens below tau, since its last change."""
+
+    def describe(self, control: ControlSettings, quantile: float, width: int) -> str:
+        assert control.tau is not None
+        where = f"lengths {self.bin * width}-{(self.bin + 1) * width}"
+        if self.action == "fall":
+            return (
+                f"{where}: the tail is confidently above {control.tau + control.margin:.3f}; "
+                f"budget {self.before} -> {self.after}."
+            )
+        return (
+            f"{where}: {self.share:.1%} of the tokens are below tau={control.tau:.3f}, confidently more than "
+            f"{quantile:.0%}; {_reaction(self.action, str(self.before), str(self.after))}."
+        )
+
+
+@dataclass(frozen=True)
+class VetoEvent:
+    """Too many rollouts were vetoed: the reaction, and the budgets of all bins before and after."""
+
+    action: Action
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    share: float
+    """Share of the rollouts since the last change."""
+
+    def describe(self, control: ControlSettings) -> str:
+        assert control.vetoed is not None
+        return (
+            f"{self.share:.1%} of the rollouts are vetoed, confidently more than {100 * control.vetoed:g}%; "
+            f"{_reaction(self.action, _span(self.before), _span(self.after))}."
+        )
+
+
+def _span(budgets: tuple[int, ...]) -> str:
+    """The range of budgets, which never fall with length."""
+    return str(budgets[0]) if budgets[0] == budgets[-1] else f"{budgets[0]}..{budgets[-1]}"
+
+
+def _reaction(action: Action, before: str, after: str) -> str:
+    return {
+        "warn": "the schedule stays as it is (on_violation=warn)",
+        "rise": f"budget {before} -> {after}",
+        "dense": "dense from here on (on_violation=dense)",
+        "stop": "the run stops (on_violation=stop)",
+        "saturated": f"the budget {before} cannot rise further",
+    }[action]
 
 
 @dataclass
 class _Bins:
-    """State per bin, all JSON."""
+    """State per bin, JSON-serialisable."""
 
     budget: list[int]
     since: list[int]
-    """Schedule version of the bin's last change: older observations say nothing about its budget."""
+    """Schedule version of the bin's last change: older observations do not apply to its budget."""
     quiet: list[int]
+    """Observed steps since then."""
     hold: list[int]
+    """Quiet steps needed before the budget may fall."""
     fell: list[bool]
+    """Whether the last change was a fall."""
     tokens: list[int]
     below: list[int]
+    """Tokens below tau, out of `tokens`, since the last change."""
 
 
-class Controller:
-    """Watches a schedule and, if enabled, changes it. Evictors are `forward`: earlier bins act on later ones.
+class BudgetController:
+    """Decides budgets per length bin from the tokens and vetoes of each step.
 
-    `control` has its `tau` and `ladder` filled in (`monitor.filled_in`). `max_length` is the longest sequence of the
-    run, where a budget is dense; `samples` the most rollouts of one prompt in one observation.
+    `control` has its `tau` and `ladder` resolved (`monitor.resolve_control`). With an evictor (`kind`), earlier bins
+    act on later ones. `max_length` is the longest sequence of the run; a budget of that size is dense. `samples` is
+    the largest number of rollouts of one prompt in one observation.
     """
 
     def __init__(
@@ -79,13 +153,13 @@ class Controller:
         self.caps = np.maximum(room, 1) * samples
         self.bar, self.veto_bar = log(control.false_alarm_steps * n), log(control.false_alarm_steps)
         limit = control.vetoed or 1.0
-        self.spoilt, self.sound = SequentialTest(1, limit, +1), SequentialTest(1, limit / 4, -1)
+        self.many_vetoes, self.few_vetoes = SequentialTest(1, limit, +1), SequentialTest(1, limit / 4, -1)
         self.vetoed, self.rollouts = 0, 0
-        """Since the schedule's last change."""
+        """Counts since the schedule's last change."""
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in force."""
+        """The schedule with the current budgets."""
         if not self.version:
             return self.original
         name = f"{self.original.name}@{self.version}"
@@ -93,12 +167,12 @@ class Controller:
 
     def observe(
         self, alpha: ArrayLike, positions: ArrayLike, prompts: ArrayLike, version: ArrayLike | None = None
-    ) -> list[Event]:
-        """Take one step's tokens (flat, aligned) and act on them.
+    ) -> list[TailEvent]:
+        """Observe one step's tokens (flat, aligned) and react.
 
-        `version` is the controller's `version` when a token's rollout began (one number, or one per token; None:
-        the present one). Tokens drawn under an older budget of their bin are left out, so a delay between
-        generation and observation slows the controller but cannot make it act twice on the same fault.
+        `version` is the controller's `version` when a token's rollout began (one number, or one per token; None: the
+        current one). Tokens sampled under an older budget of their bin are ignored. A delay between generation and
+        observation therefore slows the controller but cannot make it react twice to the same violation.
         """
         if not self.control.enabled or self.stopped or self.control.tau is None:
             return []
@@ -111,26 +185,26 @@ class Controller:
     def observe_vetoes(
         self, vetoed: ArrayLike, rollouts: ArrayLike, version: ArrayLike | None = None
     ) -> VetoEvent | None:
-        """Take one step's prompts: how many rollouts of each were vetoed, of how many; `version` as in `observe`."""
-        counts, of = np.asarray(vetoed), np.asarray(rollouts)
-        fresh = np.broadcast_to(np.asarray(self.version if version is None else version), of.shape) == self.version
-        counts, of = counts[fresh & (of > 0)], of[fresh & (of > 0)]
-        if not self.control.enabled or self.stopped or self.control.vetoed is None or not len(of):
+        """Observe one step's prompts: the number of vetoed rollouts of each, and of all; `version` as in `observe`."""
+        counts, sizes = np.asarray(vetoed), np.asarray(rollouts)
+        fresh = np.broadcast_to(np.asarray(self.version if version is None else version), sizes.shape) == self.version
+        counts, sizes = counts[fresh & (sizes > 0)], sizes[fresh & (sizes > 0)]
+        if not self.control.enabled or self.stopped or self.control.vetoed is None or not len(sizes):
             return None
-        for evidence in (self.spoilt, self.sound):
-            evidence.add(np.zeros(len(of), np.int64), of, counts, np.full(len(of), of.max()))
-        self.vetoed, self.rollouts = self.vetoed + int(counts.sum()), self.rollouts + int(of.sum())
-        if self.spoilt.value()[0] < self.veto_bar:
+        for test in (self.many_vetoes, self.few_vetoes):
+            test.add(np.zeros(len(sizes), np.int64), sizes, counts, np.full(len(sizes), sizes.max()))
+        self.vetoed, self.rollouts = self.vetoed + int(counts.sum()), self.rollouts + int(sizes.sum())
+        if self.many_vetoes.value()[0] < self.veto_bar:
             return None
         before, share = tuple(self.bins.budget), self.vetoed / self.rollouts
-        moved, still = self._act(np.arange(len(before)))
+        if_changed, if_unchanged = self._react(np.arange(len(before)))
         after = tuple(self.bins.budget)
         self._forget_vetoes()
-        return VetoEvent(moved if after != before else still, before, after, share)
+        return VetoEvent(if_changed if after != before else if_unchanged, before, after, share)
 
     def _forget_vetoes(self) -> None:
-        self.spoilt.reset(np.array([0]))
-        self.sound.reset(np.array([0]))
+        self.many_vetoes.reset(np.array([0]))
+        self.few_vetoes.reset(np.array([0]))
         self.vetoed = self.rollouts = 0
 
     def _collect(self, alpha: Array, positions: Array, prompts: Array, version: ArrayLike | None) -> None:
@@ -160,21 +234,21 @@ class Controller:
             self.bins.tokens[j] += int(tokens[bins == j].sum())
             self.bins.below[j] += int(below[bins == j].sum())
 
-    def _violation(self, alarms: Array) -> list[Event]:
+    def _violation(self, alarms: Array) -> list[TailEvent]:
         before, shares = list(self.bins.budget), self.shares()
-        moved, still = self._act(alarms)
+        if_changed, if_unchanged = self._react(alarms)
         after = self.bins.budget
         events = []
         for j in range(len(after)):
             if after[j] != before[j]:
-                events.append(Event(moved, j, before[j], after[j], shares[j]))
+                events.append(TailEvent(if_changed, j, before[j], after[j], shares[j]))
             elif j in alarms:
-                events.append(Event(still, j, before[j], after[j], shares[j]))
-        self.low.reset(alarms)  # an alarm without a change starts to count anew, or it would ring at every step
+                events.append(TailEvent(if_unchanged, j, before[j], after[j], shares[j]))
+        self.low.reset(alarms)  # also without a change, or the alarm would repeat at every step
         return events
 
-    def _act(self, alarms: Array) -> tuple[Action, Action]:
-        """Do what `on_violation` says to the alarmed bins; what that is called where a budget moved and where not."""
+    def _react(self, alarms: Array) -> tuple[Action, Action]:
+        """Apply `on_violation` to the alarmed bins. Returns the action for bins that changed, and for the others."""
         match self.control.on_violation:
             case "stop":
                 self.stopped = True
@@ -188,7 +262,7 @@ class Controller:
         return "warn", "warn"
 
     def _rise(self, alarms: Array) -> None:
-        """Alarmed bins rise a rung; so do, for an evictor, all earlier ones; later ones follow to stay monotone."""
+        """Raise alarmed bins by one rung, with an evictor all earlier ones too; later ones follow to stay monotone."""
         rising = range(int(alarms.max()) + 1) if self.forward else alarms.tolist()
         target = list(self.bins.budget)
         for j in rising:
@@ -196,18 +270,18 @@ class Controller:
         self._move(np.maximum.accumulate(target).tolist())
 
     def _dense(self, first: int) -> None:
-        """From the alarmed bin on; for an evictor everywhere, since what is evicted earlier is missing later."""
+        """Make all bins dense from the first alarmed one; with an evictor all, since evicted tokens are missing later."""
         first = 0 if self.forward else first
         block = self.original.block or 1
         everything = -(-self.max_length // block) * block
         self._move([max(b, everything) if j >= first else b for j, b in enumerate(self.bins.budget)])
 
-    def _fall(self) -> list[Event]:
-        if self.control.vetoed is not None and self.sound.value()[0] < self.veto_bar:
+    def _fall(self) -> list[TailEvent]:
+        if self.control.vetoed is not None and self.few_vetoes.value()[0] < self.veto_bar:
             return []
         ready = self.high.value() >= self.bar
         ready &= np.asarray(self.bins.quiet) >= np.asarray(self.bins.hold)
-        if self.forward:  # a smaller budget here acts on every later bin that has been seen, so all must agree
+        if self.forward:  # a smaller budget acts on every later bin with tokens, so all of them must be ready
             agree = ready | (np.asarray(self.bins.tokens) == 0)
             ready &= np.logical_and.accumulate(agree[::-1])[::-1]
         before, target = list(self.bins.budget), list(self.bins.budget)
@@ -220,7 +294,7 @@ class Controller:
         shares = self.shares()
         self._move(target)
         changed = [j for j in range(len(before)) if target[j] != before[j]]
-        return [Event("fall", j, before[j], target[j], shares[j]) for j in changed]
+        return [TailEvent("fall", j, before[j], target[j], shares[j]) for j in changed]
 
     def _move(self, target: list[int]) -> None:
         changed = [j for j, (old, new) in enumerate(zip(self.bins.budget, target)) if old != new]
@@ -258,7 +332,7 @@ class Controller:
         return [b / n if n else float("nan") for b, n in zip(self.bins.below, self.bins.tokens)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `observe` depends on, as JSON."""
+        """The state that `observe` depends on, JSON-serialisable."""
         return {
             "schedule": self.original.to_dict(),
             "version": self.version,
@@ -268,22 +342,23 @@ class Controller:
             "veto_limit": self.control.vetoed,
             "low": self.low.log_m.tolist(),
             "high": self.high.log_m.tolist(),
-            "spoilt": self.spoilt.log_m.tolist(),
-            "sound": self.sound.log_m.tolist(),
+            "many_vetoes": self.many_vetoes.log_m.tolist(),
+            "few_vetoes": self.few_vetoes.log_m.tolist(),
             "vetoed": [self.vetoed, self.rollouts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if Schedule.from_dict(state["schedule"]) != self.original:
-            return  # another budget or longer answers at a resume: where the old bins went says nothing about it
+            return  # resumed with another budget or longer answers: the old bins do not apply
         self.version, self.stopped = state["version"], state["stopped"]
         self.bins = _Bins(**{name: list(values) for name, values in state["bins"].items()})
-        # Evidence is about the limits that it was gathered against: a run resumed with others begins anew.
-        if state.get("tail_limits", self._tail_limits) == self._tail_limits:
+        # Evidence applies to the limits it was gathered against: with other limits it starts anew.
+        if state["tail_limits"] == self._tail_limits:
             self.low.log_m, self.high.log_m = np.array(state["low"]), np.array(state["high"])
         else:
             n = len(self.bins.budget)
             self.bins.tokens, self.bins.below = [0] * n, [0] * n
-        if state.get("veto_limit") == self.control.vetoed and "vetoed" in state:
-            self.spoilt.log_m, self.sound.log_m = np.array(state["spoilt"]), np.array(state["sound"])
+        if state["veto_limit"] == self.control.vetoed:
+            self.many_vetoes.log_m = np.array(state["many_vetoes"])
+            self.few_vetoes.log_m = np.array(state["few_vetoes"])
             self.vetoed, self.rollouts = state["vetoed"]
