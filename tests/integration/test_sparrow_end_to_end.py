@@ -13,7 +13,7 @@ from alula.config.load import load_config
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, make_warm_model
 from alula.mismatch.calibrate.file import Calibration
-from alula.mismatch.control.monitor import filled_in
+from alula.mismatch.control.monitor import resolve_control
 from alula.sparsity.schedule import Schedule
 from toy import without_clocks
 
@@ -210,7 +210,7 @@ def test_recipes_say_what_they_mean(path):
     config = load_config(path)
     assert config.control.enabled
     if config.sparsity.select.budget != "schedule.json":
-        control = filled_in(config.control, config.sparsity.build(), 32000)
+        control = resolve_control(config.control, config.sparsity.build(), 32000)
         assert control.tau in (0.95, 0.86)
 
 

@@ -12,7 +12,7 @@ from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config.settings import ControlSettings, MonitorSettings
 from alula.errors import SettingError
 from alula.mismatch.control.controller import default_ladder
-from alula.mismatch.control.monitor import Monitor, controlled, filled_in, schedule_of
+from alula.mismatch.control.monitor import Monitor, controlled, resolve_control, schedule_of
 from alula.sparsity.policy import DENSE
 
 PROMPTS = [[int(t) for t in row] for row in np.random.default_rng(0).integers(2, 96, (12, 6))]
@@ -29,9 +29,9 @@ def engine():
 
 def rollouts_of(engine, monitor: Monitor, seed: int = 0, n: int = 2):
     sampling = Sampling(n=n, max_new_tokens=30, seed=seed, ignore_eos=True)
-    requests = engine.requests(PROMPTS, sampling, monitor.sparsity)
-    monitor.watch(requests)
-    return sorted(engine.stream(requests), key=lambda r: (r.prompt_index, r.sample_index))
+    return engine.generate(
+        PROMPTS, sampling, monitor.recommended, keep_hidden=monitor.keep_hidden(len(PROMPTS)), progress=False
+    )
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -81,7 +81,7 @@ def test_nothing_to_watch(engine):
         rollouts = rollouts_of(engine, monitor)
         assert all(r.hidden is None for r in rollouts)
         assert monitor.step(rollouts).metrics == {}
-    assert Monitor(watch(8), DENSE, engine, LONGEST).sparsity is DENSE
+    assert Monitor(watch(8), DENSE, engine, LONGEST).recommended is DENSE
 
 
 def watch(rollouts: int) -> MonitorSettings:
@@ -104,11 +104,11 @@ def control(**changes) -> ControlSettings:
 def test_budgets_rise_until_the_tail_is_held(engine):
     """The engine generates under the schedule in force, α comes back, and the schedule ends where the tail is."""
     monitor = Monitor(watch(12), SELECTING, engine, LONGEST, control())
-    seen = [monitor.sparsity.select.budget.budgets]
+    seen = [monitor.recommended.select.budget.budgets]
     events = []
     for seed in range(12):
         events += monitor.step(rollouts_of(engine, monitor, seed, n=1)).events
-        seen.append(monitor.sparsity.select.budget.budgets)
+        seen.append(monitor.recommended.select.budget.budgets)
     assert seen[0] == SCHEDULE.budgets
     assert all(b <= a for earlier, later in pairwise(seen) for b, a in zip(earlier, later))
     assert seen[-1][-1] > SCHEDULE.budgets[-1]
@@ -120,11 +120,11 @@ def test_budgets_rise_until_the_tail_is_held(engine):
 
 def test_an_evictor_rises_everywhere(engine):
     monitor = Monitor(MonitorSettings(rollouts=12, bin=12), EVICTING, engine, LONGEST, control(ladder=(6, 12, 24, 36)))
-    assert monitor.sparsity.evict.budget.budgets == (6, 6, 6)
+    assert monitor.recommended.evict.budget.budgets == (6, 6, 6)
     for seed in range(3):
         monitor.step(rollouts_of(engine, monitor, seed, n=1))
-    assert min(monitor.sparsity.evict.budget.budgets) > 6
-    assert monitor.sparsity.evict.window == 2, "the other settings stay"
+    assert min(monitor.recommended.evict.budget.budgets) > 6
+    assert monitor.recommended.evict.window == 2, "the other settings stay"
 
 
 def test_old_rollouts_do_not_count_against_a_new_budget(engine):
@@ -147,11 +147,11 @@ def test_dense_and_stop(engine):
     for seed in range(3):
         for monitor in (dense, stop, warn):
             told += monitor.step(rollouts_of(engine, monitor, seed, n=1)).events
-    assert dense.sparsity.select.budget.budgets[-1] >= LONGEST
+    assert dense.recommended.select.budget.budgets[-1] >= LONGEST
     assert stop.stopped
     assert not dense.stopped
     assert not warn.stopped
-    assert warn.sparsity.select.budget.budgets == SCHEDULE.budgets
+    assert warn.recommended.select.budget.budgets == SCHEDULE.budgets
     for words in ("dense from here on", "the run stops", "stays as it is"):
         assert any(words in event for event in told)
 
@@ -162,11 +162,11 @@ def test_a_restored_monitor_goes_on_exactly(engine):
         one.step(rollouts_of(engine, one, seed, n=1))
     two = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert two.sparsity == one.sparsity
+    assert two.recommended == one.recommended
     for seed in range(2, 5):
         a, b = (m.step(rollouts_of(engine, m, seed, n=1)) for m in (one, two))
         assert a == b
-        assert one.sparsity == two.sparsity
+        assert one.recommended == two.recommended
     assert json.dumps(one.state_dict()) == json.dumps(two.state_dict())
 
 
@@ -195,7 +195,7 @@ def test_ranks_see_each_others_tokens(engine):
         )
         for r in range(2)
     ]
-    assert [m.keep for m in parts] == [6, 6]
+    assert [m.watched for m in parts] == [6, 6]
     rollouts = rollouts_of(engine, whole, 0, n=1)
     tokens = [m._tokens(rollouts[r::2]) for r, m in enumerate(parts)]
     halves = [(alpha, positions, prompts // 2, version) for alpha, positions, prompts, version in tokens]
@@ -222,7 +222,7 @@ def test_which_budget_is_watched():
 
 def test_settings_of_the_controller(engine):
     assert Monitor(MonitorSettings(), SELECTING, engine, 4000, ControlSettings()).controller is None, "off by default"
-    built = filled_in(ControlSettings(enabled=True), SELECTING, 4000)
+    built = resolve_control(ControlSettings(enabled=True), SELECTING, 4000)
     assert built.tau == 0.7, "the schedule's own"
     grid = (512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584)
     assert built.ladder[:6] == (12, 16, 20, 28, 36, 48), "a quarter apart, in blocks of 4"
@@ -231,9 +231,9 @@ def test_settings_of_the_controller(engine):
     assert default_ladder(1000, 600) == (512, 608), "nothing beyond what is dense"
     assert default_ladder(300, 2000) == (300, 375, 468, 512, 768, 1024, 1280, 1536, 2000)
     with pytest.raises(SettingError, match=r"needs control\.tau"):
-        filled_in(ControlSettings(enabled=True), EVICTING, 4000)
+        resolve_control(ControlSettings(enabled=True), EVICTING, 4000)
     with pytest.raises(SettingError, match="the rollouts are dense"):
-        filled_in(ControlSettings(enabled=True), DENSE, 4000)
+        resolve_control(ControlSettings(enabled=True), DENSE, 4000)
     with pytest.raises(SettingError, match=r"monitor\.rollouts=0"):
         Monitor(watch(0), SELECTING, engine, LONGEST, control())
     both = replace(SELECTING, evict=EVICTING.evict)

@@ -17,7 +17,7 @@ from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, make_warm_model
 from alula.errors import SettingError
 from alula.mismatch.control.controller import BudgetController
-from alula.mismatch.control.monitor import Monitor, filled_in
+from alula.mismatch.control.monitor import Monitor, resolve_control
 from alula.objective.veto import vetoed
 
 PROMPTS, SAMPLES, LIMIT = 32, 8, 0.1
@@ -133,8 +133,8 @@ def test_settings():
         ControlSettings(vetoed=1.5)
     evicting = Sparsity(Evict("streaming", 64))
     with pytest.raises(SettingError, match=r"or control\.vetoed"):
-        filled_in(ControlSettings(enabled=True), evicting, 400)
-    assert filled_in(ControlSettings(enabled=True, vetoed=0.2), evicting, 400).vetoed == 0.2
+        resolve_control(ControlSettings(enabled=True), evicting, 400)
+    assert resolve_control(ControlSettings(enabled=True, vetoed=0.2), evicting, 400).vetoed == 0.2
     control = CONTROL.model_copy(update={"tau": 0.8, "ladder": (64, 400)})
     with pytest.raises(SettingError, match=r"monitor\.rollouts=0.* at 0\.8"):
         Monitor(MonitorSettings(rollouts=0), evicting, None, 400, control)
@@ -168,14 +168,14 @@ def monitored(engine: Engine, **options) -> Monitor:
 
 def sampled(engine: Engine, monitor: Monitor, seed: int):
     sampling = Sampling(n=2, max_new_tokens=30, seed=seed, ignore_eos=True)
-    made = engine.generate(ASKED, sampling, monitor.sparsity)
+    made = engine.generate(ASKED, sampling, monitor.recommended)
     return made, [vetoed(rollout, dense) for rollout, dense in zip(made, engine.score(made))]
 
 
 def test_a_rung_that_no_policy_can_have_is_refused():
     sparsity = Sparsity(Evict("rkv", 32, buffer=4, window=4, sinks=2))
     with pytest.raises(SettingError, match=r"control\.ladder=\[4, 64\]: budget=4 is smaller than window"):
-        filled_in(ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]), sparsity, 256)
+        resolve_control(ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]), sparsity, 256)
 
 
 def test_a_policy_that_spoils_its_answers_gets_the_budget_it_needs(engine):
@@ -183,10 +183,10 @@ def test_a_policy_that_spoils_its_answers_gets_the_budget_it_needs(engine):
     for seed in range(12):
         made, bad = sampled(engine, monitor, seed)
         shares.append(np.mean(bad))
-        said += monitor.count_vetoes(made, bad, 2)
+        said += monitor.count_vetoes(made, bad, 2).events
     assert shares[0] > 0.5
     assert shares[-1] == 0.0
-    assert monitor.sparsity.evict.budget.budgets[0] > 6
+    assert monitor.recommended.evict.budget.budgets[0] > 6
     assert "budget 6 -> 12." in said[0]
     metrics = monitor.step(made).metrics
     assert metrics["schedule/version"] == monitor.controller.version, "logged although no tail is watched"
@@ -198,7 +198,9 @@ def test_ranks_count_each_others_rollouts(engine):
     counted = np.reshape(bad, (-1, 2)).sum(1)
     halves = [(counted[:6], np.zeros(6, np.int64)), (counted[6:], np.zeros(6, np.int64))]
     part = monitored(engine, gather=lambda mine: halves)
-    assert part.count_vetoes(made[:12], bad[:12], 2) == whole.count_vetoes(made, bad, 2) != []
+    counted = whole.count_vetoes(made, bad, 2)
+    assert part.count_vetoes(made[:12], bad[:12], 2) == counted
+    assert counted.events
     assert part.controller.state_dict() == whole.controller.state_dict()
 
 

@@ -18,7 +18,7 @@ from alula.run.checkpoint import CheckpointError
 from alula.sparsity.policy import DENSE
 from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
-from alula.trainer.collector import kv_of_both
+from alula.trainer.collector import spliced_kv
 from alula.trainer.evaluation import HeldOut, joined
 from alula.trainer.memory_plan import plan_memory
 from alula.trainer.step_metrics import Clock
@@ -380,7 +380,7 @@ def test_the_kv_of_a_reroll_is_that_of_its_two_parts():
     rollout = Rollout([1] * 4, [2] * 50, torch.zeros(50), "stop", kv=sparse)
     suffix = Rollout([1] * 6, [3] * 6, torch.zeros(6), "stop", kv=dense)
     prefix = 4 + 1.5  # the prompt, and one or two tokens
-    assert kv_of_both(rollout, 2, suffix) == KVUse(
+    assert spliced_kv(rollout, 2, suffix) == KVUse(
         peak_tokens=40,
         mean_tokens=(2 * prefix + 6 * 9) / 8,
         dense_mean_tokens=(2 * prefix + 6 * 9) / 8,
@@ -404,14 +404,14 @@ def test_dynamic_sampling_counts_failures_of_what_it_chose_and_tokens_of_what_it
     lengths = []
 
     def count(run):
-        stream = run.collector._stream
+        stream = run.engine.stream
 
         def counted(requests):
             for rollout in stream(requests):
                 lengths.append(len(rollout))
                 yield rollout
 
-        run.collector._stream = counted
+        run.engine.stream = counted
 
     config = toy.quick(tmp_path / "run", *settings, "sampling.dynamic=true", "sampling.max_rounds=30", "eval.every=0")
     _, batch, _, _, _ = one_step(config, count)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alula.data.dataset import Example, shuffled
 from alula.engine.rollout import Rollout
+from alula.mismatch.control.monitor import Observation
 from alula.objective import ragged
 
 
@@ -33,6 +34,8 @@ class RolloutBatch:
     rerolled: list[bool] = field(default_factory=list)
     log_ratios_before_reroll: list[Tensor] = field(default_factory=list)
     """log ξ of each rollout as it was sampled. Empty without reroll."""
+    observed: Observation = field(default_factory=Observation)
+    """What the monitor measured."""
     drawn_groups: int = 0
     no_signal_groups: int = 0
     """Groups of equal rewards among the drawn ones, before dynamic sampling chose."""
@@ -83,6 +86,7 @@ class RolloutBatch:
             pick(self.reference),
             pick(self.rerolled),
             pick(self.log_ratios_before_reroll),
+            self.observed,
             self.drawn_groups,
             self.no_signal_groups,
             self.drawn_tokens,

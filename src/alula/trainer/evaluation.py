@@ -54,7 +54,7 @@ def evaluate_policy(
     if not collector.graded:
         # Only of the reward that the accuracy is made of: the others may need what only the training data have.
         judge = config.rewards.correct or rewards.names[0]
-        collector.refuse_ungraded([judge], failures, len(mine) * e.k, "first evaluation's")
+        collector.raise_if_ungraded([judge], failures, len(mine) * e.k, "first evaluation's")
     return joined([share for share in world.all_gather(found) if share is not None])
 
 

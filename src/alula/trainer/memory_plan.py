@@ -19,7 +19,7 @@ from alula.config.settings import ControlSettings, DistillSettings
 from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
 from alula.files import size_text
-from alula.mismatch.control.monitor import filled_in
+from alula.mismatch.control.monitor import resolve_control
 from alula.models.geometry import Geometry
 from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
@@ -127,7 +127,7 @@ def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> 
     prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + s.max_new_tokens
     if config.control.enabled:
-        filled_in(config.control, sparsity, longest)
+        resolve_control(config.control, sparsity, longest)
     shares_weights = ranks == 1 and lora is None
     is_master = width == 4
     return MemoryPlan(

@@ -90,12 +90,19 @@ class Trainer:
         self.monitor = build_monitor(config, self.engine, training, world)
         self.distill = build_run_distiller(config, distiller, self.engine, self.held_out or training)
         self.collector = Collector(
-            config, self.engine, self.learner, self.rewards, self.monitor, world, self.stop, self.distill
+            config,
+            self.engine,
+            self.learner,
+            self.rewards,
+            self.monitor,
+            world,
+            self.stop,
+            distill=self.distill,
+            show_phase=self.record.phase,
         )
-        self.collector.say = self.record.phase
         self.updater = Updater(config, self.learner)
         candidate = self.distill.candidate if self.distill else None
-        policies = Policies(self.monitor.sparsity, self.monitor.densest, candidate)
+        policies = Policies(self.monitor.recommended, self.monitor.densest, candidate)
         check_kv_pool(config, self.engine, policies, training, self.held_out)
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
         self.alerts = StepAlerts(self.record, world, config.learner.max_skipped)
@@ -239,16 +246,16 @@ class Trainer:
             epoch=self.stream.seen / len(self.stream.dataset),
             matrix_rate=self.matrix_rate,
         )
-        metrics |= (
-            self.collector.observed.metrics | distilled | (self.distill.cost_metrics(metrics) if self.distill else {})
-        )
+        metrics |= batch.observed.metrics | distilled | (self.distill.cost_metrics(metrics) if self.distill else {})
         self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
         self.record.log_step(step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         self._warn(self.health.observe(metrics))
-        for event in self.collector.observed.events:
+        for event in batch.observed.events:
             self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
-        for event in self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n):
+        counted = self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n)
+        for event in counted.events:
             self.record.event(step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
+        self.collector.sparsity = counted.sparsity or self.collector.sparsity
         self.alerts.check(step, batch, result)
         self._settle()
 
@@ -390,6 +397,7 @@ class Trainer:
         self.health.load_state_dict(state.pop("health"))
         self.alerts.load_state_dict(state.pop("alerts"))
         self.monitor.load_state_dict(state.pop("monitor"))
+        self.collector.sparsity = self.monitor.recommended
         distilled = state.pop("distill")
         if self.distill and distilled:
             self.distill.resume(distilled)

@@ -270,7 +270,7 @@ class BudgetController:
         self._move(np.maximum.accumulate(target).tolist())
 
     def _dense(self, first: int) -> None:
-        """Make all bins dense from the first alarmed one; with an evictor all, since evicted tokens are missing later."""
+        """Make bins dense from the first alarmed one; with an evictor all, since evicted tokens stay missing."""
         first = 0 if self.forward else first
         block = self.original.block or 1
         everything = -(-self.max_length // block) * block
