@@ -8,11 +8,11 @@ import torch
 
 import alula.data
 from alula.cli.main import app
+from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.models.load import load_model
 from alula.sparsity.schedule import Schedule
-from alula.trainer.build import with_tokenizer
 
 SHAPE = "shape:tiny-llama"
 SPARSE = ("--sparsity", "streaming:8+2,window=2,sinks=1")
@@ -65,7 +65,7 @@ def folder(tmp_path):
     tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %} {{ m['role'] }} {{ m['content'] }}{% endfor %} assistant"
     )
-    loaded = with_tokenizer(load_model(SHAPE), tokenizer, cut=True)
+    loaded = attach_tokenizer(load_model(SHAPE), tokenizer, resize=True)
     loaded.model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a b"}) + "\n")

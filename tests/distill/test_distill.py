@@ -16,6 +16,7 @@ from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config.load import read_tree
 from alula.config.settings import DistillSettings, LearnerSettings, MoveSettings
 from alula.data import PromptStream
+from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.distill.distiller import Acceptance, Distiller
@@ -29,7 +30,6 @@ from alula.models.load import load_model
 from alula.models.lora import Adapter
 from alula.objective.settings import Loss
 from alula.run.checkpoint import Checkpoints
-from alula.trainer.build import with_tokenizer
 from alula.trainer.trainer import Trainer
 from toy import without_clocks
 from two_ranks import run_on_two_ranks
@@ -261,7 +261,7 @@ def warmed_up():
     """A tiny model that has learned to continue the alphabet, and prompts to train and to test on."""
     task = build("successor", symbols=8, prefix=20, length=10)
     tokenizer = task_tokenizer(task)
-    loaded = with_tokenizer(load_model("shape:tiny-qwen3"), tokenizer, cut=True)
+    loaded = attach_tokenizer(load_model("shape:tiny-qwen3"), tokenizer, resize=True)
     pairs = [supervised_ids(tokenizer, example) for example in task.dataset(512, seed=0)]
     learner = Learner(loaded.model, LearnerSettings(lr=4e-3, activation_checkpointing=False))
     sequences = [SimpleNamespace(prompt_ids=prompt, token_ids=answer) for prompt, answer in pairs]

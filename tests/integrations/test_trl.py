@@ -18,11 +18,11 @@ trl = pytest.importorskip("trl")
 
 from datasets import Dataset  # noqa: E402
 
+from alula.data.load_tokenizer import attach_tokenizer  # noqa: E402
 from alula.data.tasks import build  # noqa: E402
 from alula.data.tasks.tokenizer import task_tokenizer  # noqa: E402
 from alula.integrations.trl import SparseGRPOTrainer  # noqa: E402
 from alula.models.load import load_model  # noqa: E402
-from alula.trainer.build import with_tokenizer  # noqa: E402
 from two_ranks import run_on_two_ranks  # noqa: E402
 
 RKV = "rkv:16+8,window=4,sinks=2"
@@ -43,7 +43,7 @@ def score_words(completions, **_):
 
 def made(out, cls=SparseGRPOTrainer, model=None, others=None, **settings):
     """A trainer of `cls` with TRL's `settings`; `others` are its other arguments."""
-    model = model or with_tokenizer(load_model("shape:tiny-llama"), TOKENIZER, cut=True).model
+    model = model or attach_tokenizer(load_model("shape:tiny-llama"), TOKENIZER, resize=True).model
     settings = {
         "output_dir": str(out),
         "per_device_train_batch_size": 4,
@@ -211,7 +211,7 @@ def test_advantages_are_folded_as_by_hand(tmp_path, correction, iterations):
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_accepted_divisors_and_kl(tmp_path, loss_type):
     """Sparse-RL's released loss: dropped tokens leave sums, divisors and KL. Equal to Alula's own loss."""
-    model = with_tokenizer(load_model("shape:tiny-llama"), TOKENIZER, cut=True).model
+    model = attach_tokenizer(load_model("shape:tiny-llama"), TOKENIZER, resize=True).model
     model.save_pretrained(tmp_path / "model")
     correction = Correction.named("sparse-rl-code", veto=0.3, mask_low=0.9)
     trainer = made(

@@ -19,6 +19,7 @@ from alula.cli.find_budget import remarks
 from alula.cli.find_budget import verdict as vetoed_verdict
 from alula.cli.main import app
 from alula.cli.verify import undecided, verdict
+from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.errors import SettingError
@@ -42,7 +43,6 @@ from alula.models.lora import attach, init_adapter
 from alula.objective.veto import Share
 from alula.sparsity.policy import DENSE
 from alula.sparsity.text import parse_sparsity, spell
-from alula.trainer.build import with_tokenizer
 
 PAGE = 4
 PROMPTS = tuple(tuple(int(t) for t in row) for row in np.random.default_rng(0).integers(2, 96, (32, 6)))
@@ -760,7 +760,7 @@ def sure_model(tmp_path_factory):
     """A policy that is sure of every token is often surely wrong: its vetoes depend on the budget."""
     folder = tmp_path_factory.mktemp("sure")
     tokenizer = task_tokenizer(build("copy-last"))
-    sure = with_tokenizer(load_model("shape:tiny-llama"), tokenizer, cut=True)
+    sure = attach_tokenizer(load_model("shape:tiny-llama"), tokenizer, resize=True)
     with torch.no_grad():
         sure.model.base_model.norm.weight.mul_(12)
     sure.model.save_pretrained(folder)

@@ -25,6 +25,7 @@ from transformers import (
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.config.load import load_config
 from alula.config.settings import DistillSettings, LearnerSettings, LoRASettings
+from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.distill.distiller import Distiller
@@ -34,7 +35,6 @@ from alula.models.load import load_model, share_weights
 from alula.models.lora import init_adapter
 from alula.models.residual import widen_residual
 from alula.models.shapes import SHAPES
-from alula.trainer.build import with_tokenizer
 
 IDS = torch.tensor([[5, 6, 7, 90, 3, 11, 12, 40, 41, 2]])
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 10, 11, 44, 90], [100, 3]]
@@ -157,7 +157,7 @@ def test_a_copy_goes_its_own_way():
 
 
 def test_a_cut_vocabulary_keeps_it():
-    loaded = with_tokenizer(wide("shape:tiny-qwen3"), task_tokenizer(build("successor")), cut=True)
+    loaded = attach_tokenizer(wide("shape:tiny-qwen3"), task_tokenizer(build("successor")), resize=True)
     assert loaded.model.config.vocab_size < 128
     ids = IDS % loaded.model.config.vocab_size
     assert seen(loaded.model, lambda model: model(ids)) == ({torch.float32}, {torch.bfloat16})

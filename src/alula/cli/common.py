@@ -57,15 +57,15 @@ def load_model_and_prompts(
     from alula.config.load import parse_yaml
     from alula.data import load as load_data
     from alula.data import prepare
+    from alula.data.load_tokenizer import TASK, attach_tokenizer, load_tokenizer
     from alula.models.load import SHAPE, load_model
-    from alula.trainer.build import TASK, named_tokenizer, with_tokenizer
 
     task_options = parse_yaml(options, f"--options {options!r}") or {}
     require(isinstance(task_options, dict), f"--options {options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
     dataset = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=task_options)
     loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
     if loaded.tokenizer is None and data.startswith(TASK):
-        loaded = with_tokenizer(loaded, named_tokenizer(data, task_options), cut=model.startswith(SHAPE))
+        loaded = attach_tokenizer(loaded, load_tokenizer(data, task_options), resize=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need; use another model.")
     return loaded, prepare(dataset, loaded.tokenizer, chat=chat, max_prompt_tokens=max_prompt_tokens)
 

@@ -79,6 +79,7 @@ class Learner:
         settings.check_decay(total_steps)
         self.total_steps = total_steps
         self.world = world or World(device=model.device)
+        self.in_place = trains_in_place(settings, self.world)
         self.model = model
         self.dtype = model.dtype
         self.steps = 0
@@ -216,6 +217,11 @@ class Learner:
             yield collate(sequences, [useful[m] for m in members], self.world.device), True
         for _ in range(missing):
             yield collate([SimpleNamespace(prompt_ids=[0], token_ids=[0])], [0], self.world.device), False
+
+
+def trains_in_place(settings: LearnerSettings, world: World) -> bool:
+    """Whether an engine on the model's parameters sees every step: not if these are sharded or have adapters."""
+    return not world.is_distributed and settings.lora is None
 
 
 def _length(sequence: Tokens) -> int:

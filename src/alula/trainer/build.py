@@ -1,20 +1,17 @@
-"""The parts of a run, made from its settings: model and tokenizer, data, engine and learner on the same weights."""
+"""Builds the parts of a run from its settings: model, data, learner, engine, monitor, distillation."""
 
 import copy
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from transformers import AutoTokenizer
 
 from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
-from alula.data.load import is_path, load_source
+from alula.data.load import load_source
+from alula.data.load_tokenizer import TASK, attach_tokenizer, load_tokenizer
 from alula.distributed import World
 from alula.engine.engine import Engine
-from alula.errors import SettingError, require
-from alula.learner.learner import Learner
+from alula.errors import require
+from alula.learner.learner import Learner, trains_in_place
 from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.models.load import SHAPE, LoadedModel, load_model
@@ -24,21 +21,19 @@ if TYPE_CHECKING:
     from alula.distill.distiller import Distiller
     from alula.distill.run_stage import RunDistiller
 
-TASK = "task:"
-
 Data = tuple[Dataset, Dataset | None]
 """Training and held-out examples."""
 
 
 def check_shares(config: RunConfig, world: World) -> None:
-    """Every rank needs prompts, and something of each optimizer step."""
+    """Raise if a rank would have no prompts, or nothing for one of the optimizer steps."""
     prompts, updates, unit = config.sampling.prompts, config.learner.updates, config.learner.minibatch
     share = prompts // world.size
     require(share >= 1, f"sampling.prompts={prompts}: each of the {world.size} ranks needs at least one; raise it.")
     items = share * (config.sampling.n if unit == "rollouts" else 1)
     require(
         updates <= items,
-        f"learner.updates={updates}: one of the {world.size} ranks has only {items} {unit} per step to share out; "
+        f"learner.updates={updates}: one of the {world.size} ranks has only {items} {unit} per step; "
         "lower it, or raise sampling.prompts.",
     )
     if config.distill and (first := config.distill.first):
@@ -46,19 +41,12 @@ def check_shares(config: RunConfig, world: World) -> None:
         require(
             first.minibatches <= least,
             f"distill.first.minibatches={first.minibatches}: one of the {world.size} ranks has only {least} rollouts "
-            "of a batch to share out; lower it, or raise distill.first.prompts.",
+            "per batch; lower it, or raise distill.first.prompts.",
         )
 
 
-def steps_taken(config: RunConfig, checkpoint: Path) -> int:
-    """At the checkpoint, which the run is to continue from."""
-    step, steps = int(checkpoint.name.rpartition("-")[2]), config.steps
-    require(step <= steps, f"steps={steps}: {config.out} has taken {step} already; ask for more, or name another out.")
-    return step
-
-
 def load_policy(config: RunConfig, world: World) -> LoadedModel:
-    """The model with a tokenizer."""
+    """The model with its tokenizer: `model.tokenizer`, the model's own, or that of the generated task."""
     m = config.model
     loaded = load_model(m.source, device=world.device, dtype=m.dtype, seed=config.seed, residual=m.residual)
     name = m.tokenizer
@@ -66,46 +54,13 @@ def load_policy(config: RunConfig, world: World) -> LoadedModel:
         name = config.data.source
     if name is not None:
         options = config.data.options if config.data.source == name else {}
-        loaded = with_tokenizer(loaded, named_tokenizer(name, options), cut=m.source.startswith(SHAPE))
+        loaded = attach_tokenizer(loaded, load_tokenizer(name, options), resize=m.source.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model.source={m.source!r} has no tokenizer; name one in model.tokenizer.")
     return loaded
 
 
-def named_tokenizer(name: str, options: dict[str, Any]) -> Any:
-    """Of the hub, a folder, or a generated task with these options."""
-    if name.startswith(TASK):
-        from alula.data.tasks import build
-        from alula.data.tasks.tokenizer import task_tokenizer
-
-        return task_tokenizer(build(name.removeprefix(TASK), **options))
-    folder = os.path.expanduser(name)
-    require(
-        os.path.exists(folder) or not is_path(name),
-        f"model.tokenizer={name!r}: no such folder; name one that is there, a hub id or {TASK}<name>.",
-    )
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise SettingError(f"model.tokenizer={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
-def with_tokenizer(loaded: LoadedModel, tokenizer: Any, cut: bool) -> LoadedModel:
-    """Talk to the model through `tokenizer`; `cut` shrinks a random model's vocabulary to it."""
-    model = loaded.model
-    require(
-        len(tokenizer) <= model.config.vocab_size,
-        f"the tokenizer has {len(tokenizer)} tokens and the model only {model.config.vocab_size}; use another one.",
-    )
-    if cut:
-        model.resize_token_embeddings(len(tokenizer))
-    for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        for holder in (model.config, model.generation_config):
-            setattr(holder, role, getattr(tokenizer, role))
-    return replace(loaded, tokenizer=tokenizer, eos_ids=(tokenizer.eos_token_id,))
-
-
 def split_data(config: RunConfig) -> Data:
-    """(training, held-out) examples; the second from data of its own, or set aside, or none."""
+    """(training, held-out) examples. The held-out ones come from `eval.data`, or are split off, or are None."""
     training, held_out = load_source(config.data), None
     if config.eval.every and config.eval.data is not None:
         held_out = load_source(config.eval.data)
@@ -113,22 +68,23 @@ def split_data(config: RunConfig) -> Data:
     elif config.eval.every:
         require(
             config.eval.size < len(training),
-            f"eval.size={config.eval.size}: the training data has {len(training)} examples and some must be left to "
-            "train on; lower it, name other data in eval.data, or set eval.every=0.",
+            f"eval.size={config.eval.size}: the training data has only {len(training)} examples; lower it, name other "
+            "data in eval.data, or set eval.every=0.",
         )
         training, held_out = training.split(config.eval.size, config.data.seed)
     return training, held_out
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> Data:
-    """(training, held-out) examples as tokens."""
+    """(training, held-out) examples with token ids."""
     return tokenized(config, split_data(config), tokenizer)
 
 
 def tokenized(config: RunConfig, data: Data, tokenizer: Any) -> Data:
+    """The same data with token ids."""
     d = config.data
 
-    def ready(dataset: Dataset) -> Dataset:
+    def with_ids(dataset: Dataset) -> Dataset:
         return prepare(
             dataset,
             tokenizer,
@@ -139,15 +95,16 @@ def tokenized(config: RunConfig, data: Data, tokenizer: Any) -> Data:
         )
 
     training, held_out = data
-    return ready(training), None if held_out is None else ready(held_out)
+    return with_ids(training), None if held_out is None else with_ids(held_out)
 
 
 def build_learner_and_engine(
     config: RunConfig, loaded: LoadedModel, world: World, longest: int
 ) -> tuple[Learner, Engine, "Distiller | None"]:
-    """On one device without adapters the engine reads the learner's own parameters; otherwise it has a copy, which
-    `Engine.update_weights` refreshes. A distiller reads what the engine reads."""
-    for_engine = loaded if shares_weights(config, world) else replace(loaded, model=copy.deepcopy(loaded.model))
+    """Learner, engine and distiller. If the learner trains in place, the engine reads its parameters. Otherwise it has
+    a copy, which `Engine.update_weights` refreshes. The distiller uses the engine's parameters."""
+    in_place = trains_in_place(config.learner, world)
+    for_engine = loaded if in_place else replace(loaded, model=copy.deepcopy(loaded.model))
     learner = Learner(
         loaded.model,
         config.learner,
@@ -155,7 +112,7 @@ def build_learner_and_engine(
         total_steps=config.total_updates,
         keep_reference=config.objective.kl > 0,
     )
-    learner.tensors()  # the moments take their memory now, before the engine takes what is left
+    learner.tensors()  # allocate the moments now, before the engine takes the remaining memory
     distiller = None
     if config.distill is not None:
         from alula.distill.distiller import Distiller  # only a run that distils loads it
@@ -189,7 +146,7 @@ def build_learner_and_engine(
 
 
 def first_adapter(config: RunConfig) -> Adapter | None:
-    """The adapter that the run starts from, if `distill.adapter` names one."""
+    """The adapter that the run starts with, if `distill.adapter` names one."""
     folder = config.distill.adapter if config.distill else None
     return Adapter.load(folder, "distill.adapter") if folder else None
 
@@ -197,7 +154,7 @@ def first_adapter(config: RunConfig) -> Adapter | None:
 def build_run_distiller(
     config: RunConfig, distiller: "Distiller | None", engine: Engine, prompts: Dataset
 ) -> "RunDistiller | None":
-    """DistillSparse in this run; a sparser policy is measured on `prompts`."""
+    """DistillSparse in this run; `distill.move` measures its candidate on `prompts`."""
     if config.distill is None or distiller is None:
         return None
     from alula.distill.run_stage import RunDistiller
@@ -215,7 +172,7 @@ def build_run_distiller(
 
 
 def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:
-    """Watches the sparse policy of the run; the longest sequence is what the longest prompt can grow to."""
+    """The monitor of the run's sparse policy, with the controller if it is enabled."""
     longest = max(len(example.prompt_ids or ()) for example in training) + config.sampling.max_new_tokens
     return Monitor(
         config.monitor,
@@ -226,7 +183,3 @@ def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: W
         gather=world.all_gather,
         share=lambda count: len(world.local_slice(range(count))),
     )
-
-
-def shares_weights(config: RunConfig, world: World) -> bool:
-    return not world.is_distributed and config.learner.lora is None

@@ -19,6 +19,7 @@ from alula.config.run import RunConfig
 from alula.config.settings import Source
 from alula.data import Dataset
 from alula.data.load import is_path, load_source, on_hub
+from alula.data.load_tokenizer import TASK, load_tokenizer
 from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.errors import SettingError, require
@@ -31,7 +32,7 @@ from alula.run.checkpoint import Checkpoints
 from alula.run.run_dir import check_folder
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.schedule import Schedule
-from alula.trainer.build import TASK, Data, first_adapter, named_tokenizer, split_data, steps_taken, tokenized
+from alula.trainer.build import Data, first_adapter, split_data, tokenized
 
 # -- longest sequences -------------------------------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ def local_tokenizer(config: RunConfig) -> Any | None:
     if name is None and not model_has_one and config.data.source.startswith(TASK):
         name = config.data.source
     if name and (name.startswith(TASK) or is_path(name) or os.path.exists(name)):
-        return named_tokenizer(name, config.data.options if config.data.source == name else {})
+        return load_tokenizer(name, config.data.options if config.data.source == name else {})
     if name is None and not model_has_one:
         return None
     try:
@@ -271,7 +272,14 @@ def check_run_folder(config: RunConfig, resume: bool) -> None:
     check_folder(Path(config.out), new=not resume)
     checkpoints = Checkpoints(Path(config.out) / "checkpoints").all()
     if resume and checkpoints:
-        steps_taken(config, checkpoints[-1])
+        check_steps_left(config, checkpoints[-1])
+
+
+def check_steps_left(config: RunConfig, checkpoint: Path) -> int:
+    """The step of a checkpoint to resume from. Raises if the run is already beyond its last step."""
+    step, steps = int(checkpoint.name.rpartition("-")[2]), config.steps
+    require(step <= steps, f"steps={steps}: {config.out} has taken {step} already; raise it, or name another out.")
+    return step
 
 
 # -- schedules of other models -----------------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ from alula.trainer.build import (
     check_shares,
     load_data,
     load_policy,
-    shares_weights,
-    steps_taken,
 )
 from alula.trainer.collector import Collector
 from alula.trainer.evaluation import HeldOut, evaluate_policy
@@ -40,6 +38,7 @@ from alula.trainer.preflight import (
     OTHER_MODEL_ADVICE,
     Policies,
     check_kv_pool,
+    check_steps_left,
     longest_sequence,
     schedules_of_other_models,
 )
@@ -282,7 +281,7 @@ class Trainer:
         rollouts = self.collector.generate(distill.prompts, sampling, candidate, record=candidate.evict is not None)
         message = distill.try_move(self.step, rollouts)
         if distill.moved:
-            self.monitor.move(candidate)
+            self.collector.adopt(candidate)
         self.record.event(self.step, "sparser", message, "See distill/candidate_tail in the metrics.")
         self._settle()
 
@@ -347,7 +346,7 @@ class Trainer:
         return self.config.eval.sparse and not self.collector.sparsity.dense
 
     def _publish_weights(self) -> None:
-        if shares_weights(self.config, self.world):
+        if self.learner.in_place:
             self.engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
         else:
             self.engine.update_weights(self.learner.full_parameters(), lazily=True)
@@ -388,7 +387,7 @@ class Trainer:
         """The step to continue from: None for a new run, -1 without a checkpoint."""
         if not resume:
             return None
-        return steps_taken(self.config, self.resumed) if self.resumed else -1
+        return check_steps_left(self.config, self.resumed) if self.resumed else -1
 
     def _load(self, path: Path) -> None:
         state = self.checkpoints.load(path, self._tensors())
@@ -402,7 +401,7 @@ class Trainer:
         if self.distill and distilled:
             self.distill.resume(distilled)
             if self.distill.moved and self.distill.candidate:
-                self.monitor.move(self.distill.candidate)
+                self.collector.adopt(self.distill.candidate)
         for name, value in state.items():
             setattr(self, name, value)
         self.stream.load_state_dict(self.position)
