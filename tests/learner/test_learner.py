@@ -12,8 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from alula.config.settings import LearnerSettings, LoRASettings
 from alula.errors import SettingError
 from alula.learner.forward import checkpoint_activations
-from alula.learner.learner import Learner
-from alula.learner.learning_rate import learning_rate
+from alula.learner.learner import Learner, learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.models.load import load_model, share_weights
 

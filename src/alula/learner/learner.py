@@ -1,8 +1,8 @@
 """The learner: dense log-probs of given sequences, and optimizer steps on them.
 
-Sequences are packed without padding into micro-batches under a token budget, scored at their response tokens
-only, and their logits never exist whole. Under torchrun the same code runs on every rank with its own share of
-the sequences.
+Sequences are packed without padding into micro-batches under a token budget and scored at their response tokens only;
+full logits are never materialised. Under torchrun the same code runs on every rank, each with its share of the
+sequences.
 """
 
 import copy
@@ -17,31 +17,29 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.config.settings import LearnerSettings
+from alula.config.settings import Decay, LearnerSettings
 from alula.distributed import World, iter_full_params, shard_model
 from alula.engine.rollout import Scores
 from alula.errors import require
-from alula.learner.flops import Flops, training_flops
 from alula.learner.forward import Policy, checkpoint_activations
-from alula.learner.learning_rate import learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.learner.packing import Packed, Tokens, collate, pack
 from alula.models import lora
+from alula.models.geometry import Geometry
 from alula.objective.policy_loss import merge_metrics
 
 LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs [N], entropy [N], batch) -> this micro-batch's share of the loss, and its metrics.
 
-Shares are summed over micro-batches and ranks, so a mean carries the denominator of the whole step. Metrics are
-joined by `policy_loss.merge_metrics`: `tokens` and names that end in `loss` add up, names that end in `_min` or `_max`
-are extremes, the rest are means over tokens. `batch` says which sequences these are (`index`, `sequence`) and brings
-the caller's tensors into their order (`flat`, `rows`).
+Shares are summed over micro-batches and ranks, so a mean must divide by the count of the whole step. Metrics are joined
+by `policy_loss.merge_metrics`. `batch` names the sequences (`index`, `sequence`) and reorders the caller's tensors
+accordingly (`flat`, `rows`).
 """
 
 
 @dataclass
 class Update:
-    """What one optimizer step did, over all micro-batches and ranks."""
+    """Result of one optimizer step, over all micro-batches and ranks."""
 
     loss: float
     metrics: dict[str, float]
@@ -49,21 +47,38 @@ class Update:
     """Before clipping."""
     lr: float
     taken: bool
-    """False where the loss or a gradient was not finite: parameters and moments are then untouched."""
+    """False if the loss or a gradient was not finite; parameters and moments are then unchanged."""
     tokens: int
-    """Tokens that went through the model, prompts included."""
+    """All tokens, prompts included."""
     scored_tokens: int
     micro_batches: int
     logprobs: list[Tensor]
-    """float32 [len(token_ids)] per sequence of this rank, from the training forward itself, before the step."""
+    """float32 [len(token_ids)] per sequence of this rank, from the training forward, before the step."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of forward and backward, counted as in PaLM (arXiv 2204.02311, appendix B): recomputed
+    activations and logits do not count, since another implementation could do without."""
+
+    layers: float
+    """6 per parameter outside embedding and head and per token; 4 for a frozen one, which gets no gradient."""
+    attention: float
+    """QKᵀ and PV over the causal half: 6 · layers · heads · head_dim · length² per sequence."""
+    head: float
+    """6 · width · vocabulary per scored token."""
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.attention + self.head
 
 
 class Learner:
     """Trains `model` in place; an engine built on the same parameters sees every step.
 
-    Under several ranks the parameters are sharded: an engine then needs its own copy, refreshed from
-    `full_parameters`. `total_steps` are the optimizer steps of the whole run, which `decay` needs. `keep_reference`
-    keeps the initial policy for `score(reference=True)`: a frozen copy, or nothing at all under LoRA.
+    With several ranks the parameters are sharded; an engine then needs its own copy, refreshed from `full_parameters`.
+    `total_steps` is the number of optimizer steps of the whole run, which `decay` needs. `keep_reference` keeps the
+    initial policy for `score(reference=True)`: a frozen copy, or nothing extra with LoRA.
     """
 
     def __init__(
@@ -83,7 +98,7 @@ class Learner:
         self.model = model
         self.dtype = model.dtype
         self.steps = 0
-        """Optimizer steps tried, skipped ones included: what the learning rate depends on."""
+        """Optimizer steps, skipped ones included; the learning rate depends on it."""
         self.skipped = 0
         self.reference: Policy | None = None
         model.eval()
@@ -116,23 +131,23 @@ class Learner:
     def score(
         self, sequences: Sequence[Tokens], temperature: float = 1.0, topk: int = 0, reference: bool = False
     ) -> list[Scores]:
-        """Log-probs of every response token under the policy, or under the one training began with."""
+        """Log-probs of every response token under the policy, or under the initial one (`reference`)."""
         require(
             not reference or self.reference is not None or self.settings.lora is not None,
-            "reference=True: the learner kept no initial policy; a run keeps it where objective.kl is above 0, a "
-            "Learner with keep_reference=True.",
+            "reference=True: the learner kept no initial policy; set objective.kl above 0 in a run, or "
+            "keep_reference=True in Learner.",
         )
         policy = self.reference if reference and self.reference else self.policy
         without_adapter = reference and self.reference is None
         scores = [_nothing_scored(self.world.device, topk) for _ in sequences]
         with lora.disabled(self.model) if without_adapter else nullcontext():
             for batch, real in self._micro_batches(sequences):
-                found = policy(batch, temperature, topk=topk, entropy=False)
+                scored = policy(batch, temperature, topk=topk, entropy=False)
                 if real:
-                    for i, logprobs in zip(batch.index, batch.split(found.logprobs)):
+                    for i, logprobs in zip(batch.index, batch.split(scored.logprobs)):
                         scores[i].logprobs = logprobs
                     if topk:
-                        ids, best = batch.split(found.topk_ids), batch.split(found.topk_logprobs)
+                        ids, best = batch.split(scored.topk_ids), batch.split(scored.topk_logprobs)
                         for i, these, those in zip(batch.index, ids, best):
                             scores[i].topk_ids, scores[i].topk_logprobs = these, those
         return scores
@@ -149,14 +164,14 @@ class Learner:
                 self.optimizer.backward(scored.logprobs.sum() * 0.0)
                 continue
             share, measured = loss_fn(scored.logprobs, scored.entropy, batch)
-            if not share.requires_grad:  # nothing to learn here, but every rank must take part in the backward
+            if not share.requires_grad:  # every rank must take part in the backward, even with a constant loss
                 share = share + scored.logprobs.sum() * 0.0
             self.optimizer.backward(share)
             loss += share.detach()
             if measured:
                 parts.append(measured)
-            for i, own in zip(batch.index, batch.split(scored.logprobs.detach())):
-                logprobs[i] = own
+            for i, sequence_logprobs in zip(batch.index, batch.split(scored.logprobs.detach())):
+                logprobs[i] = sequence_logprobs
             counts += torch.tensor([batch.input_ids.numel(), len(batch.targets), 1])
         total = float(self.world.all_sum(loss))
         lr = self.learning_rate()
@@ -164,11 +179,11 @@ class Learner:
         self.steps += 1
         self.skipped += not taken
         gathered = self.world.all_gather((_on_cpu(parts), counts.tolist()))
-        everything = [part for theirs, _ in gathered for part in theirs]
+        all_parts = [part for rank_parts, _ in gathered for part in rank_parts]
         tokens, scored_tokens, micro_batches = (sum(count) for count in zip(*(counts for _, counts in gathered)))
         return Update(
             loss=total,
-            metrics=merge_metrics(everything) if everything else {},
+            metrics=merge_metrics(all_parts) if all_parts else {},
             grad_norm=norm,
             lr=lr,
             taken=taken,
@@ -184,32 +199,32 @@ class Learner:
         return learning_rate(self.steps, s.lr, s.warmup_steps, self.total_steps, s.decay, s.min_lr_ratio)
 
     def flops(self, sequences: Sequence[Tokens]) -> Flops:
-        """What an update on these sequences costs; sequences without a response are not computed."""
+        """Cost of an update on these sequences; those without a response are not computed."""
         scored = [s for s in sequences if s.token_ids]
         return training_flops(self.model, [_length(s) for s in scored], sum(len(s.token_ids) for s in scored))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values as transformers knows them: gathered from all ranks, adapters merged, in the model's
-        dtype. Every rank must run through all of them. A tied head is not named."""
+        """Parameters under transformers' names: gathered from all ranks, adapters merged, in the model's dtype. A tied
+        head is left out. Every rank must iterate over all of them."""
         if self.settings.lora:
             return ((name, value.to(self.dtype)) for name, value in lora.merged_parameters(self.model))
         return iter_full_params(self.model.named_parameters(), self.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Live tensors that a checkpoint writes and reads: trained weights in float32 and moments."""
+        """Live tensors of a checkpoint: trained weights in float32 and moments."""
         return self.optimizer.tensors()
 
     def state(self) -> dict[str, int]:
         return {"steps": self.steps, "skipped": self.skipped}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """After a checkpoint was read into `tensors()`."""
+        """Continue after a checkpoint was read into `tensors()`."""
         self.optimizer.publish()
         self.steps, self.skipped = state["steps"], state["skipped"]
 
     def _micro_batches(self, sequences: Sequence[Tokens]) -> Iterator[tuple[Packed, bool]]:
-        """Packed sequences that have something to score. All ranks must make the same number of forwards, so
-        those with less to do add a token or two that count for nothing (False)."""
+        """Packed sequences with responses (True). All ranks must run the same number of forwards, so ranks with fewer
+        micro-batches add dummy ones that count for nothing (False)."""
         useful = [i for i, sequence in enumerate(sequences) if sequence.token_ids]
         batches = pack([_length(sequences[i]) for i in useful], self.settings.token_budget)
         missing = self.world.all_max(len(batches)) - len(batches)
@@ -217,6 +232,41 @@ class Learner:
             yield collate(sequences, [useful[m] for m in members], self.world.device), True
         for _ in range(missing):
             yield collate([SimpleNamespace(prompt_ids=[0], token_ids=[0])], [0], self.world.device), False
+
+
+def learning_rate(
+    step: int, peak: float, warmup: int = 0, total: int = 0, decay: Decay = "constant", floor: float = 0.0
+) -> float:
+    """Rate of optimizer step `step`, counted from 0.
+
+    peak · (step + 1) / warmup during warm-up. After it `peak`, or a linear or cosine decay to `floor` · `peak` at step
+    `total`, constant from there.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if decay == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    left = 1 - done if decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * (floor + (1 - floor) * left)
+
+
+def training_flops(model: PreTrainedModel, lengths: Sequence[int], scored: int) -> Flops:
+    """One update on sequences of `lengths` tokens, prompts included, of which `scored` are response tokens."""
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    body = (p for p in model.parameters() if p is not embedding and p is not head)
+    per_token = sum(_flops_factor(p) * p.numel() for p in body)
+    geometry = Geometry.of(model)
+    return Flops(
+        layers=float(per_token * sum(lengths)),
+        attention=6.0 * geometry.layers * geometry.attention_width * sum(n * n for n in lengths),
+        head=float(_flops_factor(head) * config.hidden_size * config.vocab_size * scored),
+    )
+
+
+def _flops_factor(parameter: Tensor) -> int:
+    return 6 if parameter.requires_grad else 4
 
 
 def trains_in_place(settings: LearnerSettings, world: World) -> bool:
@@ -229,7 +279,7 @@ def _length(sequence: Tokens) -> int:
 
 
 def _nothing_scored(device: torch.device, topk: int) -> Scores:
-    """Of a rollout without tokens."""
+    """Scores of a rollout without tokens."""
     if not topk:
         return Scores(torch.empty(0, device=device))
     ids = torch.empty(0, topk, dtype=torch.int64, device=device)
@@ -237,7 +287,7 @@ def _nothing_scored(device: torch.device, topk: int) -> Scores:
 
 
 def _on_cpu(parts: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Every micro-batch's metrics in one copy from the device."""
+    """The metrics of all micro-batches on the CPU, copied at once."""
     if not parts:
         return []
     names = list(parts[0])
