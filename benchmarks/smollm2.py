@@ -14,12 +14,12 @@ import numpy as np
 from alula import Engine
 from alula.bench.ceilings import Ceilings
 from alula.mismatch.calibrate.calibrate import Grid, Text, calibrate
-from alula.mismatch.calibrate.families import parse_methods
-from alula.mismatch.calibrate.file import Calibration, Configuration
+from alula.mismatch.calibrate.file import Calibration
 from alula.mismatch.calibrate.verify import policy_of, verify
 from alula.mismatch.measure import Bins
 from alula.mismatch.plan.cost import AnalyticCost, Hardware
 from alula.mismatch.plan.plan import Infeasible, Workload, default_tau, plan
+from alula.sparsity.family import PolicyFamily, parse_families
 
 DEVICE, PAGE, LENGTH, BINS = "cuda", 16, 2048, Bins(256, 8)
 BUDGETS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -49,7 +49,7 @@ def calibration(ceilings: Ceilings) -> Iterator[Row]:
 
 def calibrated(one: Engine, prompts: tuple[tuple[int, ...], ...], methods: str, sweep: bool = False) -> Calibration:
     with tempfile.TemporaryDirectory() as folder:
-        grid = Grid(tuple(parse_methods(methods, (PAGE,))), BUDGETS, sweep=sweep)
+        grid = Grid(tuple(parse_families(methods, (PAGE,))), BUDGETS, sweep=sweep)
         return calibrate(lambda page: one, Text(prompts, LENGTH), grid, BINS, Path(folder) / "work.json", say=print)
 
 
@@ -113,11 +113,11 @@ def real(ceilings: Ceilings) -> Iterator[Row]:
         "seconds": time.perf_counter() - start,
         "calibration": found.to_dict(),
     }
-    for family in parse_methods(FAMILIES, (PAGE,)):
+    for family in parse_families(FAMILIES, (PAGE,)):
         yield {"kind": "plan", "model": one.name, "policy": family.describe()} | checked(one, found, family, fresh)
 
 
-def checked(one: Engine, found: Calibration, family: Configuration, fresh: tuple[tuple[int, ...], ...]) -> Row:
+def checked(one: Engine, found: Calibration, family: PolicyFamily, fresh: tuple[tuple[int, ...], ...]) -> Row:
     """One family's plan, in the memory of 64 dense rows, and its tail on rollouts of its own."""
     geometry, tau = one.geometry, default_tau(found)
     cost, work = (
@@ -126,8 +126,8 @@ def checked(one: Engine, found: Calibration, family: Configuration, fresh: tuple
     )
     only = replace(
         found,
-        measured=tuple(m for m in found.measured if m.configuration.family == family.family),
-        forward=tuple(f for f in found.forward if f.configuration.family == family.family),
+        measured=tuple(m for m in found.measured if m.family == family),
+        forward=tuple(f for f in found.forward if f.family == family),
     )
     try:
         made = plan(only, cost, work)

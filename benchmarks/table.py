@@ -22,12 +22,17 @@ def rows_of(results: dict) -> dict[str, list[dict]]:
     return {name: section["rows"] for name, section in results.items()}
 
 
+def policy_name(row: dict) -> str:
+    """`rkv 512+128`, `block-topk 1024`: newer results write `:` for the space, older ones the block of 16 as well."""
+    return row["sparsity"].replace(":", " ").removesuffix("/16")
+
+
 def engine(results: dict) -> Table:
     rows = rows_of(results)
-    steps = {(r["batch"], r["context"], r["sparsity"]): r for r in rows["steps"] if r["kind"] == "decode step"}
+    steps = {(r["batch"], r["context"], policy_name(r)): r for r in rows["steps"] if r["kind"] == "decode step"}
     kernel, hf, peak = rows["kernel"][0], rows["transformers"][0], rows["peak"][0]
-    dense, sparse = steps[16, 32768, "dense"], steps[16, 32768, "block-topk 1024/16"]
-    pool = {r["sparsity"]: r for r in rows["pool"]}
+    dense, sparse = steps[16, 32768, "dense"], steps[16, 32768, "block-topk 1024"]
+    pool = {policy_name(r): r for r in rows["pool"]}
     idle = next(r for r in rows["steps"] if r["kind"] == "idle")
     packed = next(r for r in rows["steps"] if r["kind"] == "packed prefill and score")
     cold = next(r for r in rows["ready"] if r["caches"] == "empty")

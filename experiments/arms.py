@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from beds import Bed
 from settings import sparsity_settings
 
-from alula.sparsity.text import parse_sparsity
+from alula.sparsity.policy import Sparsity
 
 Budgets = Mapping[str, int]
 """Compressor -> the budget that the probe chose for a seed; of those that take part."""
@@ -51,7 +51,7 @@ class Arm:
     @property
     def name(self) -> str:
         """Of its run folder, less the seed."""
-        policy = parse_sparsity(self.sparsity)
+        policy = Sparsity.parse(self.sparsity)
         parts = [f"{p.method}-{p.budget}" for p in (policy.evict, policy.select) if p is not None]
         return "-".join([*(parts or ["dense"]), self.correction, *filter(None, [self.tag])])
 

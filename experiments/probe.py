@@ -28,7 +28,6 @@ from alula.mismatch.measure import Bins
 from alula.models.load import load_model
 from alula.objective.veto import REFERENCE_VETO
 from alula.sparsity.policy import Sparsity
-from alula.sparsity.text import parse_sparsity
 
 EVICTORS = ("rkv", "snapkv", "streaming", "keydiff")
 VETO = math.log(REFERENCE_VETO)
@@ -55,7 +54,7 @@ class Probe:
 
     def measure(self, sparsity: str) -> dict[str, Any]:
         """What a policy does to the answers, and how far it is from the dense one."""
-        start, policy = time.perf_counter(), parse_sparsity(sparsity)
+        start, policy = time.perf_counter(), Sparsity.parse(sparsity)
         rollouts = self.generate(policy)
         generated = time.perf_counter() - start
         alphas = self.engine.acceptance(rollouts, policy)

@@ -21,7 +21,7 @@ from lines import read_lines
 from probe import Probe
 from raw import short
 
-from alula.sparsity.text import parse_sparsity
+from alula.sparsity.policy import Sparsity
 
 EVICTORS = ("rkv", "snapkv", "h2o", "streaming", "keydiff")
 
@@ -64,7 +64,7 @@ def main() -> None:
             probe = probe or Probe(bed, seed, work)
             probe.take(folder / "model")
             for title, policy in left.items():
-                answers = probe.answers(policy, probe.generate(parse_sparsity(policy)))
+                answers = probe.answers(policy, probe.generate(Sparsity.parse(policy)))
                 found = {name: short(value) for name, value in answers.items()}
                 with path.open("a") as file:
                     file.write(json.dumps({"arm": arm, "policy": title} | found) + "\n")

@@ -6,7 +6,7 @@ import yaml
 from beds import Bed
 
 from alula.config.load import Loader
-from alula.sparsity.text import parse_sparsity
+from alula.sparsity.policy import Sparsity
 
 
 def recipe_settings(bed: Bed) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def recipe_settings(bed: Bed) -> dict[str, Any]:
 
 def sparsity_settings(text: str) -> list[str]:
     """`rkv:24+4,window=4` as the command line spells a policy -> overrides of a recipe."""
-    policy, found = parse_sparsity(text), []
+    policy, found = Sparsity.parse(text), []
     if evict := policy.evict:
         fields = ("method", "budget", "buffer", "window", "sinks", "protect_prompt")
         found += [f"sparsity.evict.{name}={getattr(evict, name)}" for name in fields]

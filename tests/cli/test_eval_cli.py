@@ -62,7 +62,7 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
         "--sparsity",
         "dense",
         "--sparsity",
-        "streaming:6+2,window=2,sinks=1",
+        "streaming:6+2,window=2,sinks=1,window=2,sinks=1",
         "--kv-memory",
         "8MiB",
         "--out",
@@ -70,7 +70,7 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
     )
     assert code in (0, None)
     results = json.loads(out.read_text())
-    assert [r["sparsity"] for r in results] == ["dense", "streaming 6+2"]
+    assert [r["sparsity"] for r in results] == ["dense", "streaming:6+2,window=2,sinks=1"]
     assert all(r["problems"] == 6 and r["k"] == 2 and 0 <= r["accuracy"] <= 1 for r in results)
     assert results[0]["kv"]["saved"] == 0 < results[1]["kv"]["saved"]
     shown = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
             "--sparsity",
             "dense",
             "--sparsity",
-            "streaming:6+2,window=2,sinks=1",
+            "streaming:6+2,window=2,sinks=1,window=2,sinks=1",
             "--kv-memory",
             "8MiB",
             "--out",
@@ -137,7 +137,7 @@ def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
         )
         found.append(json.loads(out.read_text()))
     (dense, sparse), (dense_again, adapted) = found
-    assert [r["sparsity"] for r in found[1]] == ["dense", "streaming 6+2, with its adapter"]
+    assert [r["sparsity"] for r in found[1]] == ["dense", "streaming:6+2,window=2,sinks=1, with its adapter"]
     assert dense_again == dense
     assert adapted["lengths"] != sparse["lengths"]
 

@@ -22,7 +22,6 @@ from alula.objective.settings import PRESETS, Correction
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.select import METHODS as SELECTORS
-from alula.sparsity.text import parse_sparsity
 from alula.trainer.memory_plan import USABLE, plan_memory, totals
 
 ROOT = Path(__file__).parents[2]
@@ -233,11 +232,11 @@ def test_an_unknown_setting_is_answered_with_those_that_the_evictor_takes(recipe
         load(recipe, f"{section}}}", f"{name}={(values | own)[name.split('.')[-1]]}").sparsity.build()
 
     with pytest.raises(SettingError, match="unknown setting of evictor") as refused:
-        parse_sparsity(f"{method}:64,foo=1")
+        Sparsity.parse(f"{method}:64,foo=1")
     names = listed(str(refused.value))
     assert sorted(names) == sorted({*values, *own} - {"method", "budget"})
     for name in names:
-        parse_sparsity(f"{method}:64,{name}={(values | own)[name]}")
+        Sparsity.parse(f"{method}:64,{name}={(values | own)[name]}")
 
 
 @pytest.mark.parametrize("method", SELECTORS)
@@ -433,7 +432,7 @@ def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, mo
         "128 prompts × 8 = 1,024",
         "1,543.7 M parameters",
         "at most 4,194,304",
-        "rkv 512+128",
+        "rkv:512+128",
         "reference policy",
         "sparse-rl",
     ):

@@ -504,7 +504,7 @@ def test_the_candidate_is_measured_itself_on_held_out_prompts(tmp_path):
     [(prompts, sparsity)], [text] = calls, messages
     assert sparsity.evict.budget == 8
     assert prompts == [list(example.prompt_ids) for example in trainer.held_out][:24]
-    assert "rkv 8+2" in text
+    assert "rkv:8+2" in text
 
 
 def test_a_run_begins_with_a_distilled_adapter(tmp_path):

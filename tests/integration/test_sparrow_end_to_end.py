@@ -71,7 +71,7 @@ def test_calibration(calibration):
     assert found.model == MODEL
     assert found.floor.overall > 1 - 1e-5
     families = found.families()
-    assert [(f[0], f[1], [m.configuration.budget for m in ms]) for f, ms in families.items()] == [
+    assert [(f.kind, f.method, [m.budget for m in ms]) for f, ms in families.items()] == [
         ("evict", "streaming", [12, 24, 64]),
         ("select", "block-topk", [12, 24, 64]),
     ]
@@ -195,7 +195,7 @@ MISFITS = {
 def test_a_schedule_that_does_not_fit_is_refused(what, calibration, folder, capsys):
     path = folder / "selecting.json"
     whole = Calibration.load(calibration)
-    only = [m for m in whole.measured if m.configuration.kind == "select"]
+    only = [m for m in whole.measured if m.family.kind == "select"]
     Calibration(whole.model, whole.floor, tuple(only), notes=whole.notes).save(folder / "selectors.json")
     assert alula("plan", folder / "selectors.json", "--tau", 0.6, "--out", path) == 0
     changes, reason = MISFITS[what]

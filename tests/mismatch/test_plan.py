@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 
 from alula.cli.main import app
 from alula.errors import SettingError
-from alula.mismatch.calibrate.families import parse_methods
-from alula.mismatch.calibrate.file import Calibration, Configuration, Measured
-from alula.mismatch.calibrate.label import family_label, label
+from alula.mismatch.calibrate.file import Calibration, Measured
 from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, features, generation
 from alula.mismatch.plan.evictor_schedule import plan_forward
 from alula.mismatch.plan.plan import GAP, Infeasible, Workload, cheapest_monotone, inherit_from, plan, reachable_tau
 from alula.mismatch.plan.plot import Line, chart, plot_pareto, plot_tails, ticks
 from alula.mismatch.plan.tradeoff import table, tradeoffs
+from alula.mismatch.savings import Savings
 from alula.mismatch.tail import Estimate, Tail
 from alula.models.geometry import Geometry
-from alula.sparsity.policy import DENSE
+from alula.sparsity.family import PolicyFamily, parse_families
+from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
-from alula.sparsity.text import parse_sparsity
 
 GEOMETRY = Geometry(1_720_000_000, 28, 16, 8, 128)
 COST = AnalyticCost(GEOMETRY, Hardware.named("h200"))
@@ -38,18 +37,24 @@ def make_tail(lower, prompts=50, spread=0.02) -> Tail:
     return Tail(low + spread, low, low + 2 * spread, counts * 100, counts, float(low.mean() + spread), WIDTH)
 
 
-def select(budget: int, **options) -> Configuration:
-    return Configuration("select", "block-topk", budget, tuple({"block": 16, **options}.items()))
+def measured(family: PolicyFamily, budget: int, tail: Tail) -> Measured:
+    return Measured(family, budget, tail, Savings(0.5, 0.5, 1, 1, 1, 1000, 28))
 
 
-def evict(budget: int) -> Configuration:
-    return Configuration("evict", "streaming", budget, (("buffer", 16), ("window", 4)))
+def select(block: int = 16) -> PolicyFamily:
+    return PolicyFamily(Sparsity(select=Select("block-topk", 1024, block)))
 
 
-def calibration(lower, prompts=50, make=select, budgets=BUDGETS) -> Calibration:
-    """`lower` [configuration, bin]: the lower bounds of the tails."""
-    measured = [Measured(make(b), make_tail(row, prompts)) for b, row in zip(budgets, lower)]
-    return Calibration("some/model", make_tail(np.full(len(lower[0]), 0.93), prompts), tuple(measured))
+EVICT = PolicyFamily(Sparsity(evict=Evict("streaming", 64, buffer=16, window=4)))
+
+
+SELECT = select()
+
+
+def calibration(lower, prompts=50, family=SELECT, budgets=BUDGETS) -> Calibration:
+    """`lower` [budget, bin]: the lower bounds of the tails."""
+    rows = [measured(family, b, make_tail(row, prompts)) for b, row in zip(budgets, lower)]
+    return Calibration("some/model", make_tail(np.full(len(lower[0]), 0.93), prompts), tuple(rows))
 
 
 def realistic(drop: float = 0.0) -> np.ndarray:
@@ -90,8 +95,8 @@ def fastest_by_brute_force(cal: Calibration, tau: float) -> float:
     for family in cal.families().values():
         for rungs in combinations_with_replacement(range(len(family)), BINS):
             if all(family[k].tail.lower[j] >= tau for j, k in enumerate(rungs)):
-                schedule = Schedule(tuple(family[k].configuration.budget for k in rungs), WIDTH)
-                policy = family[0].configuration.sparsity(schedule)
+                schedule = Schedule(tuple(family[k].budget for k in rungs), WIDTH)
+                policy = family[0].family.policy(schedule)
                 sparse = generation(COST, policy, batch=WORK.batch, prompt=0, new_tokens=WORK.new_tokens)
                 best = max(best, sparse.tokens_per_second / dense.tokens_per_second)
     return best
@@ -183,13 +188,13 @@ def test_lengths_past_the_calibration_are_announced():
 def test_the_fastest_family_wins_and_the_others_are_reported():
     better, worse = realistic(), realistic(drop=0.03)
     cal = calibration(better)
-    more = [Measured(select(b, block=64), make_tail(row)) for b, row in zip(BUDGETS, worse) if b > 200]
-    more.append(Measured(evict(64), make_tail(realistic(drop=0.2)[0])))
+    more = [measured(select(64), b, make_tail(row)) for b, row in zip(BUDGETS, worse) if b > 200]
+    more.append(measured(EVICT, 64, make_tail(realistic(drop=0.2)[0])))
     cal = replace(cal, measured=(*cal.measured, *more))
     made = plan(cal, COST, WORK, tau=0.86)
-    assert made.configuration.block == 16
+    assert made.family.block == 16
     assert len(made.rivals) == 2
-    assert "reaches 0." in dict(made.rivals)["streaming buffer=16 window=4"]
+    assert "reaches 0." in dict(made.rivals)["streaming:buffer=16:window=4"]
 
 
 def test_selecting_costs_more_than_reading_where_the_cache_is_short():
@@ -203,7 +208,7 @@ def test_selecting_costs_more_than_reading_where_the_cache_is_short():
 
 def test_an_evictor_measured_at_fixed_budgets_gets_a_fixed_budget():
     lower = realistic()
-    made = plan(calibration(lower, make=evict), COST, WORK, tau=0.86)
+    made = plan(calibration(lower, family=EVICT), COST, WORK, tau=0.86)
     assert set(made.schedule.budgets) == {min(b for b, row in zip(BUDGETS, lower) if row.min() >= 0.86)}
     assert made.schedule.block is None
     assert made.sparse.peak_kv_bytes < made.dense.peak_kv_bytes
@@ -211,7 +216,7 @@ def test_an_evictor_measured_at_fixed_budgets_gets_a_fixed_budget():
 
 def test_memory_that_an_evictor_frees_becomes_rows():
     work = Workload(new_tokens=BINS * WIDTH, kv_bytes=8e9)
-    made = plan(calibration(np.full((5, BINS), 0.95), make=evict), COST, work, tau=0.9)
+    made = plan(calibration(np.full((5, BINS), 0.95), family=EVICT), COST, work, tau=0.9)
     assert made.sparse.batch > 20 * made.dense.batch
     with pytest.raises(SettingError, match="either batch or kv_bytes"):
         Workload(new_tokens=10)
@@ -313,11 +318,11 @@ def test_forward_thin_bins_inherit():
 def test_calibration_file(tmp_path):
     cal = calibration(realistic(), np.array([50, 50, 50, 50, 5, 0]))
     cal.measured[0].tail.value[-1] = np.nan
-    cal = replace(cal, measured=(*cal.measured, Measured(evict(64), make_tail(realistic()[0]))))
+    cal = replace(cal, measured=(*cal.measured, measured(EVICT, 64, make_tail(realistic()[0]))))
     cal.save(tmp_path / "c.json")
     again = Calibration.load(tmp_path / "c.json")
     assert again.to_dict() == cal.to_dict()
-    assert [m.configuration for m in again.measured] == [m.configuration for m in cal.measured]
+    assert [(m.family, m.budget) for m in again.measured] == [(m.family, m.budget) for m in cal.measured]
     assert np.isnan(again.measured[0].tail.value[-1])
     assert again.measured[0].tail.prompts.dtype == np.int64
     assert list(tmp_path.iterdir()) == [tmp_path / "c.json"]
@@ -331,7 +336,7 @@ def test_bad_calibration_files_are_refused(tmp_path):
         with pytest.raises(SettingError, match="calibration file"):
             Calibration.load(tmp_path / "bad.json")
     with pytest.raises(SettingError, match="same bins"):
-        Calibration("m", make_tail(np.ones(3)), (Measured(select(64), make_tail(np.ones(4))),))
+        Calibration("m", make_tail(np.ones(3)), (measured(select(), 64, make_tail(np.ones(4))),))
 
 
 def run_plan(*arguments) -> int:
@@ -405,13 +410,13 @@ def drawn_strokes(svg: str) -> tuple[ElementTree.Element, list[tuple[str, str | 
 def test_the_legend_of_many_long_policies_stays_inside_and_tells_all_lines_apart():
     methods = "rkv:buffer=64:window=16:sinks=2:mix=0.25,snapkv:budget=2k:window=16:protect_prompt=true&block-topk"
     tail = calibration(realistic(), np.full(6, 50)).floor
-    measured = [
-        Measured(replace(family, budget=budget), tail)
-        for family in parse_methods(methods, (16, 32))
+    curves = [
+        measured(family, budget, tail)
+        for family in parse_families(methods, (16, 32))
         for budget in range(512, 512 + 16 * 18, 16)
     ]
-    root, strokes = drawn_strokes(plot_tails(Calibration("m", tail, tuple(measured))))
-    assert len(set(strokes)) == len(measured) + 1
+    root, strokes = drawn_strokes(plot_tails(Calibration("m", tail, tuple(curves))))
+    assert len(set(strokes)) == len(curves) + 1
     *_, width, height = map(float, root.get("viewBox").split())
     texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
     for text in texts:
@@ -423,26 +428,6 @@ def test_the_legend_of_many_long_policies_stays_inside_and_tells_all_lines_apart
     words = [t.text for t in texts]
     assert words.count("512") == 3, "one in each family, under its name"
     assert words[words.index("512") - 2 : words.index("512")] == ["rkv:buffer=64:window=16:sinks=2:", "mix=0.25"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rkv:512+64,window=4,mix=0.25",
-        "snapkv:48+8,sinks=0 & block-topk:1024,block=32",
-        "h2o:40+128",
-        "quest:64,dense_layers=0",
-        "dense",
-    ],
-)
-def test_a_label_is_what_a_command_line_takes(text):
-    assert label(parse_sparsity(text)) == text
-
-
-@pytest.mark.parametrize("text", ["rkv:buffer=64:mix=0.25", "snapkv:budget=48:sinks=0&block-topk:block=32", "quest"])
-def test_the_label_of_a_family_is_what_methods_takes(text):
-    [family] = parse_methods(text, (16,))
-    assert family_label(family) == text
 
 
 def test_an_axis_of_names():

@@ -8,7 +8,6 @@ import pytest
 from alula.errors import SettingError
 from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.schedule import PRESETS, Schedule
-from alula.sparsity.text import parse_sparsity
 from alula.trainer.preflight import load_model_config, schedules_of_other_models
 
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
@@ -73,7 +72,7 @@ def test_bad_files_are_refused(tmp_path):
 )
 def test_a_budget_that_is_none_is_answered_with_what_was_meant(text, said):
     with pytest.raises(SettingError, match=re.escape(said)) as refused:
-        parse_sparsity(text)
+        Sparsity.parse(text)
     assert "known:" not in str(refused.value)
 
 
@@ -82,7 +81,7 @@ def test_another_kind_of_file_is_named(tmp_path, text):
     path = tmp_path / "bench.json"
     path.write_text(text)
     with pytest.raises(SettingError, match=rf"schedule file {path}: not a schedule \(.*\); `alula plan` writes one\."):
-        parse_sparsity(f"rkv:{path}")
+        Sparsity.parse(f"rkv:{path}")
 
 
 def test_every_published_schedule_is_there():

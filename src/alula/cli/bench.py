@@ -36,9 +36,9 @@ def bench(
     The floor is the bytes that must move (weights, KV that the policy reads) divided by the measured copy bandwidth.
     A step under an evictor is timed with the most KV that it holds at that length: budget + buffer.
     """
-    from alula.sparsity.text import parse_sparsity
+    from alula.sparsity.policy import Sparsity
 
-    policies = [parse_sparsity(text) for text in sparsity or ["dense"]]
+    policies = [Sparsity.parse(text) for text in sparsity or ["dense"]]
     batches, contexts = batch or [64], context or [1024]
     for name, values, least in (("batch", batches, 1), ("context", contexts, 1), ("rollouts", [rollouts], 0)):
         if min(values) < least:

@@ -87,9 +87,9 @@ def calibrate(
     the exit code is 1 if no method has one.
     """
     from alula.mismatch.calibrate.calibrate import Grid, Text
-    from alula.mismatch.calibrate.families import parse_methods
     from alula.mismatch.calibrate.verify import named
     from alula.mismatch.measure import Bins
+    from alula.sparsity.family import parse_families
 
     check_numbers(length, bin_width, tau or [])
     width = bin_width or min(2000, -(-length // 8))
@@ -101,7 +101,7 @@ def calibrate(
         from alula.cli.find_budget import ladders_of
 
         require(not policies and not tau, "--vetoed searches by vetoed rollouts; drop --verify and --tau.")
-        families = parse_methods(methods, numbers("pages", pages))
+        families = parse_families(methods, numbers("pages", pages))
         ladders = ladders_of(families, numbers("budgets", budgets) if budgets else None, length, vetoed, prompts)
     if out == DEFAULT_OUT and (policies or ladders):
         out = Path("verified.json" if policies else "vetoed.json")  # keeps the calibration of a planned schedule
@@ -128,7 +128,7 @@ def calibrate(
     from alula.mismatch.calibrate.calibrate import calibrate as measure_all
 
     grid = Grid(
-        tuple(parse_methods(methods, numbers("pages", pages))),
+        tuple(parse_families(methods, numbers("pages", pages))),
         numbers("budgets", budgets) if budgets else default_budgets(length),
         tuple(tau or ()),
         sweep,
@@ -192,15 +192,14 @@ def write(calibration: "Calibration", out: Path) -> None:
     ]
     for measured in (m for family in calibration.families().values() for m in family):
         worst = min((bin_ for bin_ in measured.tail if bin_.enough), key=lambda bin_: bin_.value)
-        setting, kv = measured.configuration, measured.kv
-        saved = "| |" if kv is None else f"{kv.saved:.1%} | {kv.not_read:.1%} | {kv.evictions}"
+        kv = measured.kv
         lines.append(
-            f"| {setting.describe()} | {setting.budget} | {measured.tail.overall:.4f} | {worst.value:.4f} "
-            f"| {worst.lower:.4f} | {saved} |"
+            f"| {measured.family.describe()} | {measured.budget} | {measured.tail.overall:.4f} | {worst.value:.4f} "
+            f"| {worst.lower:.4f} | {kv.saved:.1%} | {kv.not_read:.1%} | {kv.evictions} |"
         )
     for grown in calibration.forward:
         lines.append(
-            f"| {grown.configuration.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
+            f"| {grown.family.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
             f"tau {grown.tau:.4f} | | | | | |"
         )
     typer.echo("\n".join([*lines, *never_sparse(calibration)]))
@@ -211,10 +210,9 @@ def write(calibration: "Calibration", out: Path) -> None:
 def never_sparse(calibration: "Calibration") -> list[str]:
     """A note for every family with budgets that no rollout exceeded: their tails are those of the dense policy."""
     notes = []
-    for family in calibration.families().values():
-        dense = [(m.configuration, m.kv) for m in family if m.kv is not None and m.kv.sparse == 0]
+    for family, measured in calibration.families().items():
+        dense = [one for one in measured if one.kv.sparse == 0]
         if dense:
-            budgets = ", ".join(str(setting.budget) for setting, _ in dense)
-            (setting, kv), *_ = dense
-            notes.append(kv.never_sparse(f"{setting.describe()} with budget {budgets}", setting.sparsity()))
+            budgets = ", ".join(str(one.budget) for one in dense)
+            notes.append(dense[0].kv.never_sparse(f"{family.describe()} with budget {budgets}", dense[0].policy))
     return notes

@@ -55,9 +55,9 @@ def distill(
     Writes the adapter (peft), metrics.jsonl and summary.json: acceptance on held-out prompts before and after.
     """
     from alula.config.settings import DistillSettings
-    from alula.sparsity.text import parse_sparsity
+    from alula.sparsity.policy import Sparsity
 
-    policy = parse_sparsity(sparsity)
+    policy = Sparsity.parse(sparsity)
     require(not policy.dense, "sparsity=dense: the dense policy is the teacher; name a sparse one.")
     for name, value in (("steps", steps), ("bin", width), ("save_every", save_every)):
         require(value >= 1, f"{name}={value}: must be at least 1.")
@@ -127,6 +127,7 @@ def run(
     from alula.models.lora import Adapter
     from alula.run.checkpoint import Checkpoints
     from alula.run.run_dir import MetricsWriter, check_folder
+    from alula.sparsity.schedule import Schedule
 
     check_folder(out, new=not resume, way="--out FOLDER")
     loaded, dataset = load_model_and_prompts(model, **input_options)
@@ -134,7 +135,15 @@ def run(
     test = [list(example.prompt_ids or ()) for example in aside]
     initial = None if adapter is None else Adapter.load(adapter)
     distiller = Distiller(loaded.model, settings, adapter=initial, base_model=model)
-    made_with = {"model": model, "sparsity": spell_all(policy), "held_out": held_out, "bin": width, **rollout_options}
+    budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
+    made_with = {
+        "model": model,
+        "sparsity": policy.describe(full=True),
+        "schedules": [[list(b.budgets), b.width] for b in budgets if isinstance(b, Schedule)],
+        "held_out": held_out,
+        "bin": width,
+        **rollout_options,
+    }
     made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options", "residual")}
     made_with |= {name: getattr(settings, name) for name in ("rank", "alpha")}
     made_with |= {"targets": ",".join(settings.targets), "data_dir": text(input_options["data_dir"])}
@@ -180,16 +189,6 @@ def run(
 
 def text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def spell_all(policy: "Sparsity") -> str:
-    """Both parts with all their settings, and what a schedule says: two of one name may differ."""
-    from alula.sparsity.schedule import Schedule
-    from alula.sparsity.text import spell
-
-    budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
-    tables = [f"{list(b.budgets)} per {b.width} tokens" for b in budgets if isinstance(b, Schedule)]
-    return " & ".join([spell(policy.evict), spell(policy.select), *tables])
 
 
 def described(found: "Acceptance", width: int) -> dict[str, Any]:

@@ -93,9 +93,9 @@ def evaluate(
 
 def check_policies(texts: list[str], sparse_adapter: Path | None) -> "tuple[list[Sparsity], int]":
     """The policies, and the page size that they share."""
-    from alula.sparsity.text import parse_sparsity
+    from alula.sparsity.policy import Sparsity
 
-    policies = [parse_sparsity(text) for text in texts]
+    policies = [Sparsity.parse(text) for text in texts]
     pages = {policy.select.block for policy in policies if policy.select}
     if len(pages) > 1:
         raise SettingError(f"--sparsity: block sizes {sorted(pages)} need different page sizes; use one call each.")

@@ -9,7 +9,6 @@ import typer
 
 from alula.mismatch.calibrate.calibrate import Grid
 from alula.mismatch.calibrate.find_budget import Smallest, below, check_limit, rungs, smallest
-from alula.mismatch.calibrate.label import family_label, label
 from alula.mismatch.calibrate.verify import Verification, verify
 from alula.sparsity.schedule import Schedule
 
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
     from alula.cli.common import Engines
     from alula.engine.engine import Engine
     from alula.mismatch.calibrate.calibrate import Text
-    from alula.mismatch.calibrate.file import Configuration
     from alula.mismatch.measure import Bins
+    from alula.sparsity.family import PolicyFamily
 
 
 def ladders_of(
-    families: "Sequence[Configuration]", budgets: tuple[int, ...] | None, length: int, limit: float, prompts: int
-) -> "list[tuple[Configuration, tuple[int, ...]]]":
+    families: "Sequence[PolicyFamily]", budgets: tuple[int, ...] | None, length: int, limit: float, prompts: int
+) -> "list[tuple[PolicyFamily, tuple[int, ...]]]":
     """Every family with the budgets to try, ascending. Raises if the limit cannot be tested or a budget is invalid."""
     check_limit(limit, prompts)
     if budgets is None:
@@ -34,7 +33,7 @@ def ladders_of(
 def run_vetoed(
     engines: "Engines",
     text: "Text",
-    ladders: "Sequence[tuple[Configuration, tuple[int, ...]]]",
+    ladders: "Sequence[tuple[PolicyFamily, tuple[int, ...]]]",
     limit: float,
     bins: "Bins",
     sweep: bool,
@@ -46,19 +45,19 @@ def run_vetoed(
     for family, ladder in ladders:
         engine = engines.with_page(family.block or 16)
 
-        def measured(budget: int, family: "Configuration" = family, engine: "Engine" = engine) -> Verification:
+        def measured(budget: int, family: "PolicyFamily" = family, engine: "Engine" = engine) -> Verification:
             schedule = Schedule((budget,) * bins.count, bins.width)
             one = verify(
                 engine,
                 schedule,
-                family.sparsity(budget),
+                family.policy(budget),
                 text,
                 None,
                 quantile=bins.quantile,
                 confidence=bins.confidence,
                 progress=progress,
             )
-            typer.echo(f"{label(family.sparsity(budget))}: {shares(one, limit)}")
+            typer.echo(f"{family.policy(budget).describe()}: {shares(one, limit)}")
             return one
 
         results.append(smallest(family, ladder, limit, measured, sweep=sweep))
@@ -101,13 +100,13 @@ def table(results: Sequence[Smallest]) -> str:
                 f"{one.budget} | {v.vetoed.value:.1%} | {lower:.1%}-{upper:.1%} | {v.tail.overall:.4f} "
                 f"| {v.kv.saved:.1%} | {v.kv.not_read:.1%} | {v.kv.evictions}"
             )
-        lines.append(f"| {family_label(one.family)} | {numbers} | {tried} |")
+        lines.append(f"| {one.family.describe()} | {numbers} | {tried} |")
     return "\n".join(lines)
 
 
 def remarks(one: Smallest) -> list[str]:
     """Notes below the table: why there is no budget, or how a smaller one might be found."""
-    name = family_label(one.family)
+    name = one.family.describe()
     if one.budget is None:
         return [f"{name}: {why_none(one)}"]
     if one.budget == min(one.tried):
@@ -124,7 +123,7 @@ def why_none(one: Smallest) -> str:
     dense = [budget for budget, result in one.tried.items() if result.kv.sparse == 0]
     if not failing:
         least = min(dense)
-        return one.tried[least].kv.never_sparse(f"budget {least}", one.family.sparsity(least))
+        return one.tried[least].kv.never_sparse(f"budget {least}", one.family.policy(least))
     text = f"budget {max(failing)} is not shown to hold"
     if dense:
         return f"{text} and {min(dense)} was never sparse; set --budgets between them, or a longer --length."
@@ -132,7 +131,7 @@ def why_none(one: Smallest) -> str:
 
 
 def verdict(results: Sequence[Smallest]) -> str:
-    policies = [label(one.family.sparsity(one.budget)) for one in results if one.budget is not None]
+    policies = [one.family.policy(one.budget).describe() for one in results if one.budget is not None]
     if not any(v.kv.sparse for one in results for v in one.tried.values()):
         return "no budget was sparse, so nothing was tested."
     if not policies:

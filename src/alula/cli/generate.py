@@ -47,9 +47,9 @@ def generate(
     check_output_file(out)
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
-    from alula.sparsity.text import parse_sparsity
+    from alula.sparsity.policy import Sparsity
 
-    policy = parse_sparsity(sparsity)
+    policy = Sparsity.parse(sparsity)
     sampling = Sampling(
         n=n,
         max_new_tokens=max_new_tokens,

@@ -122,7 +122,7 @@ def thresholds(calibration: "Calibration", cost: "Cost", work: "Workload", tau: 
 def describe(plan: "Plan", calibration: "Calibration") -> str:
     """The plan as text, with a table of its bins."""
     lines = [
-        f"{plan.schedule.name}: {plan.configuration.describe()}, tau {plan.tau:.4f} (dense floor {plan.floor:.4f})",
+        f"{plan.schedule.name}: {plan.family.describe()}, tau {plan.tau:.4f} (dense floor {plan.floor:.4f})",
         f"predicted {plan.speedup:.2f}x dense: {plan.sparse.tokens_per_second:,.0f} against "
         f"{plan.dense.tokens_per_second:,.0f} tokens/s, {plan.sparse.read_share:.0%} of the KV read, "
         f"{plan.sparse.peak_kv_bytes / 2**30:.2f} against {plan.dense.peak_kv_bytes / 2**30:.2f} GiB of KV, "

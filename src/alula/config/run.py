@@ -33,8 +33,9 @@ from alula.errors import SettingError, require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.objective.settings import Correction, Loss, LossName, check
 from alula.rewards.scoring import distinct
+from alula.sparsity.policy import Sparsity
 from alula.sparsity.schedule import Schedule
-from alula.sparsity.text import budget, parse_sparsity, settings_of
+from alula.sparsity.text import budget, settings_of
 
 if TYPE_CHECKING:
     from alula.sparsity.policy import Sparsity
@@ -280,7 +281,7 @@ class RunConfig(Section):
     def policies(self) -> "list[Sparsity]":
         """What the run samples with, and what it may move to."""
         move = self.distill.move if self.distill else None
-        return [self.sparsity.build(), *([parse_sparsity(move.sparsity)] if move else [])]
+        return [self.sparsity.build(), *([Sparsity.parse(move.sparsity)] if move else [])]
 
     def _check_distill(self, distill: DistillSettings) -> None:
         sparsity = self.sparsity.build()
@@ -298,7 +299,7 @@ class RunConfig(Section):
             self._check_move(distill.move)
 
     def _check_move(self, move: MoveSettings) -> None:
-        candidate, present = parse_sparsity(move.sparsity), self.sparsity.build()
+        candidate, present = Sparsity.parse(move.sparsity), self.sparsity.build()
         said = f"distill.move.sparsity={move.sparsity}"
         require(not candidate.dense, f"{said}: the run moves to a sparser policy; name one with a smaller budget.")
         require_one_part(candidate, said)

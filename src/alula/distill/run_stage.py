@@ -12,7 +12,6 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
 from alula.mismatch.tail import Tail
 from alula.sparsity.policy import Sparsity
-from alula.sparsity.text import parse_sparsity
 
 
 class RunDistiller:
@@ -31,7 +30,7 @@ class RunDistiller:
         """KL(sparse ‖ dense) of every batch of `first`, before the adapter was trained on it."""
         self.candidate: Sparsity | None = None
         if settings.move is not None:
-            self.candidate = parse_sparsity(settings.move.sparsity)
+            self.candidate = Sparsity.parse(settings.move.sparsity)
             engine.check(self.candidate)
             self.prompts = distiller.world.local_slice(prompts[: settings.move.prompts])
         self.moved = False

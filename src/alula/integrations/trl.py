@@ -29,7 +29,6 @@ from alula.objective.losses import LOSSES
 from alula.objective.mismatch_metrics import correction_metrics, mismatch_metrics
 from alula.objective.settings import Loss, check
 from alula.sparsity.policy import DENSE, Sparsity
-from alula.sparsity.text import parse_sparsity
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -61,7 +60,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         engine: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        self.sparsity = parse_sparsity(sparsity) if isinstance(sparsity, str) else sparsity
+        self.sparsity = Sparsity.parse(sparsity) if isinstance(sparsity, str) else sparsity
         self.correction = Correction.named(correction) if isinstance(correction, str) else correction
         refuse_settings(args or GRPOConfig(), self.correction)
         for name in ("tools", "rollout_func", "environment_factory"):

@@ -1,13 +1,16 @@
 """What a sparse policy is: which KV is evicted for good, which part of the rest is read."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from inspect import signature
+from typing import Any, Literal
 
 from alula.errors import SettingError, named_settings, require, require_whole
 from alula.sparsity.schedule import Schedule
-from alula.sparsity.text import parse_sparsity, spell
+from alula.sparsity.text import budget as parse_budget
+from alula.sparsity.text import part_text, settings_of
 
 Budget = int | Schedule
+Kind = Literal["select", "evict"]
 
 
 @dataclass(frozen=True, init=False)
@@ -63,7 +66,16 @@ class Evict:
             object.__setattr__(self, name, value)
         from alula.sparsity.evict import build
 
-        build(self)  # an unknown method or option is refused here, not at the first eviction
+        build(self)  # an unknown method or option raises here, not at the first eviction
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything but method and budget, by name."""
+        common = {name: getattr(self, name) for name in ("buffer", "window", "sinks", "protect_prompt")}
+        return common | dict(self.options)
+
+    def with_budget(self, budget: Budget) -> "Evict":
+        return Evict(self.method, budget, **self.settings)
 
 
 @named_settings
@@ -97,6 +109,14 @@ class Select:
             f"(the first and the last two); use at least {3 * self.block}.",
         )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything but method and budget, by name."""
+        return {"block": self.block, "dense_layers": self.dense_layers}
+
+    def with_budget(self, budget: Budget) -> "Select":
+        return replace(self, budget=budget)
+
 
 @named_settings
 @dataclass(frozen=True)
@@ -116,31 +136,54 @@ class Sparsity:
 
     @classmethod
     def parse(cls, text: str) -> "Sparsity":
-        """The command line's spelling: `dense`, `rkv:512+128,window=16`, `block-topk:1024`, or two joined by `&`."""
-        return parse_sparsity(text)
+        """From text: `dense`, `rkv:512+128,window=16`, `block-topk:1024`, or two joined by `&`."""
+        evict, select = settings_of(text)
+        return cls(
+            Evict(**evict | {"budget": parse_budget(evict["budget"])}) if evict else None,
+            Select(**select | {"budget": parse_budget(select["budget"])}) if select else None,
+        )
 
     @property
     def dense(self) -> bool:
         return self.evict is None and self.select is None
 
-    def describe(self) -> str:
-        parts = []
-        if self.evict:
-            parts.append(f"{self.evict.method} {describe_budget(self.evict.budget)}+{self.evict.buffer}")
-        if self.select:
-            parts.append(f"{self.select.method} {describe_budget(self.select.budget)}/{self.select.block}")
-        return " & ".join(parts) or "dense"
+    def describe(self, *, full: bool = False) -> str:
+        """The text that `parse` reads back, without settings at their defaults; `full` prints those too."""
+        return " & ".join(describe(part, full=full) for part in (self.evict, self.select) if part) or "dense"
+
+    def with_budget(self, kind: Kind, budget: Budget) -> "Sparsity":
+        """The same policy with another budget of its evictor or its selector."""
+        part = getattr(self, kind)
+        return replace(self, **{kind: part.with_budget(budget)})
 
 
 DENSE = Sparsity()
 
 
+DEFAULTS = {
+    Evict: {name: one.default for name, one in signature(Evict.__init__).parameters.items()},
+    Select: {one.name: one.default for one in fields(Select)},
+}
+
+
+def describe(part: Evict | Select, *, full: bool = False) -> str:
+    """The text of one part of a policy."""
+    return part_text(part.method, part.budget, part.settings if full else changed_settings(part, "buffer"))
+
+
+def changed_settings(part: Evict | Select, *always: str) -> dict[str, Any]:
+    """The settings of a part that differ from their defaults, and those named in `always`."""
+    defaults = DEFAULTS[type(part)]
+    return {k: v for k, v in part.settings.items() if k in always or k not in defaults or defaults[k] != v}
+
+
 def check_schedules(sparsity: Sparsity, model: str) -> None:
-    """Refuse schedules that were made for another use than theirs in this policy of `model`."""
-    both = {"evict": spell(sparsity.evict), "select": spell(sparsity.select)}
+    """Raise where a schedule was planned for another model, method or setting."""
+    parts = (("evict", sparsity.evict), ("select", sparsity.select))
+    both = {kind: describe(part, full=True) if part else "none" for kind, part in parts}
     for part in (sparsity.evict, sparsity.select):
         if part is not None and isinstance(part.budget, Schedule):
-            settings = both | vars(part) | dict(getattr(part, "options", ()))
+            settings = both | part.settings
             block = part.block if isinstance(part, Select) else None
             part.budget.check(method=part.method, block=block, model=model, settings=settings)
 
@@ -156,7 +199,3 @@ def smallest(budget: Budget) -> int:
 def budget_at(budget: Budget, length: int) -> int:
     """The budget in force for a sequence of `length` tokens: prompt and generated, whether evicted or not."""
     return budget.at(length) if isinstance(budget, Schedule) else budget
-
-
-def describe_budget(budget: Budget) -> str:
-    return budget.name if isinstance(budget, Schedule) else str(budget)

@@ -34,6 +34,9 @@ class Schedule:
         require(min(self.budgets) > 0, f"budgets={self.budgets}: every budget must be positive.")
         require(self.width > 0, f"width={self.width}: the bin width must be positive.")
 
+    def __str__(self) -> str:
+        return self.name
+
     def at(self, length: int) -> int:
         return self.budgets[min(length // self.width, len(self.budgets) - 1)]
 

@@ -24,7 +24,7 @@ from alula.models.geometry import Geometry
 from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
 from alula.rewards.scoring import check as check_rewards
-from alula.sparsity.policy import DENSE, Sparsity, check_schedules, describe_budget
+from alula.sparsity.policy import DENSE, Sparsity, check_schedules
 from alula.sparsity.schedule import Schedule
 from alula.trainer.build import Data
 from alula.trainer.preflight import (
@@ -261,14 +261,13 @@ def sparsity_table(config: RunConfig) -> Table:
         protected = "the whole prompt, " if evict.protect_prompt else ""
         table.add_row(
             "  evicted",
-            f"to {describe_budget(evict.budget)} KV tokens whenever {evict.buffer} more are cached; always kept: "
+            f"to {evict.budget} KV tokens whenever {evict.buffer} more are cached; always kept: "
             f"{protected}first {evict.sinks}, last {evict.window}",
         )
     if select := sparsity.select:
         table.add_row(
             "  read",
-            f"{describe_budget(select.budget)} KV tokens in blocks of {select.block}; dense layers: "
-            f"{select.dense_layers}",
+            f"{select.budget} KV tokens in blocks of {select.block}; dense layers: {select.dense_layers}",
         )
     for message in schedules_of_other_models(config.policies(), load_model_config(config.model.source)):
         table.add_row("  other model", f"{message} {OTHER_MODEL_ADVICE}")

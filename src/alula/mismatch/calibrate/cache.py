@@ -13,10 +13,11 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.errors import SettingError
 from alula.files import check_same_settings, write_atomically
-from alula.mismatch.calibrate.file import Configuration, Measured, savings_from_dict, tail_from_dict, tail_to_dict
+from alula.mismatch.calibrate.file import Measured, tail_from_dict, tail_to_dict
 from alula.mismatch.measure import Bins
 from alula.mismatch.tail import Estimate, Tail
 from alula.models.residual import residual_of
+from alula.sparsity.family import PolicyFamily
 
 if TYPE_CHECKING:
     from alula.mismatch.calibrate.calibrate import Text
@@ -32,7 +33,7 @@ class Work:
     sampling: Sampling
     rollouts: list[Rollout] = field(default_factory=list)
     floor: Tail | None = None
-    measured: dict[Configuration, Measured] = field(default_factory=dict)
+    measured: dict[tuple[PolicyFamily, int], Measured] = field(default_factory=dict)
     forward: dict[str, Estimate] = field(default_factory=dict)
 
     @classmethod
@@ -48,7 +49,7 @@ class Work:
         self._write()
 
     def keep(self, measured: Measured) -> None:
-        self.measured[measured.configuration] = measured
+        self.measured[measured.family, measured.budget] = measured
         self._write()
 
     def keep_forward(self, name: str, tail: Estimate) -> None:
@@ -64,10 +65,7 @@ class Work:
             "made_with": self.made_with,
             "text": [[r.prompt_index, r.sample_index, r.prompt_ids, r.token_ids] for r in self.rollouts],
             "floor": None if self.floor is None else tail_to_dict(self.floor),
-            "measured": [
-                {**asdict(m.configuration), "tail": tail_to_dict(m.tail), "kv": m.kv and asdict(m.kv)}
-                for m in self.measured.values()
-            ],
+            "measured": [one.to_dict() for one in self.measured.values()],
             "forward": {name: asdict(tail) for name, tail in self.forward.items()},
         }
         write_atomically(self.path, json.dumps(data, allow_nan=False) + "\n")
@@ -85,12 +83,8 @@ class Work:
             for i, k, prompt, tokens in data["text"]
         ]
         self.floor = None if data["floor"] is None else tail_from_dict(data["floor"])
-        for m in data["measured"]:
-            options = tuple((name, value) for name, value in m["options"])
-            configuration = Configuration(m["kind"], m["method"], m["budget"], options)
-            self.measured[configuration] = Measured(
-                configuration, tail_from_dict(m["tail"]), savings_from_dict(m.get("kv"))
-            )
+        for one in map(Measured.from_dict, data["measured"]):
+            self.measured[one.family, one.budget] = one
         self.forward = {name: Estimate(**tail) for name, tail in data["forward"].items()}
 
 

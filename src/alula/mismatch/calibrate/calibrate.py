@@ -16,12 +16,13 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.errors import require
 from alula.mismatch.calibrate.cache import Work
-from alula.mismatch.calibrate.file import Calibration, Configuration, Forward, Measured
+from alula.mismatch.calibrate.file import Calibration, Forward, Measured
 from alula.mismatch.calibrate.search import next_budgets, spread
 from alula.mismatch.measure import Bins, cut, measure, own_rollouts, side_by_side
 from alula.mismatch.plan.evictor_schedule import plan_forward
 from alula.mismatch.plan.plan import GAP, Infeasible
 from alula.mismatch.tail import MIN_PROMPTS, Estimate
+from alula.sparsity.family import PolicyFamily
 from alula.sparsity.policy import DENSE
 from alula.sparsity.schedule import Schedule
 
@@ -30,9 +31,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: families of configurations (their own budgets do not count) and the budgets of each."""
+    """What is measured: families of policies and the budgets of each."""
 
-    families: tuple[Configuration, ...]
+    families: tuple[PolicyFamily, ...]
     budgets: tuple[int, ...]
     taus: tuple[float, ...] = ()
     """Thresholds to search for; none: the dense floor − 0.085."""
@@ -46,7 +47,7 @@ class Grid:
         require(len(self.budgets) > 0, "budgets: name at least one.")
         object.__setattr__(self, "budgets", tuple(sorted(set(self.budgets))))
         for family in self.families:
-            replace(family, budget=self.budgets[0]).sparsity()  # refuses a budget that the method cannot have
+            family.policy(self.budgets[0])  # raises if the method cannot have such a budget
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,13 @@ def calibrate(
         search(engine, family, grid, taus, work, bins, say, progress)
         if family.kind == "evict" and grid.forward:
             forward += grow(engine, family, grid, taus, work, bins, say, progress)
-    wanted = {family.family for family in grid.families}
-    measured = tuple(m for m in work.measured.values() if m.configuration.family in wanted)
+    measured = tuple(m for m in work.measured.values() if m.family in grid.families)
     return Calibration(engine.name, work.floor, measured, text.temperature, notes, tuple(forward))
 
 
 def search(
     engine: Engine,
-    family: Configuration,
+    family: PolicyFamily,
     grid: Grid,
     taus: Sequence[float],
     work: Work,
@@ -123,30 +123,25 @@ def search(
     """Measure the budgets of one family, as many side by side as the engine holds, until no other could matter."""
     together = side_by_side(engine, work.rollouts, family.evicts)
     while True:
-        known = {m.configuration.budget: m.tail for m in work.measured.values() if same_family(m, family)}
+        known = {m.budget: m.tail for m in work.measured.values() if m.family == family}
         known = {budget: tail for budget, tail in known.items() if budget in grid.budgets}
         budgets = next_budgets(grid.budgets, known, taus, together, sweep=grid.sweep)
         if not budgets:
             return
         say(f"{family.describe()}: budgets {', '.join(map(str, budgets))}")
-        ready = [replace(family, budget=budget) for budget in budgets]
         measure(
             engine,
             work.rollouts,
-            [one.sparsity() for one in ready],
+            [family.policy(budget) for budget in budgets],
             bins,
             progress=progress,
-            done=lambda i, tail, kv, ready=ready: work.keep(Measured(ready[i], tail, kv)),  # type: ignore[misc]
+            done=lambda i, tail, kv, budgets=budgets: work.keep(Measured(family, budgets[i], tail, kv)),  # type: ignore[misc]
         )
-
-
-def same_family(measured: Measured, family: Configuration) -> bool:
-    return measured.configuration.family == family.family
 
 
 def grow(
     engine: Engine,
-    family: Configuration,
+    family: PolicyFamily,
     grid: Grid,
     taus: Sequence[float],
     work: Work,
@@ -165,7 +160,7 @@ def grow(
             say(str(error))
             continue
         budgets, tails = tuple(b.budget for b in planned), tuple(b.tail for b in planned)
-        found.append(Forward(replace(family, budget=max(budgets)), tau, budgets, tails))
+        found.append(Forward(family, tau, budgets, tails))
     return found
 
 
@@ -178,7 +173,7 @@ class ForwardMeasure:
     """
 
     def __init__(
-        self, engine: Engine, family: Configuration, budgets: Sequence[int], work: Work, bins: Bins, progress: bool
+        self, engine: Engine, family: PolicyFamily, budgets: Sequence[int], work: Work, bins: Bins, progress: bool
     ) -> None:
         self.engine, self.family, self.budgets, self.work = engine, family, budgets, work
         self.bins, self.progress = bins, progress
@@ -195,7 +190,7 @@ class ForwardMeasure:
         larger = [b for b in self.budgets if b > candidate and self.key(before, j, b) not in self.work.forward]
         probes = [candidate, *spread(larger, room)]
         schedules = [Schedule((*before, budget), self.bins.width) for budget in probes]
-        policies = [self.family.sparsity(schedule) for schedule in schedules]
+        policies = [self.family.policy(schedule) for schedule in schedules]
         tails = measure(self.engine, text, policies, self.single, progress=self.progress)
         for budget, tail in zip(probes, tails):
             self.keep(before, j, budget, tail[j])
@@ -203,7 +198,7 @@ class ForwardMeasure:
 
     def key(self, before: tuple[int, ...], j: int, candidate: int) -> str:
         """The name of this measurement in the work file."""
-        return f"{self.family.kind} {self.family.describe()} {'-'.join(map(str, (*before, candidate)))} @{j}"
+        return f"{self.family.describe(full=True)} {'-'.join(map(str, (*before, candidate)))} @{j}"
 
     def keep(self, before: tuple[int, ...], j: int, candidate: int, tail: Estimate) -> Estimate:
         self.work.keep_forward(self.key(before, j, candidate), tail)

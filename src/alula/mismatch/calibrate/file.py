@@ -5,80 +5,69 @@ import os
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from alula.errors import SettingError, require
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import Estimate, Tail
-from alula.sparsity.policy import Budget, Evict, Select, Sparsity
-from alula.sparsity.text import parse_sparsity
+from alula.sparsity.family import PolicyFamily, parse_families
+from alula.sparsity.policy import Sparsity
 
 VERSION = 1
-Kind = Literal["select", "evict"]
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One point of the grid: a method, its fixed settings, and the budget that a schedule will vary."""
-
-    kind: Kind
-    method: str
-    budget: int
-    options: tuple[tuple[str, Any], ...] = ()
-    """The other settings of `Select` (block, dense_layers) or `Evict` (buffer, window, sinks, ...). A selector may
-    have an evictor of one budget beside it: `evict`, as a command line spells it (`alula.sparsity.text.spell`)."""
-
-    def __post_init__(self) -> None:
-        require(self.kind in ("select", "evict"), f"kind={self.kind!r}: must be 'select' or 'evict'.")
-        object.__setattr__(self, "options", tuple(sorted((str(k), v) for k, v in self.options)))
-
-    @property
-    def family(self) -> tuple[Any, ...]:
-        """What a schedule cannot change: configurations of one family differ in the budget only."""
-        return (self.kind, self.method, self.options)
-
-    @property
-    def evicts(self) -> bool:
-        return self.kind == "evict" or "evict" in dict(self.options)
-
-    @property
-    def block(self) -> int | None:
-        """Tokens per page that a selector scores; None for an evictor."""
-        return int(dict(self.options).get("block", 16)) if self.kind == "select" else None
-
-    def sparsity(self, budget: Budget | None = None) -> Sparsity:
-        """The policy of this configuration, or of its family under another budget or a schedule."""
-        made = self.budget if budget is None else budget
-        options = dict(self.options)
-        if self.kind == "evict":
-            return Sparsity(evict=Evict(self.method, made, **options))
-        beside = options.pop("evict", None)
-        return Sparsity(parse_sparsity(beside).evict if beside else None, Select(self.method, made, **options))
-
-    def describe(self) -> str:
-        return " ".join([self.method, *(f"{name}={value}" for name, value in self.options)])
 
 
 @dataclass(frozen=True)
 class Measured:
-    configuration: Configuration
+    """One policy of the grid: a family at one budget."""
+
+    family: PolicyFamily
+    budget: int
     tail: Tail
-    kv: Savings | None = None
-    """None in a file from before this was measured."""
+    kv: Savings
+
+    @property
+    def policy(self) -> Sparsity:
+        return self.family.policy(self.budget)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "family": self.family.describe(full=True),
+            "budget": self.budget,
+            "tail": tail_to_dict(self.tail),
+            "kv": asdict(self.kv),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Measured":
+        [family] = parse_families(data["family"])
+        return cls(family, data["budget"], tail_from_dict(data["tail"]), Savings(**data["kv"]))
 
 
 @dataclass(frozen=True)
 class Forward:
     """A growing schedule of an evictor that holds `tau`: each bin was measured under the budgets before it."""
 
-    configuration: Configuration
-    """Its family, at the largest budget."""
+    family: PolicyFamily
     tau: float
     budgets: tuple[int, ...]
     tails: tuple[Estimate | None, ...]
     """None where a bin inherits its neighbour's budget."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "family": self.family.describe(full=True),
+            "tau": self.tau,
+            "budgets": list(self.budgets),
+            "tails": [None if tail is None else asdict(tail) for tail in self.tails],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Forward":
+        [family] = parse_families(data["family"])
+        tails = tuple(None if tail is None else Estimate(**tail) for tail in data["tails"])
+        return cls(family, data["tau"], tuple(data["budgets"]), tails)
 
 
 @dataclass(frozen=True)
@@ -115,12 +104,12 @@ class Calibration:
     def bins(self) -> int:
         return len(self.floor)
 
-    def families(self) -> dict[tuple[Any, ...], list[Measured]]:
-        """Measured configurations by family, budgets ascending."""
-        found: dict[tuple[Any, ...], list[Measured]] = {}
-        for one in sorted(self.measured, key=lambda m: m.configuration.budget):
-            found.setdefault(one.configuration.family, []).append(one)
-        return found
+    def families(self) -> dict[PolicyFamily, list[Measured]]:
+        """Measured policies by family, budgets ascending."""
+        families: dict[PolicyFamily, list[Measured]] = {}
+        for one in sorted(self.measured, key=lambda m: m.budget):
+            families.setdefault(one.family, []).append(one)
+        return families
 
     def save(self, path: str | Path) -> None:
         """Atomic: a killed calibration leaves the last whole file."""
@@ -135,28 +124,8 @@ class Calibration:
             "temperature": self.temperature,
             "notes": self.notes,
             "floor": tail_to_dict(self.floor),
-            "measured": [
-                {
-                    "kind": m.configuration.kind,
-                    "method": m.configuration.method,
-                    "budget": m.configuration.budget,
-                    "options": dict(m.configuration.options),
-                    "tail": tail_to_dict(m.tail),
-                    "kv": m.kv and asdict(m.kv),
-                }
-                for m in self.measured
-            ],
-            "forward": [
-                {
-                    "kind": f.configuration.kind,
-                    "method": f.configuration.method,
-                    "options": dict(f.configuration.options),
-                    "tau": f.tau,
-                    "budgets": list(f.budgets),
-                    "tails": [None if tail is None else asdict(tail) for tail in f.tails],
-                }
-                for f in self.forward
-            ],
+            "measured": [one.to_dict() for one in self.measured],
+            "forward": [one.to_dict() for one in self.forward],
         }
 
     @classmethod
@@ -174,30 +143,12 @@ class Calibration:
         version = data.get("version")
         require(version == VERSION, f"calibration file {source}: version {version!r}, not {VERSION}; calibrate again.")
         try:
-            measured = [
-                Measured(
-                    Configuration(m["kind"], m["method"], m["budget"], tuple(m["options"].items())),
-                    tail_from_dict(m["tail"]),
-                    savings_from_dict(m.get("kv")),
-                )
-                for m in data["measured"]
-            ]
+            measured = tuple(map(Measured.from_dict, data["measured"]))
+            forward = tuple(map(Forward.from_dict, data["forward"]))
             floor = tail_from_dict(data["floor"])
-            forward = tuple(forward_from_dict(f) for f in data["forward"])
-            return cls(data["model"], floor, tuple(measured), data["temperature"], data["notes"], forward)
+            return cls(data["model"], floor, measured, data["temperature"], data["notes"], forward)
         except (KeyError, TypeError, AttributeError) as error:
             raise SettingError(f"calibration file {source}: not a calibration ({error!r}).") from error
-
-
-def savings_from_dict(data: dict[str, Any] | None) -> Savings | None:
-    return None if data is None else Savings(**data)
-
-
-def forward_from_dict(data: dict[str, Any]) -> Forward:
-    budgets = tuple(data["budgets"])
-    family = Configuration(data["kind"], data["method"], max(budgets), tuple(data["options"].items()))
-    tails = tuple(None if tail is None else Estimate(**tail) for tail in data["tails"])
-    return Forward(family, data["tau"], budgets, tails)
 
 
 _PER_BIN = ("value", "lower", "upper", "tokens", "prompts")

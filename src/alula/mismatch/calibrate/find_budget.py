@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from alula.errors import SettingError, require
-from alula.mismatch.calibrate.file import Configuration
-from alula.mismatch.calibrate.label import family_label, label
 from alula.mismatch.calibrate.verify import Verification
 from alula.mismatch.control.controller import default_ladder
 from alula.objective.veto import Share
+from alula.sparsity.family import PolicyFamily
 
 
 @dataclass(frozen=True)
 class Smallest:
     """Of one family."""
 
-    family: Configuration
+    family: PolicyFamily
     limit: float
     tried: dict[int, Verification]
     """By budget."""
@@ -34,10 +33,10 @@ class Smallest:
 
     def to_dict(self) -> dict[str, Any]:
         tried = [
-            {"budget": b, "policy": label(self.family.sparsity(b)), "holds": below(one, self.limit), **one.to_dict()}
+            {"budget": b, "policy": self.family.policy(b).describe(), "holds": below(one, self.limit), **one.to_dict()}
             for b, one in sorted(self.tried.items())
         ]
-        return {"family": family_label(self.family), "budget": self.budget, "limit": self.limit, "tried": tried}
+        return {"family": self.family.describe(), "budget": self.budget, "limit": self.limit, "tried": tried}
 
 
 def below(found: Verification, limit: float) -> bool:
@@ -45,7 +44,7 @@ def below(found: Verification, limit: float) -> bool:
 
 
 def smallest(
-    family: Configuration,
+    family: PolicyFamily,
     ladder: Sequence[int],
     limit: float,
     measure: Callable[[int], Verification],
@@ -78,16 +77,16 @@ def check_limit(limit: float, prompts: int) -> None:
     )
 
 
-def rungs(family: Configuration, length: int) -> tuple[int, ...]:
+def rungs(family: PolicyFamily, length: int) -> tuple[int, ...]:
     """Budgets to try where none are named: from a thirty-second of the length, a quarter apart, below the length."""
 
     def possible(budget: int) -> bool:
         try:
-            family.sparsity(budget)
+            family.policy(budget)
         except SettingError:
             return False
         return True
 
     found = tuple(filter(possible, default_ladder(max(16, length // 512 * 16), length, 16)[:-1]))
-    require(len(found) > 0, f"budgets: name them; a length of {length} leaves none for {family_label(family)}.")
+    require(len(found) > 0, f"budgets: name them; a length of {length} leaves none for {family.describe()}.")
     return found

@@ -11,17 +11,16 @@ from typing import Any
 from alula.engine.engine import Engine
 from alula.errors import SettingError, require
 from alula.mismatch.calibrate.calibrate import Text
-from alula.mismatch.calibrate.file import Configuration, Kind, tail_to_dict
+from alula.mismatch.calibrate.file import tail_to_dict
 from alula.mismatch.control.monitor import budget_of, controlled
 from alula.mismatch.measure import Bins, own_rollouts
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import MIN_PROMPTS, Estimate, Tail
 from alula.objective.veto import TOO_MANY, Share
 from alula.sparsity.evict import METHODS as EVICTORS
-from alula.sparsity.policy import Sparsity
+from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.select import METHODS as SELECTORS
-from alula.sparsity.text import parse_sparsity
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def named(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:
     if not spells_a_policy or Path(text).exists():
         schedule = Schedule.load(text)
         return schedule, policy_of(schedule)
-    policy = parse_sparsity(text)
+    policy = Sparsity.parse(text)
     budget = budget_of(policy, controlled(policy))
     if budget is None:
         raise SettingError("verify=dense: it is what others are measured against; name a sparse policy (rkv:512+128).")
@@ -127,11 +126,12 @@ def policy_of(schedule: Schedule) -> Sparsity:
         schedule.method in SELECTORS or schedule.method in EVICTORS,
         f"schedule {schedule.name!r}: its method {schedule.method!r} is neither a selector nor an evictor.",
     )
-    kind: Kind = "select" if schedule.method in SELECTORS else "evict"
     options = dict(schedule.notes.get("options", {}))
-    beside = schedule.notes.get("beside", {}).get("evict", "none")
-    if beside != "none":
-        options["evict"] = beside
-    if kind == "select" and schedule.block is not None:
+    if schedule.method in EVICTORS:
+        return Sparsity(evict=Evict(schedule.method, schedule, **options))
+    evictor = schedule.notes.get("beside", {}).get("evict", "none")
+    if schedule.block is not None:
         options["block"] = schedule.block
-    return Configuration(kind, schedule.method, max(schedule.budgets), tuple(options.items())).sparsity(schedule)
+    return Sparsity(
+        None if evictor == "none" else Sparsity.parse(evictor).evict, Select(schedule.method, schedule, **options)
+    )

@@ -10,7 +10,7 @@ learner's scoring pass.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
@@ -20,11 +20,10 @@ from alula.config.settings import ControlSettings, MonitorSettings
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
 from alula.errors import SettingError, require
-from alula.mismatch.calibrate.file import Kind
 from alula.mismatch.control.controller import BudgetController, default_ladder
 from alula.mismatch.measure import flat
 from alula.mismatch.tail import Array, lower_quantile
-from alula.sparsity.policy import Budget, Sparsity, smallest
+from alula.sparsity.policy import Budget, Kind, Sparsity, smallest
 from alula.sparsity.schedule import Schedule
 
 PERCENTILES = (1, 5, 50)
@@ -86,7 +85,7 @@ class Monitor:
         """The watched policy with the controller's budgets."""
         if self.controller is None:
             return self.base
-        return with_budget(self.base, self.kind, self.controller.schedule)
+        return self.base.with_budget(self.kind, self.controller.schedule)
 
     @property
     def densest(self) -> Sparsity:
@@ -96,7 +95,7 @@ class Monitor:
         budget = max(self.controller.schedule.budgets)
         tops = {"adapt": self.controller.ladder[-1], "dense": self.max_length}
         top = tops.get(self.controller.control.on_violation, 0)
-        return with_budget(self.base, self.kind, top) if top > budget else self.recommended
+        return self.base.with_budget(self.kind, top) if top > budget else self.recommended
 
     @property
     def stopped(self) -> bool:
@@ -216,7 +215,7 @@ def resolve_control(control: ControlSettings, sparsity: Sparsity, max_length: in
     kind = controlled(sparsity)
     for rung in control.ladder or ():
         try:
-            with_budget(sparsity, kind, rung)
+            sparsity.with_budget(kind, rung)
         except SettingError as error:
             raise SettingError(f"control.ladder={list(control.ladder or ())}: {error}") from error
     start = budget_of(sparsity, kind)
@@ -245,21 +244,3 @@ def schedule_of(budget: Budget | None, width: int | None, max_length: int) -> Sc
         return budget
     width = width or min(2000, ceil(max_length / 8))
     return Schedule((budget or max_length,) * ceil(max_length / width), width, f"fixed-{budget}")
-
-
-def with_budget(sparsity: Sparsity, kind: Kind, budget: Budget) -> Sparsity:
-    if kind == "select":
-        assert sparsity.select is not None
-        return replace(sparsity, select=replace(sparsity.select, budget=budget))
-    e = sparsity.evict
-    assert e is not None
-    evict = type(e)(
-        e.method,
-        budget,
-        buffer=e.buffer,
-        window=e.window,
-        sinks=e.sinks,
-        protect_prompt=e.protect_prompt,
-        **dict(e.options),
-    )
-    return replace(sparsity, evict=evict)

@@ -7,11 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alula.errors import SettingError, require
-from alula.mismatch.calibrate.file import Calibration, Configuration, Forward, Measured
+from alula.mismatch.calibrate.file import Calibration, Forward, Measured
 from alula.mismatch.plan.cost import Cost, Generation, generation, largest_batch
 from alula.mismatch.tail import MIN_PROMPTS, Estimate
+from alula.sparsity.family import PolicyFamily
 from alula.sparsity.footprint import demand
-from alula.sparsity.policy import DENSE, Sparsity
+from alula.sparsity.policy import DENSE, Sparsity, describe
 from alula.sparsity.schedule import Schedule
 
 Array = NDArray[Any]
@@ -63,8 +64,7 @@ class PlannedBin:
 @dataclass(frozen=True)
 class Plan:
     schedule: Schedule
-    configuration: Configuration
-    """The family of the schedule, at its largest budget."""
+    family: PolicyFamily
     tau: float
     floor: float
     bins: tuple[PlannedBin, ...]
@@ -101,12 +101,12 @@ def plan(
         try:
             plans.append(_plan_family(calibration, family, cost, workload, threshold, name))
         except Infeasible as error:
-            refused.append((family[0].configuration.describe(), error))
+            refused.append((family[0].family.describe(), error))
     plans += [_planned_forward(calibration, f, cost, workload, name) for f in calibration.forward if f.tau >= threshold]
     if not plans:
         raise max((error for _, error in refused), key=lambda error: error.reachable)
     best = max(plans, key=lambda p: p.speedup)
-    rivals = [(p.configuration.describe(), f"{p.speedup:.2f}x") for p in plans if p is not best]
+    rivals = [(p.family.describe(), f"{p.speedup:.2f}x") for p in plans if p is not best]
     rivals += [(family, f"reaches {error.reachable:.3f}") for family, error in refused]
     return Plan(**{**vars(best), "rivals": tuple(dict.fromkeys(rivals))})
 
@@ -118,8 +118,8 @@ def _plan_family(
     owner = inherit_from(np.isfinite(lower).any(1))
     trusted = np.unique(owner)
     ms = np.zeros((calibration.bins, len(family)))
-    np.add.at(ms, owner, np.stack([_ms_per_bin(calibration, m.configuration, cost, workload) for m in family], 1))
-    growing = family[0].configuration.kind == "select"
+    np.add.at(ms, owner, np.stack([_ms_per_bin(calibration, m.policy, cost, workload) for m in family], 1))
+    growing = family[0].family.kind == "select"
     if growing:
         chosen = cheapest_monotone(np.where(lower >= tau, ms, np.inf)[trusted])
     else:
@@ -131,48 +131,47 @@ def _plan_family(
     bins = tuple(
         PlannedBin(
             j * calibration.width,
-            family[rung[own]].configuration.budget,
+            family[rung[own]].budget,
             family[rung[own]].tail[j] if own == j else None,
         )
         for j, own in enumerate(owner.tolist())
     )
-    return assemble(calibration, family[0].configuration, bins, cost, workload, tau, name)
+    return assemble(calibration, family[0].family, bins, cost, workload, tau, name)
 
 
 def _planned_forward(calibration: Calibration, forward: Forward, cost: Cost, workload: Workload, name: str) -> Plan:
     steps = enumerate(zip(forward.budgets, forward.tails))
     bins = tuple(PlannedBin(j * calibration.width, budget, tail) for j, (budget, tail) in steps)
-    return assemble(calibration, forward.configuration, bins, cost, workload, forward.tau, name)
+    return assemble(calibration, forward.family, bins, cost, workload, forward.tau, name)
 
 
 def assemble(
     calibration: Calibration,
-    configuration: Configuration,
+    family: PolicyFamily,
     bins: tuple[PlannedBin, ...],
     cost: Cost,
     workload: Workload,
     tau: float,
     name: str = "planned",
 ) -> Plan:
-    """A plan from chosen budgets, with its schedule made out to model, method and page size."""
+    """A plan from chosen budgets, with its schedule bound to model, method and page size."""
     budgets = tuple(planned.budget for planned in bins)
-    options = dict(configuration.options)
-    beside = {"evict": options.pop("evict", "none")} if configuration.kind == "select" else {"select": "none"}
+    evict = family.template.evict
+    beside = {"select": "none"}
+    if family.kind == "select":
+        beside = {"evict": describe(evict, full=True) if evict else "none"}
     inherited = [j for j, planned in enumerate(bins) if planned.tail is None]
     notes = {
         "tau": round(tau, 6),
         "floor": round(calibration.floor.overall, 6),
         "quantile": calibration.quantile,
         "confidence": calibration.floor.confidence,
-        "options": options,
+        "options": family.part.settings,
         "beside": beside,
         "inherited_bins": inherited,
     }
-    schedule = Schedule(
-        budgets, calibration.width, name, calibration.model, configuration.method, configuration.block, notes
-    )
-    largest = Configuration(configuration.kind, configuration.method, max(budgets), configuration.options)
-    dense, sparse = workload.run(cost, DENSE), workload.run(cost, largest.sparsity(schedule))
+    schedule = Schedule(budgets, calibration.width, name, calibration.model, family.method, family.block, notes)
+    dense, sparse = workload.run(cost, DENSE), workload.run(cost, family.policy(schedule))
     warnings = []
     trusted = [j for j in range(len(bins)) if j not in inherited]
     thin = [j for j in inherited if j < trusted[-1]]
@@ -186,7 +185,7 @@ def assemble(
         )
     if (last := workload.prompt + workload.new_tokens) > calibration.bins * calibration.width:
         warnings.append(f"lengths {calibration.bins * calibration.width}-{last} were not measured.")
-    return Plan(schedule, largest, tau, calibration.floor.overall, bins, dense, sparse, warnings=tuple(warnings))
+    return Plan(schedule, family, tau, calibration.floor.overall, bins, dense, sparse, warnings=tuple(warnings))
 
 
 def inherit_from(trusted: Array) -> Array:
@@ -238,18 +237,18 @@ def _infeasible(
     worst = int(trusted[lower[trusted].max(1).argmin()])
     best = family[int(lower[worst].argmax())]
     return Infeasible(
-        f"tau={tau:.3f} is out of reach of {best.configuration.describe()}: the best reachable is {reach:.3f}, and "
+        f"tau={tau:.3f} is out of reach of {best.family.describe()}: the best reachable is {reach:.3f}, and "
         f"the tightest bin is {worst * calibration.width}-{(worst + 1) * calibration.width}, where budget "
-        f"{best.configuration.budget} has a tail of {best.tail.value[worst]:.3f} with lower bound "
+        f"{best.budget} has a tail of {best.tail.value[worst]:.3f} with lower bound "
         f"{lower[worst].max():.3f} (dense floor {calibration.floor.overall:.3f}); lower tau, or calibrate larger "
         "budgets or more prompts.",
         reach,
     )
 
 
-def _ms_per_bin(calibration: Calibration, configuration: Configuration, cost: Cost, workload: Workload) -> Array:
+def _ms_per_bin(calibration: Calibration, policy: Sparsity, cost: Cost, workload: Workload) -> Array:
     """Time that a whole generation under one budget spends in each bin, at the dense policy's batch."""
-    ask = demand(configuration.sparsity(), workload.prompt, workload.new_tokens, cost.geometry.layers)
+    ask = demand(policy, workload.prompt, workload.new_tokens, cost.geometry.layers)
     ms = cost.step_ms(workload.rows(cost, DENSE), ask.read, ask.scored, ask.moved)
     lengths = np.arange(workload.prompt, workload.prompt + workload.new_tokens)
     return np.bincount(

@@ -8,7 +8,6 @@ from re import findall
 from typing import TypedDict
 
 from alula.mismatch.calibrate.file import Calibration
-from alula.mismatch.calibrate.label import family_label
 from alula.mismatch.plan.plan import Plan
 from alula.mismatch.plan.tradeoff import Tradeoff
 
@@ -53,14 +52,13 @@ def plot_tails(calibration: Calibration, plan: Plan | None = None) -> str:
     several = len(calibration.families()) > 1  # of one family the budgets tell enough
     lines = []
     for i, one in enumerate(m for family in calibration.families().values() for m in family):
-        setting = one.configuration
         lines.append(
             Line(
-                str(setting.budget),
+                str(one.budget),
                 centres,
                 one.tail.value.tolist(),
                 **look(i),
-                group=family_label(setting) if several else "",
+                group=one.family.describe() if several else "",
             )
         )
     lines.append(Line("dense floor", centres, calibration.floor.value.tolist(), colour="#111111", dash="5 4"))

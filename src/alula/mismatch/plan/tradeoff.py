@@ -47,6 +47,6 @@ def table(rows: Sequence[Tradeoff]) -> str:
         lines.append(
             f"| {row.tau:.3f} | {made.speedup:.2f}x | {made.sparse.read_share:.0%} "
             f"| {made.sparse.peak_kv_bytes / 2**30:.2f} | {made.sparse.batch} | {reach} "
-            f"| {made.configuration.describe()} |"
+            f"| {made.family.describe()} |"
         )
     return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Families of policies that differ in one budget only: what a calibration searches and a schedule varies."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from alula.errors import require
+from alula.sparsity.evict import METHODS as EVICTORS
+from alula.sparsity.policy import Budget, Evict, Kind, Select, Sparsity, changed_settings
+from alula.sparsity.select import METHODS as SELECTORS
+from alula.sparsity.text import budget as parse_budget
+from alula.sparsity.text import parse_part, part_text
+
+OPEN = 1 << 30
+"""Stands for the budget that varies, in a family's template."""
+
+
+@dataclass(frozen=True)
+class PolicyFamily:
+    """Policies that differ in one budget: the selector's, or the evictor's if there is no selector."""
+
+    template: Sparsity
+    """One policy of the family; the budget that varies is `OPEN`."""
+
+    def __post_init__(self) -> None:
+        require(not self.template.dense, "family: the dense policy has no budget to vary.")
+        object.__setattr__(self, "template", self.policy(OPEN))
+
+    def policy(self, budget: Budget) -> Sparsity:
+        return self.template.with_budget(self.kind, budget)
+
+    @property
+    def kind(self) -> Kind:
+        """The part whose budget varies."""
+        return "select" if self.template.select else "evict"
+
+    @property
+    def part(self) -> Evict | Select:
+        part = self.template.select or self.template.evict
+        assert part is not None
+        return part
+
+    @property
+    def method(self) -> str:
+        return self.part.method
+
+    @property
+    def block(self) -> int | None:
+        """Tokens per page that a selector scores; None for an evictor."""
+        return self.template.select.block if self.template.select else None
+
+    @property
+    def evicts(self) -> bool:
+        return self.template.evict is not None
+
+    def describe(self, *, full: bool = False) -> str:
+        """`rkv:buffer=64`, `snapkv:48+8&block-topk`: the text that `parse_families` reads back.
+
+        Settings at their defaults are left out, unless `full`.
+        """
+        words = []
+        for part in (self.template.evict, self.template.select):
+            if part is not None:
+                varies = part is self.part
+                settings = part.settings if full else changed_settings(part, *([] if varies else ["buffer"]))
+                words.append(part_text(part.method, None if varies else part.budget, settings, ":"))
+        return "&".join(words)
+
+
+def parse_families(text: str, pages: tuple[int, ...] = (16,)) -> list[PolicyFamily]:
+    """The families in `block-topk,rkv:buffer=64:sinks=4`; a selector without a block once for every page size."""
+    families = []
+    for one in text.split(","):
+        *before, last = (parse_part(part.strip(), ":") for part in one.split("&"))
+        require(len(before) < 2, f"methods: {one.strip()!r} should join one evictor and one selector.")
+        families += _with_pages(last, before[0] if before else None, pages)
+    return families
+
+
+def _with_pages(part: dict[str, Any], evict: dict[str, Any] | None, pages: tuple[int, ...]) -> list[PolicyFamily]:
+    method = part["method"]
+    require("budget" not in part, f"methods: {method}'s budget is what is searched; set --budgets.")
+    if method in EVICTORS:
+        require(evict is None, f"methods: {method} is an evictor; write it before the &, and a selector after it.")
+        return [PolicyFamily(Sparsity(evict=Evict(budget=OPEN, **part)))]
+    evictor = None
+    if evict is not None:
+        name = evict["method"]
+        require(
+            name not in SELECTORS, f"methods: {name} & {method} are both selectors; & joins an evictor and a selector."
+        )
+        require("budget" in evict, f"methods: {name} next to {method} needs a fixed budget: {name}:512+128.")
+        evictor = Evict(**evict | {"budget": parse_budget(evict["budget"])})
+    blocks = (part["block"],) if "block" in part else pages
+    return [PolicyFamily(Sparsity(evictor, Select(budget=OPEN, **part | {"block": block}))) for block in blocks]
