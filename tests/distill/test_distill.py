@@ -499,8 +499,8 @@ def test_the_candidate_is_measured_itself_on_held_out_prompts(tmp_path):
         return messages[-1]
 
     trainer.collector.generate, trainer.distill.try_move, trainer.step = spied, measured, 2
-    with trainer.record:
-        trainer.try_sparser(trainer.distill)
+    with trainer.logger:
+        trainer.try_move(trainer.distill)
     [(prompts, sparsity)], [text] = calls, messages
     assert sparsity.evict.budget == 8
     assert prompts == [list(example.prompt_ids) for example in trainer.held_out][:24]
@@ -644,7 +644,7 @@ def test_a_stop_before_the_first_step_loses_nothing(tmp_path):
         assert one == other
     late = beginning(tmp_path / "stopped", FIRST | {"steps": 5}, resume=True)
     assert late.run()
-    assert "the run has begun, so nothing is distilled before its first step" in late.record.stream.getvalue()
+    assert "the run has begun, so nothing is distilled before its first step" in late.logger.stream.getvalue()
     one, other = (Adapter.load(tmp_path / name / "sparse_adapter").weights for name in ("whole", "stopped"))
     assert all(torch.equal(b, other[name][1]) for name, (_, b) in one.items())
 
@@ -676,13 +676,13 @@ def watched(rollouts, advantages=None, minibatches=None):
     return step(rollouts, advantages, minibatches)
 distiller.step = watched
 
-checks, first = {}, run.distil_first
-def distil_first(stage):
+checks, first = {}, run.distill_first
+def distill_first(stage):
     first(stage)
     checks["phi after first"] = same_everywhere(phi())
     checks["sparse policy after first"] = same_everywhere(dict(run.engine.sparse_model.named_parameters()))
     checks["phi was trained"] = any(value.any() for name, value in phi().items() if name.endswith(".1"))
-run.distil_first = distil_first
+run.distill_first = distill_first
 assert run.run()
 checks["theta stood still"] = all(world.all_gather(all(still)))
 checks["theta"], checks["phi"] = same_everywhere(theta()), same_everywhere(phi())

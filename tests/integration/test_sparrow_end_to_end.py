@@ -174,7 +174,7 @@ def test_a_violated_tail_stops_the_run(schedule, folder, capsys):
     assert "the run stops" in (folder / "stopped" / "events.jsonl").read_text()
     capsys.readouterr()
     assert alula("train", path, "--resume") == 130, "nothing has changed, so it stops again"
-    assert "as control.on_violation=stop asks; continue with --resume control.on_violation=adapt" in "".join(
+    assert "control.on_violation=stop; continue with --resume control.on_violation=adapt" in "".join(
         capsys.readouterr()
     )
     assert alula("train", path, "--resume", "control.on_violation=warn", "steps=2") == 0

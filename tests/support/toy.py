@@ -30,8 +30,8 @@ def trainer(config: RunConfig, resume: bool = False) -> Trainer:
 
 def said(run: Trainer) -> str:
     """What the run printed."""
-    assert isinstance(run.record.stream, io.StringIO)
-    return run.record.stream.getvalue()
+    assert isinstance(run.logger.stream, io.StringIO)
+    return run.logger.stream.getvalue()
 
 
 def rows(out: Path, name: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from alula.cli.main import app
 from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.run_dir import LINES, MetricsWriter
 from alula.trainer import update
-from alula.trainer.evaluation import HeldOut
+from alula.trainer.evaluation import EvalSummary
 from alula.trainer.health import HealthMonitor
 from alula.trainer.health_checks import HealthWarning
 from alula.trainer.trainer import Trainer, TrainingFailed
@@ -193,7 +193,7 @@ def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkey
     run = toy.trainer(toy.quick(out, "steps=6", *settings))
     monkeypatch.setattr(
         "alula.trainer.trainer.evaluate_policy",
-        lambda *_: HeldOut(float(run.step == 2), 0.0, n=8, length=2.0, kv_saved=0.0),
+        lambda *_: EvalSummary(float(run.step == 2), 0.0, n=8, length=2.0, kv_saved=0.0),
     )
     tried = []
     save = run.checkpoints.save

@@ -19,7 +19,7 @@ from alula.sparsity.policy import DENSE
 from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
 from alula.trainer.collector import spliced_kv
-from alula.trainer.evaluation import HeldOut, joined
+from alula.trainer.evaluation import EvalSummary, pooled
 from alula.trainer.memory_plan import plan_memory
 from alula.trainer.step_metrics import Clock
 from two_ranks import run_on_two_ranks
@@ -483,8 +483,8 @@ def test_a_clock_counts_nested_phases_once(monkeypatch):
     assert clock.total == 7
 
 
-def test_shares_of_an_evaluation_are_joined():
-    whole = joined([HeldOut(0.5, 0.1, 100, 10.0, 0.2), HeldOut(0.8, 0.2, 50, 40.0, 0.5)])
+def test_shares_of_an_evaluation_are_pooled():
+    whole = pooled([EvalSummary(0.5, 0.1, 100, 10.0, 0.2), EvalSummary(0.8, 0.2, 50, 40.0, 0.5)])
     assert whole.n == 150
     assert whole.accuracy == pytest.approx(0.6)
     assert whole.length == pytest.approx(20.0)
@@ -625,7 +625,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch):
 def test_the_best_checkpoint_is_kept_where_asked(tmp_path, monkeypatch, best, kept):
     accuracies = iter([0.1, 0.9, 0.3, 0.2, 0.4, 0.5])
     monkeypatch.setattr(
-        "alula.trainer.trainer.evaluate_policy", lambda *a: HeldOut(next(accuracies), 0.01, 8, 2.0, 0.0)
+        "alula.trainer.trainer.evaluate_policy", lambda *a: EvalSummary(next(accuracies), 0.01, 8, 2.0, 0.0)
     )
     out = tmp_path / "run"
     run = toy.trainer(

@@ -4,6 +4,9 @@ import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from alula.bench.ceilings import matrix_rate
 from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
 from alula.data.load import load_source
@@ -183,3 +186,12 @@ def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: W
         gather=world.all_gather,
         share=lambda count: len(world.local_slice(range(count))),
     )
+
+
+def measure_matrix_rate(world: World) -> float | None:
+    """FLOP/s of a large matrix product on the GPU, the reference of speed/mfu; None on the CPU."""
+    if world.device.type != "cuda":
+        return None
+    rate = matrix_rate(world.device)
+    torch.cuda.empty_cache()  # leave the memory to learner and engine
+    return rate

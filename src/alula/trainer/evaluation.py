@@ -1,4 +1,4 @@
-"""Held-out evaluation during a run: the dense policy above all, since that is the one that is trained."""
+"""Held-out evaluation during a run."""
 
 import math
 from dataclasses import dataclass
@@ -9,38 +9,42 @@ from alula.distributed import World
 from alula.engine.rollout import Sampling
 from alula.evals import evaluate
 from alula.rewards import Rewards
-from alula.sparsity.policy import DENSE, Sparsity
+from alula.sparsity.policy import DENSE
 from alula.trainer.collector import Collector
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class EvalSummary:
+    """Held-out results of one policy, as written to evals.jsonl."""
+
     accuracy: float
     stderr: float
     n: int
+    """Graded answers."""
     length: float
     kv_saved: float
 
 
 def evaluate_policy(
     config: RunConfig, collector: Collector, rewards: Rewards, dataset: Dataset, world: World, sparse: bool
-) -> HeldOut:
-    """Every rank answers its share of the problems; the same seed every time, so that only the weights differ."""
+) -> EvalSummary:
+    """Evaluate the dense policy, or the sparse one in force. Every rank answers its share of the problems. The seed is
+    always the same, so that only the weights differ."""
     e = config.eval
-    sparsity: Sparsity = collector.sparsity if sparse else DENSE
+    sparsity = collector.sparsity if sparse else DENSE
     sampling = Sampling(
         n=e.k,
         max_new_tokens=e.max_new_tokens or config.sampling.max_new_tokens,
         temperature=e.temperature,
         seed=collector.seed("evaluation"),
     )
-    mine = Dataset(world.local_slice(dataset.examples), dataset.name)
-    found = None
+    share = Dataset(world.local_slice(dataset.examples), dataset.name)
+    summary = None
     failures: dict[str, int] = {}
-    if len(mine):
+    if len(share):
         result = evaluate(
             lambda prompts, n: collector.generate(prompts, sampling, sparsity),
-            mine,
+            share,
             rewards,
             e.k,
             correct=config.rewards.correct,
@@ -50,20 +54,20 @@ def evaluate_policy(
         error = result.error
         if error is None:  # a single problem
             error = math.sqrt(result.accuracy * (1 - result.accuracy) / e.k)
-        found = HeldOut(result.accuracy, error, len(mine) * e.k, result.lengths.mean, result.kv.saved)
+        summary = EvalSummary(result.accuracy, error, len(share) * e.k, result.lengths.mean, result.kv.saved)
     if not collector.graded:
-        # Only of the reward that the accuracy is made of: the others may need what only the training data have.
+        # Only the reward behind the accuracy must work: the others may need fields that only the training data have.
         judge = config.rewards.correct or rewards.names[0]
-        collector.raise_if_ungraded([judge], failures, len(mine) * e.k, "first evaluation's")
-    return joined([share for share in world.all_gather(found) if share is not None])
+        collector.raise_if_ungraded([judge], failures, len(share) * e.k, "first evaluation's")
+    return pooled([rank_summary for rank_summary in world.all_gather(summary) if rank_summary is not None])
 
 
-def joined(shares: list[HeldOut]) -> HeldOut:
-    """Independent shares: means weighted by answers, standard errors added as variances."""
-    total = sum(share.n for share in shares)
+def pooled(summaries: list[EvalSummary]) -> EvalSummary:
+    """The summaries of independent shares as one: means weighted by answers, standard errors added as variances."""
+    total = sum(summary.n for summary in summaries)
 
     def mean(name: str) -> float:
-        return sum(share.n * getattr(share, name) for share in shares) / total
+        return sum(summary.n * getattr(summary, name) for summary in summaries) / total
 
-    stderr = math.sqrt(sum((share.n * share.stderr) ** 2 for share in shares)) / total
-    return HeldOut(mean("accuracy"), stderr, total, mean("length"), mean("kv_saved"))
+    stderr = math.sqrt(sum((summary.n * summary.stderr) ** 2 for summary in summaries)) / total
+    return EvalSummary(mean("accuracy"), stderr, total, mean("length"), mean("kv_saved"))

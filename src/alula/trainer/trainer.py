@@ -1,27 +1,26 @@
-"""The story of a run: rollouts under a sparse policy, a dense learner, and everything written down on the way.
+"""The trainer: sparse rollouts, a dense learner, and the loop around them.
 
-    step:  prompts ─► rollouts ─► rewards ─► dense scores ─► correction ─► advantages ─► optimizer steps ─► metrics
+    step:  collect → score → correct → advantages → update → publish → log
 
-Between two steps: held-out evaluation, checkpoint. A checkpoint holds everything that the next step depends on, so
-a run that is killed at any moment continues as if nothing had happened.
+Between two steps: held-out evaluation, checkpoint. A checkpoint holds everything that the next step depends on, so a
+run that was killed at any moment resumes exactly.
 """
 
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from alula.bench.ceilings import matrix_rate
 from alula.config.run import RunConfig
 from alula.data import PromptStream
-from alula.distributed import World, init_world
+from alula.distributed import init_world
 from alula.rewards import Rewards
 from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.export import export
 from alula.run.run_log import RunLogger, printer
+from alula.trainer.batch import RolloutBatch
 from alula.trainer.build import (
     build_learner_and_engine,
     build_monitor,
@@ -29,9 +28,10 @@ from alula.trainer.build import (
     check_shares,
     load_data,
     load_policy,
+    measure_matrix_rate,
 )
 from alula.trainer.collector import Collector
-from alula.trainer.evaluation import HeldOut, evaluate_policy
+from alula.trainer.evaluation import EvalSummary, evaluate_policy
 from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
 from alula.trainer.health_checks import HealthWarning
 from alula.trainer.preflight import (
@@ -44,7 +44,7 @@ from alula.trainer.preflight import (
 )
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.step_metrics import Clock, step_metrics
-from alula.trainer.update import Updater
+from alula.trainer.update import StepResult, Updater
 
 if TYPE_CHECKING:
     from alula.distill.run_stage import RunDistiller
@@ -53,7 +53,7 @@ __all__ = ["Trainer", "TrainingFailed", "train"]
 
 
 def train(config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> bool:
-    """Train as `config` says, into its folder `out`. True where the run finished, False where it was stopped."""
+    """Run the training that `config` describes, in its folder `out`. Returns False if the run was stopped."""
     return Trainer(config, resume=resume, stream=stream).run()
 
 
@@ -62,27 +62,32 @@ class Trainer:
         self.config = config
         self.world = world = init_world(config.model.device)
         check_shares(config, world)
-        config.sparsity.build()  # a misspelt policy is refused before weights are loaded and a folder is made
+        config.sparsity.build()  # an invalid policy raises before weights are loaded and a folder is created
         self.out = Path(config.out)
-        say = printer(world, stream)
-        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, say)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, printer(world, stream))
         self.resumed = self.checkpoints.begin(resume)
         lines = self.checkpoints.state(self.resumed).get("lines") if self.resumed else None
-        self.record = RunLogger(config, world, stream, resume_from=self._resume_from(resume), lines=lines)
+        self.logger = RunLogger(config, world, stream, resume_from=self._resume_from(resume), lines=lines)
         with ExitStack() as on_failure:
-            on_failure.push(self.record)
+            on_failure.push(self.logger)
             self._build()
-            self._begin()
+            self._start()
             on_failure.pop_all()
 
+    def _resume_from(self, resume: bool) -> int | None:
+        """The step to continue from: None for a new run, -1 if there is no checkpoint."""
+        if not resume:
+            return None
+        return check_steps_left(self.config, self.resumed) if self.resumed else -1
+
     def _build(self) -> None:
+        """Load model and data, and build the parts of the run."""
         config, world = self.config, self.world
-        self.matrix_rate = device_matrix_rate(world)
+        self.matrix_rate = measure_matrix_rate(world)
         self.loaded = load_policy(config, world)
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
-        r = config.rewards
-        self.rewards = Rewards(r.use, timeout=r.timeout, workers=r.workers)
+        self.rewards = Rewards(config.rewards.use, timeout=config.rewards.timeout, workers=config.rewards.workers)
         longest = longest_sequence(config, self.loaded.model.config, training, self.held_out)
         self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world, longest)
         self.stop = StopRequest(world)
@@ -97,128 +102,95 @@ class Trainer:
             world,
             self.stop,
             distill=self.distill,
-            show_phase=self.record.phase,
+            show_phase=self.logger.phase,
         )
         self.updater = Updater(config, self.learner)
         candidate = self.distill.candidate if self.distill else None
-        policies = Policies(self.monitor.recommended, self.monitor.densest, candidate)
+        policies = Policies(self.collector.sparsity, self.monitor.densest, candidate)
         check_kv_pool(config, self.engine, policies, training, self.held_out)
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
-        self.alerts = StepAlerts(self.record, world, config.learner.max_skipped)
+        self.alerts = StepAlerts(self.logger, world, config.learner.max_skipped)
 
-    def _begin(self) -> None:
-        """What a run carries from step to step, from the beginning or from a checkpoint."""
+    def _start(self) -> None:
+        """Set the state of a new run, or load that of the checkpoint."""
         self.step = 0
-        """Steps done."""
+        """Finished steps."""
         self.evaluated = -1
-        """The step of the last held-out evaluation."""
+        """Step of the last held-out evaluation."""
         self.saved = -1
+        """Step of the last checkpoint."""
         self.save_failed = False
-        self.best: float | None = None
         self.accuracy: float | None = None
-        """Of the dense policy, if it was evaluated after this step."""
+        """Held-out accuracy of the dense policy after this step, if it was evaluated."""
+        self.best: float | None = None
+        """The best of them."""
         self.position = self.stream.state_dict()
-        self.settled: dict[str, Any] = {}
-        """All of this and the parts' own states, from when nothing was half done: what a checkpoint holds."""
+        """The prompt stream's position after this step."""
+        self.checkpoint_state: dict[str, Any] = {}
+        """The state after the last finished action; a run that is stopped inside the next one saves this."""
         if self.resumed:
             self._load(self.resumed)
-        self.record.start(self.stream.dataset, self.held_out)
+        self.logger.start(self.stream.dataset, self.held_out)
         if self.resumed:
-            self.record.say(f"continuing after step {self.step}.")
+            self.logger.say(f"continuing after step {self.step}.")
         else:
-            if self.record.resumed_from is not None:
-                self.record.say(f"{self.out} has no checkpoint; starting from the beginning.")
+            if self.logger.resumed_from is not None:
+                self.logger.say(f"{self.out} has no checkpoint; starting from the beginning.")
             for message in schedules_of_other_models(self.config.policies(), self.loaded.model.config):
-                self.record.event(0, "other-model", message, OTHER_MODEL_ADVICE)
+                self.logger.event(0, "other-model", message, OTHER_MODEL_ADVICE)
         if shortage := self.checkpoints.shortage(self._tensors()):
-            advice = "Free some space, or give the run another folder: out=FOLDER."
-            self.record.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
-        self._settle()
+            advice = "Free some space, or use another folder: out=FOLDER."
+            self.logger.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
+        self._take_snapshot()
 
-    # -- the run ------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        config = self.config
         with ExitStack() as stack:
             stack.callback(self.rewards.close)
-            stack.enter_context(self.record)
+            stack.enter_context(self.logger)
             stack.enter_context(self.stop.listening())
             self.rewards.start()
             try:
                 if self.distill and self.distill.first_due():
-                    self.distil_first(self.distill)
+                    self.distill_first(self.distill)
                 while True:
                     if self._evaluation_due():
                         self.evaluate()
                     if self.distill and self.distill.move_due(self.step):
-                        self.try_sparser(self.distill)
+                        self.try_move(self.distill)
                     if self._checkpoint_due():
                         self.save()
-                    if self.step == config.steps:
+                    if self.step == self.config.steps:
                         break
                     self.train_step()
             except Stopped:
                 self.save()
-                self.record.state = "stopped"
-                self.record.say(f"stopped after step {self.step}{self._continued()}")
+                self.logger.state = "stopped"
+                self.logger.say(f"stopped after step {self.step}{self._resume_hint()}")
                 return False
             self._export()
             if self.saved != self.step:
                 raise CheckpointError(
-                    f"the model is in {self.out / 'model'}, but the run's last checkpoint could not "
-                    "be written: --resume would repeat the steps since the one before."
+                    f"the model is in {self.out / 'model'}, but the last checkpoint could not be written: --resume "
+                    "would repeat the steps since the previous one."
                 )
-            self.record.say(
-                f"finished: the model is in {self.out / 'model'}; look at the run with `alula report {self.out}`."
-            )
+            self.logger.say(f"finished: the model is in {self.out / 'model'}; see `alula report {self.out}`.")
         return True
-
-    def distil_first(self, distill: "RunDistiller") -> None:
-        """φ alone, on prompts in an order of their own: the run's is the same with and without."""
-        first = distill.settings.first
-        assert first is not None
-        if self.step > 0:
-            self.record.say("distill.first: the run has begun, so nothing is distilled before its first step.")
-            return
-        done = len(distill.divergences)
-        self.record.say(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
-        stream = PromptStream(self.stream.dataset, ~self.config.seed)
-        stream.next(done * first.prompts)
-        while distill.first_due():
-            self.stop.raise_if_stop_requested()
-            done = len(distill.divergences)
-            self.record.phase(f"distilling before the first step, {done + 1} of {first.steps}")
-            examples = self.world.local_slice(stream.next(first.prompts))
-            prompts = [list(example.prompt_ids or ()) for example in examples]
-            sampling, sparsity = self.collector.sampling("first", done), self.collector.sparsity
-            distill.first_step(self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None))
-            self._settle()
-        skipped = distill.distiller.skipped
-        self.record.event(
-            0,
-            "distilled-first",
-            f"The adapter was trained on {first.steps} batches before the first step: divergence "
-            f"of the first {distill.divergences[0]:.4f}, of the last {distill.divergences[-1]:.4f}"
-            + (f"; {skipped} updates were not finite and were skipped." if skipped else "."),
-            "See mismatch/veto_rate of the first step for what it left.",
-        )
-        self._settle()
-        if self.config.checkpoint.every:
-            self.save()
 
     def train_step(self) -> None:
         """One batch of rollouts and the optimizer steps on it."""
-        step, clock, pool = self.step + 1, Clock(self.world.device), self.engine.pool
+        step, clock = self.step + 1, Clock(self.world.device)
         self.stop.requested |= self.monitor.stopped
         self.stop.raise_if_stop_requested()
-        pool.peak = 0
+        self.engine.pool.peak = 0
         batch = self.collector.collect(step, self.stream, clock)
         with self.engine.asleep():
-            self.record.phase("scoring")
+            self.logger.phase("scoring")
             with clock.phase("score"):
                 self.updater.score(batch)
-            self.stop.raise_if_stop_requested()  # the last chance: from here on the step is finished
-            self.record.phase("learning")
+            self.stop.raise_if_stop_requested()  # for the last time: from here on the step is finished
+            self.logger.phase("learning")
             with clock.phase("update"):
                 minibatch = self.updater.assign_minibatches(batch, step)
                 corrected = self.updater.correct(batch, minibatch)
@@ -226,106 +198,61 @@ class Trainer:
                 result = self.updater.update(batch, minibatch, corrected, advantages)
             with clock.phase("weights"):
                 self._publish_weights()
-            distilled: dict[str, float] = {}
-            if self.distill:
-                self.record.phase("distilling")
-                with clock.phase("distill"):
-                    distilled = self.distill.step(
-                        step, batch.rollouts, batch.n, advantages, self.collector.sparsity, batch.rerolled
-                    )
-                    self.distill.publish()
+            distill_metrics = self._distill_step(step, batch, advantages, clock)
+        self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
+        self._log_step(batch, result, clock, distill_metrics)
+        self._take_snapshot()
 
+    def _publish_weights(self) -> None:
+        """Let the engine generate with the learner's weights."""
+        if self.learner.in_place:
+            self.engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
+        else:
+            self.engine.update_weights(self.learner.full_parameters(), lazily=True)
+
+    def _distill_step(self, step: int, batch: RolloutBatch, advantages: Tensor, clock: Clock) -> dict[str, float]:
+        """Train the sparse policy's adapter on some of the rollouts, and publish it."""
+        if self.distill is None:
+            return {}
+        self.logger.phase("distilling")
+        with clock.phase("distill"):
+            metrics = self.distill.step(
+                step, batch.rollouts, batch.n, advantages, self.collector.sparsity, batch.rerolled
+            )
+            self.distill.publish()
+        return metrics
+
+    def _log_step(
+        self, batch: RolloutBatch, result: StepResult, clock: Clock, distill_metrics: dict[str, float]
+    ) -> None:
+        """Write the step's metrics, warnings and events, and pass its vetoes to the controller."""
         metrics = step_metrics(
             self.config,
             batch,
             result,
             clock,
             self.world,
-            peak_bytes=pool.peak * self.engine.page * self.engine.geometry.kv_token_bytes,
+            peak_bytes=self.engine.pool.peak * self.engine.page * self.engine.geometry.kv_token_bytes,
             epoch=self.stream.seen / len(self.stream.dataset),
             matrix_rate=self.matrix_rate,
         )
-        metrics |= batch.observed.metrics | distilled | (self.distill.cost_metrics(metrics) if self.distill else {})
-        self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
-        self.record.log_step(step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
+        metrics |= batch.observed.metrics | distill_metrics
+        metrics |= self.distill.cost_metrics(metrics) if self.distill else {}
+        self.logger.log_step(self.step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         self._warn(self.health.observe(metrics))
         for event in batch.observed.events:
-            self.record.event(step, "tail", event, "See mismatch/tail in the metrics.")
-        counted = self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n)
-        for event in counted.events:
-            self.record.event(step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
-        self.collector.sparsity = counted.sparsity or self.collector.sparsity
-        self.alerts.check(step, batch, result)
-        self._settle()
+            self.logger.event(self.step, "tail", event, "See mismatch/tail in the metrics.")
+        vetoes = self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n)
+        for event in vetoes.events:
+            self.logger.event(self.step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
+        self.collector.sparsity = vetoes.sparsity or self.collector.sparsity
+        self.alerts.check(self.step, batch, result)
 
-    def evaluate(self) -> None:
-        """The dense policy on held-out data; the sparse one first, where asked, so that the two can be compared."""
-        assert self.held_out is not None
-        found: dict[str, HeldOut] = {}
-        for policy in ("sparse", "dense") if self._sparse_too() else ("dense",):
-            self.record.phase(f"evaluation ({policy})")
-            found[policy] = evaluate_policy(
-                self.config, self.collector, self.rewards, self.held_out, self.world, policy == "sparse"
-            )
-            self.stop.raise_if_stop_requested()
-        for policy, one in found.items():
-            self._log_evaluation(policy, one)
-        self.evaluated = self.step
-        self._settle()
+    def _warn(self, warnings: list[HealthWarning]) -> None:
+        for warning in warnings:
+            self.logger.event(self.step, warning.kind, warning.message, warning.advice)
 
-    def try_sparser(self, distill: "RunDistiller") -> None:
-        """Measure the sparser policy that the run may move to, and move where it can."""
-        self.record.phase("measuring a sparser policy")
-        candidate, sampling = distill.candidate, self.collector.sampling("move", self.step)
-        assert candidate is not None
-        rollouts = self.collector.generate(distill.prompts, sampling, candidate, record=candidate.evict is not None)
-        message = distill.try_move(self.step, rollouts)
-        if distill.moved:
-            self.collector.adopt(candidate)
-        self.record.event(self.step, "sparser", message, "See distill/candidate_tail in the metrics.")
-        self._settle()
-
-    def save(self) -> None:
-        """A checkpoint of the state between two steps. Where the disk is full the run goes on and tries again, which is
-        told once."""
-        self.record.phase("checkpoint")
-        score = self.accuracy if self.config.checkpoint.best else None
-        try:
-            self.checkpoints.save(self.step, self._tensors(), self.settled, score)
-            self.saved, self.save_failed = self.step, False
-        except CheckpointError as error:
-            if self.stop.requested:
-                raise
-            if not self.save_failed:
-                self.record.say(f"{error} The run goes on, and tries again after every step.")
-            self.save_failed = True
-
-    def _export(self) -> None:
-        """The trained model, and φ where there is one, as folders that others read."""
-        self.record.phase("export")
-        try:
-            export(
-                self.out / "model",
-                self.learner.model,
-                self.learner.full_parameters(),
-                self.loaded.tokenizer,
-                self.world,
-            )
-            if self.distill and self.world.rank == 0:
-                self.distill.distiller.adapter().save(self.out / "sparse_adapter")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{self.out / 'model'} could not be written: {error}; free some space and use "
-                "--resume, which goes on from the last checkpoint."
-            ) from error
-
-    def _continued(self) -> str:
-        """How to go on with a run that was stopped."""
-        if self.monitor.stopped:
-            return ", as control.on_violation=stop asks; continue with --resume control.on_violation=adapt, or =warn."
-        return "; continue with --resume."
-
-    # -- between two steps --------------------------------------------------------------------------------
+    # -- evaluation ---------------------------------------------------------------------------------------
 
     def _evaluation_due(self) -> bool:
         every = self.config.eval.every
@@ -333,46 +260,103 @@ class Trainer:
             return False
         return self.step % every == 0 or self.step == self.config.steps
 
+    def evaluate(self) -> None:
+        """Evaluate the dense policy on held-out data; with `eval.sparse` the sparse one first, for comparison."""
+        assert self.held_out is not None
+        both = self.config.eval.sparse and not self.collector.sparsity.dense
+        evaluations: dict[str, EvalSummary] = {}
+        for policy in ("sparse", "dense") if both else ("dense",):
+            self.logger.phase(f"evaluation ({policy})")
+            evaluations[policy] = evaluate_policy(
+                self.config, self.collector, self.rewards, self.held_out, self.world, policy == "sparse"
+            )
+            self.stop.raise_if_stop_requested()
+        name = self.held_out.name
+        for policy, result in evaluations.items():
+            self.logger.log_eval(self.step, name, policy, vars(result))
+            self._warn(self.health.observe_eval(name, policy, accuracy=result.accuracy, stderr=result.stderr))
+        self.accuracy = evaluations["dense"].accuracy
+        self.best = self.accuracy if self.best is None else max(self.best, self.accuracy)
+        self.evaluated = self.step
+        self._take_snapshot()
+
+    # -- distillation -------------------------------------------------------------------------------------
+
+    def distill_first(self, distill: "RunDistiller") -> None:
+        """Train only the adapter, on prompts from a separate stream, so that the run's own order stays the same."""
+        first = distill.settings.first
+        assert first is not None
+        if self.step > 0:
+            self.logger.say("distill.first: the run has begun, so nothing is distilled before its first step.")
+            return
+        done = len(distill.divergences)
+        self.logger.say(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
+        stream = PromptStream(self.stream.dataset, ~self.config.seed)
+        stream.next(done * first.prompts)
+        while distill.first_due():
+            self.stop.raise_if_stop_requested()
+            done = len(distill.divergences)
+            self.logger.phase(f"distilling before the first step, {done + 1} of {first.steps}")
+            examples = self.world.local_slice(stream.next(first.prompts))
+            prompts = [list(example.prompt_ids or ()) for example in examples]
+            sampling, sparsity = self.collector.sampling("first", done), self.collector.sparsity
+            distill.first_step(self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None))
+            self._take_snapshot()
+        skipped = distill.distiller.skipped
+        self.logger.event(
+            0,
+            "distilled-first",
+            f"The adapter was trained on {first.steps} batches before the first step: divergence "
+            f"of the first {distill.divergences[0]:.4f}, of the last {distill.divergences[-1]:.4f}"
+            + (f"; {skipped} updates were not finite and were skipped." if skipped else "."),
+            "See mismatch/veto_rate of the first step for the remaining mismatch.",
+        )
+        self._take_snapshot()
+        if self.config.checkpoint.every:
+            self.save()
+
+    def try_move(self, distill: "RunDistiller") -> None:
+        """Measure the sparser policy of `distill.move`, and adopt it if its tail allows."""
+        self.logger.phase("measuring a sparser policy")
+        candidate, sampling = distill.candidate, self.collector.sampling("move", self.step)
+        assert candidate is not None
+        rollouts = self.collector.generate(distill.prompts, sampling, candidate, record=candidate.evict is not None)
+        message = distill.try_move(self.step, rollouts)
+        if distill.moved:
+            self.collector.adopt(candidate)
+        self.logger.event(self.step, "sparser", message, "See distill/candidate_tail in the metrics.")
+        self._take_snapshot()
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
     def _checkpoint_due(self) -> bool:
-        """At its time, again after a failure, and when the dense policy was never better."""
+        """Every `checkpoint.every` steps, after a failure, at the best accuracy, and at the end."""
         every = self.config.checkpoint.every
         if self.step == 0 or self.saved == self.step:
             return False
         on_time = self.save_failed or (every > 0 and self.step % every == 0)
-        better = self.config.checkpoint.best and self.accuracy is not None and self.accuracy == self.best
-        return on_time or better or self.step == self.config.steps
+        is_best = self.config.checkpoint.best and self.accuracy is not None and self.accuracy == self.best
+        return on_time or is_best or self.step == self.config.steps
 
-    def _sparse_too(self) -> bool:
-        return self.config.eval.sparse and not self.collector.sparsity.dense
+    def save(self) -> None:
+        """Write a checkpoint. If that fails (disk full), report it once and try again after every step."""
+        self.logger.phase("checkpoint")
+        score = self.accuracy if self.config.checkpoint.best else None
+        try:
+            self.checkpoints.save(self.step, self._tensors(), self.checkpoint_state, score)
+            self.saved, self.save_failed = self.step, False
+        except CheckpointError as error:
+            if self.stop.requested:
+                raise
+            if not self.save_failed:
+                self.logger.say(f"{error} The run continues and tries again after every step.")
+            self.save_failed = True
 
-    def _publish_weights(self) -> None:
-        if self.learner.in_place:
-            self.engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
-        else:
-            self.engine.update_weights(self.learner.full_parameters(), lazily=True)
-
-    # -- what is said -------------------------------------------------------------------------------------
-
-    def _log_evaluation(self, policy: str, found: HeldOut) -> None:
-        assert self.held_out is not None
-        numbers = {"accuracy": found.accuracy, "stderr": found.stderr}
-        self.record.log_eval(self.step, self.held_out.name, policy, vars(found))
-        self._warn(self.health.observe_eval(self.held_out.name, policy, **numbers))
-        if policy == "dense":
-            self.accuracy = found.accuracy
-            self.best = found.accuracy if self.best is None else max(self.best, found.accuracy)
-
-    def _warn(self, warnings: list[HealthWarning]) -> None:
-        for warning in warnings:
-            self.record.event(self.step, warning.kind, warning.message, warning.advice)
-
-    # -- what survives ------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Where a stop finds the next step begun, its checkpoint is of here."""
+    def _take_snapshot(self) -> None:
+        """Remember the state for the next checkpoint. Called whenever an action is complete."""
         names = ("step", "evaluated", "best", "accuracy", "position")
-        self.settled = {name: getattr(self, name) for name in names} | {
-            "lines": self.record.lines,
+        self.checkpoint_state = {name: getattr(self, name) for name in names} | {
+            "lines": self.logger.lines,
             "learner": self.learner.state(),
             "health": self.health.state_dict(),
             "alerts": self.alerts.state_dict(),
@@ -383,12 +367,6 @@ class Trainer:
     def _tensors(self) -> dict[str, Tensor]:
         return self.learner.tensors() | (self.distill.tensors() if self.distill else {})
 
-    def _resume_from(self, resume: bool) -> int | None:
-        """The step to continue from: None for a new run, -1 without a checkpoint."""
-        if not resume:
-            return None
-        return check_steps_left(self.config, self.resumed) if self.resumed else -1
-
     def _load(self, path: Path) -> None:
         state = self.checkpoints.load(path, self._tensors())
         state.pop("lines", None)
@@ -397,9 +375,9 @@ class Trainer:
         self.alerts.load_state_dict(state.pop("alerts"))
         self.monitor.load_state_dict(state.pop("monitor"))
         self.collector.sparsity = self.monitor.recommended
-        distilled = state.pop("distill")
-        if self.distill and distilled:
-            self.distill.resume(distilled)
+        distill_state = state.pop("distill")
+        if self.distill and distill_state:
+            self.distill.resume(distill_state)
             if self.distill.moved and self.distill.candidate:
                 self.collector.adopt(self.distill.candidate)
         for name, value in state.items():
@@ -410,11 +388,21 @@ class Trainer:
         if self.distill:
             self.distill.publish()
 
+    def _export(self) -> None:
+        """Write the trained model, and the sparse policy's adapter if there is one."""
+        self.logger.phase("export")
+        model = self.out / "model"
+        try:
+            export(model, self.learner.model, self.learner.full_parameters(), self.loaded.tokenizer, self.world)
+            if self.distill and self.world.rank == 0:
+                self.distill.distiller.adapter().save(self.out / "sparse_adapter")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{model} could not be written: {error}; free some space and use --resume, which continues from the "
+                "last checkpoint."
+            ) from error
 
-def device_matrix_rate(world: World) -> float | None:
-    """FLOP/s of the device in a large bfloat16 product, what the learner's utilisation is measured against."""
-    if world.device.type != "cuda":
-        return None
-    rate = matrix_rate(world.device)
-    torch.cuda.empty_cache()  # the memory is the engine's and the learner's
-    return rate
+    def _resume_hint(self) -> str:
+        if self.monitor.stopped:
+            return " by control.on_violation=stop; continue with --resume control.on_violation=adapt, or =warn."
+        return "; continue with --resume."
