@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from alula import Engine, Sampling, Sparsity
-from alula.engine.features import Features
+from alula.engine.batch_state import BatchFeatures
 from alula.engine.sequence import Request
 
 
@@ -26,7 +26,7 @@ def churn(engine: Engine, sparsity: Sparsity, *, longest: int, rows: int, steps:
     for i, age in enumerate(ages):
         prompt = rng.integers(0, vocabulary, age).tolist()
         own = Sampling(max_new_tokens=max(1, longest - age), ignore_eos=True) if age > FRESH else sampling
-        requests.append(Request(next(engine._ids), prompt, own, sparsity, frozenset(), i))
+        requests.append(Request(engine.inputs.next_id(), prompt, own, sparsity, frozenset(), i))
     clock = _ChurnClock(engine, steps)
     try:
         for _ in engine.stream(requests):
@@ -85,7 +85,7 @@ class _ChurnClock:
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
-    def timed_decode(self, chunk: Any, features: Features) -> Any:
+    def timed_decode(self, chunk: Any, features: BatchFeatures) -> Any:
         if not self.started and self._settled(chunk):
             self.started, self.begin = True, self.mark()
         out = self.decode(chunk, features)

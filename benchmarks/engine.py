@@ -20,8 +20,9 @@ from sections import release, run
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench.ceilings import Ceilings, timed
 from alula.bench.decode import StepBench, decode_step, rollouts
+from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import pages_for
-from alula.engine.features import Features
+from alula.engine.prefill import forward_packed
 from alula.engine.rollout import Rollout
 from alula.sparsity.policy import DENSE
 
@@ -63,7 +64,7 @@ def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilin
     packed = [r.prompt_ids + r.token_ids for r in made]
     per_pass = max(1, engine.prefill_tokens // length)
     batches = [packed[i : i + per_pass] for i in range(0, len(packed), per_pass)]
-    prefill = timed(lambda: [engine.runner.forward_packed(b) for b in batches], engine.device, 2)
+    prefill = timed(lambda: [forward_packed(engine.runner, b) for b in batches], engine.device, 2)
     model: Any = engine.model
     head = model.get_output_embeddings().weight.numel()
     table = model.get_input_embeddings().weight.numel()
@@ -94,7 +95,7 @@ def idle_share(engine: Engine, batch: int, context: int, new_tokens: int) -> dic
     times: list[float] = []
     decode = engine.runner.decode
 
-    def watched(chunk: Any, features: Features) -> Any:
+    def watched(chunk: Any, features: BatchFeatures) -> Any:
         if not times and engine.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())

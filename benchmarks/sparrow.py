@@ -18,7 +18,7 @@ from smollm2 import calibration, real
 from alula import Engine, Evict, Schedule, Select, Sparsity
 from alula.bench.ceilings import Ceilings
 from alula.bench.decode import StepBench, rollouts
-from alula.engine import model_runner as engine_runner
+from alula.engine import attention as engine_attention
 from alula.engine.block_manager import pages_for
 from alula.mismatch.plan.cost import AnalyticCost, Hardware, Timing, fit, median_error
 from alula.mismatch.plan.timings import timing_record
@@ -138,17 +138,17 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
     sparsity = published(model)
     whole = StepBench(one, batch, context, sparsity)
     with_choice = min(whole.seconds(chunks=4) for _ in range(3))
-    real, made, captured = engine_runner.select_pages, [], one.runner._graphs
+    real, made, captured = engine_attention.select_pages, [], one.runner._graphs
 
     def kept(*arguments: Any) -> Any:
         made.append(real(*arguments))
         return made[-1]
 
     try:
-        engine_runner.select_pages = kept  # type: ignore[assignment]
+        engine_attention.select_pages = kept  # type: ignore[assignment]
         whole.reset()
         with torch.inference_mode():
-            one.runner._step(whole.bucket, whole.most, whole.features)
+            one.runner.step(whole.bucket, whole.max_kv_len, whole.features)
         ready = iter(())
 
         def known(*arguments: Any) -> Any:
@@ -159,11 +159,11 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
                 found = next(ready)
             return found
 
-        engine_runner.select_pages = known  # type: ignore[assignment]
+        engine_attention.select_pages = known  # type: ignore[assignment]
         one.runner._graphs = {}  # `captured` lives on: they hold the graphs' memory pool
         without = min(whole.seconds(chunks=4) for _ in range(3))
     finally:
-        engine_runner.select_pages = real
+        engine_attention.select_pages = real
         one.runner._graphs = captured
     yield {
         "kind": "scoring and top-k",

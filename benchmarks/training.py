@@ -88,7 +88,9 @@ def one_step(
         while last % group and lengths[last] == lengths[first]:
             last += 1
         sampling = Sampling(n=last - first, max_new_tokens=lengths[first], ignore_eos=True)
-        requests.append(Request(next(engine._ids), prompts[first // group], sampling, sparsity, frozenset(), first))
+        requests.append(
+            Request(engine.inputs.next_id(), prompts[first // group], sampling, sparsity, frozenset(), first)
+        )
         first = last
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()

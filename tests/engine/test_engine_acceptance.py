@@ -129,7 +129,7 @@ def test_under_pressure(loaded, dense_text):
 
 
 def test_bad_input(engine, dense_text):
-    with pytest.raises(SettingError, match="2 policies for 6 rollouts"):
+    with pytest.raises(SettingError, match="sparsity: 2 policies for 6"):
         engine.acceptance(dense_text, [DENSE, DENSE])
     with pytest.raises(SettingError, match=r"select\.block=16"):
         engine.acceptance(dense_text, Sparsity(select=Select("quest", 64)))

@@ -5,9 +5,9 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Sparsity
-from alula.engine.batch_state import rollout_key
 from alula.engine.block_manager import pages_for
 from alula.engine.rollout import NEVER
+from alula.engine.sequence import rollout_key
 from alula.sparsity.evict import METHODS, build
 from alula.sparsity.policy import budget_at
 from evictor_formulas import dot, keydiff_scores, mean, norm, rkv_scores, snapkv_scores, softmax, splitmix64

@@ -37,7 +37,7 @@ class Watched(Scheduler):
         holders = Counter(page for s in self.running for page in s.pages)
         holders.update(page for group in self.waiting for page in group.pages)
         assert len(holders) == self.pool.in_use
-        assert all(self.pool.references(page) == count for page, count in holders.items())
+        assert all(self.pool._references[page] == count for page, count in holders.items())
         assert all(len(s.pages) == pages_for(s.kv_len, self.page) for s in self.running)
 
 

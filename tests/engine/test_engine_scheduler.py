@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alula.engine.block_manager import PagePool
+from alula.engine.block_manager import BlockManager
 from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
 from simulated import Arrival, Simulation
@@ -119,18 +119,18 @@ def test_many_evictions_at_once_are_batched_and_need_little_scratch():
 
 
 def test_the_pool_counts_references():
-    pool = PagePool(6)
+    pool = BlockManager(6)
     assert (pool.usable, pool.free, pool.in_use) == (5, 5, 0)
-    first, second = pool.take(2), pool.take(1)
+    first, second = pool.allocate(2), pool.allocate(1)
     assert 0 not in first + second
     pool.share(first)
-    assert [pool.references(p) for p in first + second] == [2, 2, 1]
-    assert pool.drop(first) == 0
-    assert pool.drop(first + second) == 3
+    assert [pool._references[p] for p in first + second] == [2, 2, 1]
+    assert pool.release(first) == 0
+    assert pool.release(first + second) == 3
     assert (pool.free, pool.peak) == (5, 3)
     with pytest.raises(AssertionError, match="6 pages wanted, 5 free"):
-        pool.take(6)
+        pool.allocate(6)
     with pytest.raises(AssertionError, match="is free"):
-        pool.drop(first)
+        pool.release(first)
     with pytest.raises(AssertionError, match="is free"):
         pool.share(second)

@@ -7,7 +7,7 @@ from test_engine_evict import assert_events, assert_kept_are_the_best
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Select, Sparsity
 from alula.engine.block_manager import pages_for
-from alula.engine.kv_cache import Cache
+from alula.engine.kv_cache import KVCache
 from alula.sparsity.policy import budget_at
 from alula.sparsity.select import METHODS
 from evictor_formulas import dot, mean
@@ -206,7 +206,8 @@ def test_evictions_pay_for_no_summaries_that_nobody_reads(models, monkeypatch):
     engine, evict = engine_of(models[3]), Evict("rkv", 24, buffer=5, window=3, sinks=2)
     engine.generate(PROMPTS, SAMPLING, Sparsity(select=Select("quest", 16, 4, 1)))
     calls = []
-    monkeypatch.setattr(Cache, "summarise", lambda cache, pages, own=Cache.summarise: calls.append(own(cache, pages)))
+    summarise = KVCache.summarise
+    monkeypatch.setattr(KVCache, "summarise", lambda cache, pages: calls.append(summarise(cache, pages)))
     assert sum(r.kv.evictions for r in engine.generate(PROMPTS, SAMPLING, Sparsity(evict))) > 0
     assert not calls
     engine.generate(PROMPTS, SAMPLING, Sparsity(evict, Select("quest", 16, 4, 1)))

@@ -167,9 +167,9 @@ def test_weights_that_do_not_fit_are_refused(engine):
     """All of them, and none is copied: also where the wrong one comes last."""
     before = {name: p.clone() for name, p in engine.model.named_parameters()}
     good = [(name, p + 1) for name, p in engine.model.named_parameters()]
-    with pytest.raises(SettingError, match=r"unknown parameter 'lm_head.wieght'; did you mean 'lm_head.weight'\?"):
+    with pytest.raises(SettingError, match=r"'lm_head.wieght'; did you mean 'lm_head.weight'\?"):
         engine.update_weights([*good, ("lm_head.wieght", torch.zeros(1))])
-    with pytest.raises(SettingError, match=r"'lm_head.weight': got shape \(1,\), the model has \(96, 48\)"):
+    with pytest.raises(SettingError, match=r"'lm_head.weight': .*\(1,\).*\(96, 48\)"):
         engine.update_weights(pair for pair in [*good, ("lm_head.weight", torch.zeros(1))])
     assert engine.policy_version == 0
     assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters())
@@ -227,7 +227,7 @@ def test_a_progress_bar_on_a_terminal_and_none_in_a_pipe(engine, capsys, monkeyp
 
 def test_strings_and_chat_messages_need_a_tokenizer(engine):
     for prompt in ("hello", [{"role": "user", "content": "hello"}]):
-        with pytest.raises(SettingError, match="group-3 has no tokenizer; give prompts as lists of token ids"):
+        with pytest.raises(SettingError, match="group-3 has no tokenizer"):
             engine.generate([prompt])
 
 
@@ -238,7 +238,7 @@ def test_chat_messages_need_a_chat_template(engine):
 
     words = {f"w{i}": i for i in range(96)}
     engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
-    with pytest.raises(SettingError, match="group-3 has no chat template; give prompts as text or token ids"):
+    with pytest.raises(SettingError, match="group-3 has no chat template"):
         engine.generate([[{"role": "user", "content": "w5"}]])
     (rollout,) = engine.generate(["w5"], Sampling(max_new_tokens=3))
     assert rollout.prompt_ids == [5]

@@ -7,7 +7,7 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.engine.batch_state import rollout_key
+from alula.engine.sequence import rollout_key
 from alula.ops import paged_attention as attention_module
 from alula.ops.append import append_torch, append_triton
 from alula.ops.compact import compact, gather_keys

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from alula import Evict, Sampling, Sparsity
-from alula.engine.batch_state import Rows
-from alula.engine.eviction import evict, upload
-from alula.engine.kv_cache import Cache
+from alula.engine.batch_state import BatchState
+from alula.engine.eviction import evict, upload_tables
+from alula.engine.kv_cache import KVCache
 from alula.engine.scheduler import Event
 from alula.engine.sequence import Request, Sequence
 from alula.models.geometry import Geometry
@@ -200,18 +200,19 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
     for kernels in "01":
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", kernels)
         device = torch.device(DEVICE if kernels == "1" else "cpu")
-        cache, rows = Cache(geometry, torch.float32, 0.25, 60, 4, 6, device), Rows(6, 12, 1, device, torch.float32, 8)
+        cache = KVCache(geometry, torch.float32, 0.25, 60, 4, 6, device)
+        batch = BatchState(6, 12, 1, device, torch.float32, 8)
         cache.prepare(summary_kinds=0, ring=4, accumulated_tokens=40)
         random = torch.Generator().manual_seed(1)
         for state in (cache.keys, cache.values, cache.ring, cache.accumulated):
             state.copy_(torch.rand(state.shape, generator=random) - 0.5)
-        rows.key.copy_(torch.randint(2**62, (6,), generator=random))
-        tables = upload([first, event], device)
-        kept = evict(cache, rows, event, tables[1])
-        results.append([kept, cache.keys, cache.values, cache.accumulated, rows.table, rows.ints])
-        assert rows.kv_len.tolist() == [0, 20, 0, 0, 20, 0]
-        assert rows.table[4].tolist() == event.new[0] + [0] * 7
-        assert rows.table[1].tolist() == event.new[1] + [0] * 6
+        batch.key.copy_(torch.randint(2**62, (6,), generator=random))
+        tables = upload_tables([first, event], device)
+        kept = evict(cache, batch, event, tables[1])
+        results.append([kept, cache.keys, cache.values, cache.accumulated, batch.table, batch.ints])
+        assert batch.kv_len.tolist() == [0, 20, 0, 0, 20, 0]
+        assert batch.table[4].tolist() == event.new[0] + [0] * 7
+        assert batch.table[1].tolist() == event.new[1] + [0] * 6
     assert all(torch.equal(a, b.cpu()) for a, b in zip(*results))
 
 

@@ -6,7 +6,7 @@ import torch
 
 import oracle
 from alula import Engine, Sampling
-from alula.engine.batch_state import rollout_key
+from alula.engine.sequence import rollout_key
 from alula.ops.sample import philox_uniform, proposal_logits, sample_torch
 
 CHI_SQUARE_999 = {9: 27.88, 15: 37.70, 19: 43.82, 49: 85.35, 63: 103.44, 80: 124.84}

@@ -7,7 +7,7 @@ given away, or restored wrongly shows as a label of somebody else.
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from alula.engine.block_manager import PagePool, pages_for
+from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.rollout import Sampling
 from alula.engine.scheduler import Chunk, Scheduler
 from alula.engine.sequence import Request, Sequence
@@ -48,7 +48,7 @@ class Life:
 
 class Simulation:
     def __init__(self, *, pages: int, page: int, rows: int, lookahead: int, ahead: int, prefill_tokens: int = 64):
-        self.pool = PagePool(pages)
+        self.pool = BlockManager(pages)
         self.page, self.ahead = page, ahead
         self.scheduler = Scheduler(
             self.pool, page=page, rows=rows, width=self.pool.usable, lookahead=lookahead, prefill_tokens=prefill_tokens
@@ -124,7 +124,7 @@ class Simulation:
         assert 0 not in holders, "page 0 is nobody's"
         assert len(holders) == self.pool.in_use
         for page, count in holders.items():
-            assert self.pool.references(page) == count
+            assert self.pool._references[page] == count
         assert scheduler.available() >= 0, "more is reserved than there is"
         preemptible = [self.lives[s].order for s in scheduler.running if not s.evicts]
         swapped = [self.lives[s].order for s in scheduler.swapped]
@@ -135,7 +135,7 @@ class Simulation:
             assert not scheduler.table[s.row, len(s.pages) :].any()
             self.check_ceiling(s)
         for page, count in Counter(p for s in scheduler.running for p in s.pages[s.shared :]).items():
-            assert count == 1 == self.pool.references(page), f"page {page} has two owners"
+            assert count == 1 == self.pool._references[page], f"page {page} has two owners"
 
     def check_ceiling(self, s: Sequence) -> None:
         evict = s.request.sparsity.evict

@@ -35,7 +35,7 @@ def generated(engine, policy, prompt, tokens, n):
 def test_the_dense_peak_is_foretold_from_sparse_rollouts(engine, policy, prompt, tokens, n, pays):
     made, peak = generated(engine, policy, prompt, tokens, n)
     _, dense_peak = generated(engine, DENSE, prompt, tokens, n)
-    foretold = dense_peak_bytes(made, engine.rows.position.shape[0])
+    foretold = dense_peak_bytes(made, engine.state.position.shape[0])
     assert foretold == pytest.approx(dense_peak, rel=0.1)
     if policy.evict is not None:
         assert (peak < foretold) == (peak < dense_peak) == pays

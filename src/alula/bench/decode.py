@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from alula.bench.ceilings import Ceilings, timed
+from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import pages_for
 from alula.engine.engine import Engine
-from alula.engine.features import Features
 from alula.engine.rollout import Sampling
 from alula.engine.sequence import Request, Sequence
 from alula.errors import require
@@ -39,7 +39,7 @@ def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int
     page = engine.page
     budget = min(held, pages_for(budget_at(select.budget, context), page) * page)
     dense = min(select.dense_layers, geometry.layers)
-    summaries = pages_for(held, page) * per_layer // 2 * Features(selector=select.method).summary_kinds
+    summaries = pages_for(held, page) * per_layer // 2 * BatchFeatures(selector=select.method).summary_kinds
     if budget >= held:
         summaries = 0
     return dense * held * per_layer + (geometry.layers - dense) * (budget * per_layer + summaries)
@@ -54,48 +54,49 @@ class StepBench:
         evict = sparsity.evict
         self.held = min(context, budget_at(evict.budget, context) + evict.buffer) if evict else context
         count = pages_for(self.held + engine.lookahead, engine.page)
-        need, width = batch * count, engine.rows.table.shape[1]
+        need, width = batch * count, engine.state.table.shape[1]
         require(
             need <= engine.pool.usable,
             f"batch {batch} × context {context} needs {need} pages of KV, "
             f"kv_memory holds {engine.pool.usable}; raise it or lower them.",
         )
         require(count <= width, f"context={context}: more than the engine's max_length={width * engine.page} holds.")
-        require(batch <= engine.rows.count, f"batch={batch}: the engine has max_rows={engine.rows.count}.")
+        require(batch <= engine.max_rows, f"batch={batch}: the engine has max_rows={engine.max_rows}.")
         self.engine, self.batch, self.context, self.sparsity = engine, batch, context, sparsity
         request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
-        self.features = Features.of([request])
+        self.features = BatchFeatures.of([request])
         engine.cache.prepare(
             summary_kinds=self.features.summary_kinds,
             ring=self.features.ring,
             accumulated_tokens=self.held + engine.lookahead if self.features.accumulates else 0,
         )
-        engine.rows.prepare(self.features)
+        engine.state.prepare(self.features)
         order = np.random.default_rng(0).permutation(np.arange(1, engine.pool.count))[:need]  # as churn leaves it
         self.table = order.reshape(batch, count).astype(np.int32)
         for row in range(batch):
-            sequence = Sequence(request, 0, row=row)
-            engine.rows.enter(sequence, row, engine.page)
+            engine.state.enter(Sequence(request, sample=row, row=row), engine.page)
         for filled in (engine.cache.keys, engine.cache.values, engine.cache.summaries):
             if filled is not None and not filled[:, -1].any():  # as a fresh pool holds it
                 filled.normal_()
-        self.most = engine.runner._context(self.held + engine.lookahead)
-        self.bucket = engine.runner._bucket(batch)
+        self.max_kv_len = engine.runner.padded_kv_len(self.held + engine.lookahead)
+        self.bucket = engine.runner.bucket_for(batch)
         self.reset()
 
     def reset(self) -> None:
-        engine, rows = self.engine, self.engine.rows
-        position, held, left = (np.zeros(rows.count, np.int64) for _ in range(3))
+        engine, state = self.engine, self.engine.state
+        position, held, left = (np.zeros(state.rows, np.int64) for _ in range(3))
         position[: self.batch], held[: self.batch], left[: self.batch] = self.context - 1, self.held - 1, 1 << 20
-        engine.rows.table[: self.batch, : self.table.shape[1]] = torch.from_numpy(self.table).to(engine.device)
-        rows.upload(position, held, left, np.full((rows.count, engine.lookahead), -1, np.int64))
+        state.table[: self.batch, : self.table.shape[1]] = torch.from_numpy(self.table).to(engine.device)
+        state.upload(position, held, left, np.full((state.rows, engine.lookahead), -1, np.int64))
 
     def seconds(self, chunks: int = 8) -> float:
         """Mean time of one step, over `chunks` × lookahead steps (the context grows within a chunk only)."""
         engine, runner, steps = self.engine, self.engine.runner, self.engine.lookahead
         with torch.inference_mode():
-            graph = runner._graph(self.bucket, self.most, self.features)
-            one = graph.replay if graph is not None else lambda: runner._step(self.bucket, self.most, self.features)
+            graph = runner.graph_for(self.bucket, self.max_kv_len, self.features)
+            one = (
+                graph.replay if graph is not None else lambda: runner.step(self.bucket, self.max_kv_len, self.features)
+            )
             total = 0.0
             for i in range(chunks + 1):
                 self.reset()

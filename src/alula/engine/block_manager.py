@@ -1,8 +1,8 @@
-"""Who owns which page of the KV cache: a free list and reference counts, nothing else."""
+"""Ownership of KV pages: a free list and reference counts."""
 
 
-class PagePool:
-    """Pages 1 .. count-1 are handed out; page 0 is nobody's: rows that are not live write there."""
+class BlockManager:
+    """Allocates pages 1 .. count-1. Page 0 is the scratch page: inactive rows write to it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -22,10 +22,7 @@ class PagePool:
     def in_use(self) -> int:
         return self.usable - self.free
 
-    def references(self, page: int) -> int:
-        return self._references[page]
-
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -34,12 +31,13 @@ class PagePool:
         return pages
 
     def share(self, pages: list[int]) -> None:
+        """Add a reference to each page."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free"
             self._references[page] += 1
 
-    def drop(self, pages: list[int]) -> int:
-        """Give up one reference to each page; returns how many went back to the pool."""
+    def release(self, pages: list[int]) -> int:
+        """Remove a reference from each page; returns the number of pages that became free."""
         freed = 0
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free"
@@ -51,4 +49,5 @@ class PagePool:
 
 
 def pages_for(tokens: int, page: int) -> int:
+    """Pages of `page` tokens that hold `tokens`."""
     return -(-tokens // page)

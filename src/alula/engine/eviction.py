@@ -1,60 +1,61 @@
-"""One eviction on the device: score the cached keys, choose, copy what stays into fresh pages."""
+"""An eviction on the device: score the cached keys, choose, copy the kept tokens into new pages."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alula.engine.batch_state import Rows, on_device
-from alula.engine.kv_cache import Cache
+from alula.engine.batch_state import BatchState, to_device
+from alula.engine.kv_cache import KVCache
 from alula.engine.scheduler import Event
 from alula.ops.compact import PagedKeys, compact, install
-from alula.sparsity.evict import build, keep
+from alula.sparsity.evict import keep
 from alula.sparsity.evict.base import Cached
 
 SCORING_BYTES = 1 << 30
-"""Most bytes of gathered keys at a time."""
+"""Keys are gathered and scored in chunks of at most this many bytes."""
 
 
-def upload(events: list[Event], device: torch.device) -> list[Tensor]:
-    """For each event int32 [C, 1 + old + new]: batch row, pages to read, pages to write. All in one copy."""
+def upload_tables(events: list[Event], device: torch.device) -> list[Tensor]:
+    """Per event int32 [C, 1 + old + new]: batch row, pages to read, pages to write. One copy for all events."""
     if not events:
         return []
     tables = [
-        np.concatenate([np.asarray(event.rows, np.int32)[:, None], table_of(event.old), table_of(event.new)], 1)
+        np.concatenate([np.asarray(event.rows, np.int32)[:, None], page_table(event.old), page_table(event.new)], 1)
         for event in events
     ]
-    parts = on_device(np.concatenate([table.ravel() for table in tables]), device).split([t.size for t in tables])
+    parts = to_device(np.concatenate([table.ravel() for table in tables]), device).split([t.size for t in tables])
     return [part.view(table.shape) for part, table in zip(parts, tables)]
 
 
 @torch.inference_mode()
-def evict(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor:
-    """Score, choose and compact, given what `upload` brought; returns the kept slots int32 [C, L, Hkv, keep]."""
-    each = event.n * cache.geometry.kv_token_bytes // 2
-    together = max(1, SCORING_BYTES // each)
-    kept = [_evict_rows(cache, rows, event, part) for part in table.split(together)]
+def evict(cache: KVCache, state: BatchState, event: Event, table: Tensor) -> Tensor:
+    """Score, choose and compact, given the event's table; returns the kept slots int32 [C, L, Hkv, keep]."""
+    bytes_per_row = event.n * cache.geometry.kv_token_bytes // 2
+    rows_per_chunk = max(1, SCORING_BYTES // bytes_per_row)
+    kept = [_evict_rows(cache, state, event, part) for part in table.split(rows_per_chunk)]
     return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
-def _evict_rows(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor:
+def _evict_rows(cache: KVCache, state: BatchState, event: Event, table: Tensor) -> Tensor:
     geometry = cache.geometry
-    settings = event.sequences[0].request.sparsity.evict
+    request = event.sequences[0].request
+    settings, evictor = request.sparsity.evict, request.evictor
     assert settings is not None
-    evictor = build(settings)
+    assert evictor is not None
     read = 1 + max(map(len, event.old))
     row, old_pages, new_pages = table[:, 0], table[:, 1:read], table[:, read:]
     queries = attention_sums = None
     if evictor.queries:
-        queries = of_rows(cache.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
+        queries = rows_of(cache.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
     if evictor.accumulates:
-        attention_sums = of_rows(cache.accumulated[..., : event.n], row)  # type: ignore[index]
+        attention_sums = rows_of(cache.accumulated[..., : event.n], row)  # type: ignore[index]
     kv = Cached(
         paged=PagedKeys(cache.keys, old_pages, event.n),
         queries=queries,
         attention=attention_sums,
         scaling=cache.scaling,
-        row_keys=rows.key[row].repeat_interleave(geometry.layers) if evictor.seeded else None,
-        position=rows.position[row].long().repeat_interleave(geometry.layers) if evictor.seeded else None,
+        row_keys=state.key[row].repeat_interleave(geometry.layers) if evictor.seeded else None,
+        position=state.position[row].long().repeat_interleave(geometry.layers) if evictor.seeded else None,
     )
     protected = event.sequences[0].prompt if settings.protect_prompt else 0
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
@@ -66,17 +67,18 @@ def _evict_rows(cache: Cache, rows: Rows, event: Event, table: Tensor) -> Tensor
         moved = attention_sums.view(len(row), geometry.layers, geometry.kv_heads, -1).gather(3, kept.long())
         cache.accumulated[:, row] = 0  # type: ignore[index]
         cache.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
-    install(rows.table, rows.kv_len, row, new_pages, event.keep)
+    install(state.table, state.kv_len, row, new_pages, event.keep)
     return kept
 
 
-def of_rows(state: Tensor, row: Tensor) -> Tensor:
-    """[L, rows, ...] -> [C·L, ...]: what is kept beside the KV of some rows, in one launch."""
+def rows_of(state: Tensor, row: Tensor) -> Tensor:
+    """[L, rows, ...] -> [C·L, ...]: the entries of the rows `row` [C], in one launch."""
     return state.transpose(0, 1).index_select(0, row).flatten(0, 1)
 
 
-def table_of(pages: list[list[int]]) -> np.ndarray:
+def page_table(pages: list[list[int]]) -> np.ndarray:
+    """int32 [C, widest], padded with the scratch page."""
     table = np.zeros((len(pages), max(map(len, pages))), np.int32)
-    for line, found in zip(table, pages):
-        line[: len(found)] = found
+    for line, row_pages in zip(table, pages):
+        line[: len(row_pages)] = row_pages
     return table

@@ -1,9 +1,9 @@
-"""Projections that read the same input become one matrix product: q, k, v and gate, up.
+"""Fuses projections that read the same input into one matrix product: q, k, v and gate, up.
 
-At decode batch sizes a small product costs its launch, not its bytes. The weights move into one buffer and the
-modules' parameters become views of it: whoever shares the parameters (the learner) reads and writes the same
-memory, under the same names. Each module still computes its own slice of the joint product, and `keep_one_of_each`,
-a pass of the compiler, keeps one of the equal products; so this is only for compiled layers.
+At decode batch sizes the launch of a small product costs more than its memory traffic. The weights move into one
+buffer, and the modules' parameters become views of it, so a learner that shares the parameters reads and writes the
+same memory under the same names. Each module computes a slice of the joint product, and the compiler pass
+`merge_equal_products` merges the equal products; so this is only for compiled layers.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class JointSlice(nn.Linear):
-    """Rows start .. stop of a product with `joint`, of which its own weight is a view."""
+    """Rows start .. stop of a product with `joint`. The module's weight is a view of `joint`."""
 
     joint: Tensor
     joint_bias: Tensor | None
@@ -28,6 +28,7 @@ class JointSlice(nn.Linear):
 
 
 def fuse_projections(layer: nn.Module) -> None:
+    """Fuse the projections of a decoder layer, in place."""
     for module in list(layer.modules()):
         for names in GROUPS:
             members = [getattr(module, name, None) for name in names]
@@ -55,7 +56,7 @@ def _join(members: list[nn.Linear]) -> None:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """One tensor of all rows: the one they are views of already (another engine joined them), or a new one."""
+    """One tensor of all rows: the buffer they already are views of (another engine joined them), or a new one."""
     first, end = parts[0], parts[0].storage_offset()
     for part in parts:
         if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != end:
@@ -64,8 +65,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride()).detach()
 
 
-class KeepOneOfEach(CustomGraphPass):
-    """Common subexpressions of a pure graph: nodes with the same operator and inputs become one."""
+class MergeEqualProducts(CustomGraphPass):
+    """Common subexpression elimination: nodes with the same pure operator and the same inputs become one."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         seen: dict[Any, torch.fx.Node] = {}
@@ -80,7 +81,7 @@ class KeepOneOfEach(CustomGraphPass):
                 seen[key] = node
 
     def uuid(self) -> str:
-        return "alula-keep-one-of-each-1"
+        return "alula-merge-equal-products-1"
 
 
 aten = torch.ops.aten
@@ -101,4 +102,4 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-keep_one_of_each = KeepOneOfEach()
+merge_equal_products = MergeEqualProducts()

@@ -1,24 +1,25 @@
-"""The tensors that hold KV, and what some methods keep beside it."""
+"""The KV cache's tensors, and the buffers that some policies need in addition."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from alula.engine.block_manager import pages_for
 from alula.engine.virtual_memory import Block
-from alula.errors import require
+from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
 from alula.ops.append import summarise
 
 SUMMARISED_BYTES = 1 << 28
-"""Most bytes of keys that are summarised at a time."""
+"""Keys are summarised in chunks of at most this many bytes."""
 
 
-class Cache:
-    """keys, values [layer, page, kv_head, slot, head_dim]: every (layer, head) keeps its own tokens, but the same
-    number of them, so that one table of pages serves all.
+class KVCache:
+    """keys, values [layer, page, kv_head, slot, head_dim]. Every (layer, head) keeps its own tokens, but the same
+    number of them, so one page table serves all.
 
-    Beside them, allocated when a request first needs them: `summaries` [layer, page, kv_head, 1|2, head_dim] for
+    Allocated when a request first needs them: `summaries` [layer, page, kv_head, 1|2, head_dim] for
     selectors, `ring` [layer, row, q_head, W, head_dim] of recent queries and `accumulated` fp32
     [layer, row, kv_head, tokens] attention for evictors.
     """
@@ -38,7 +39,7 @@ class Cache:
         layout = (geometry.layers, pages, geometry.kv_heads, page, geometry.head_dim)
         self._blocks: dict[str, Block] = {}
         self.generation = 0
-        """Counts allocations: graphs captured before the last one hold dead addresses."""
+        """Counts allocations. Graphs captured before the last one hold invalid addresses."""
         both = self._allocate("kv", (2, *layout), dtype)
         self.keys, self.values = both[0], both[1]
         self.summaries: Tensor | None = None
@@ -46,7 +47,7 @@ class Cache:
         self.accumulated: Tensor | None = None
 
     def prepare(self, *, summary_kinds: int, ring: int, accumulated_tokens: int) -> None:
-        """Make room for what the requests of a call need beside KV."""
+        """Allocate the buffers that the requests of a call need in addition to KV."""
         g, page_count = self.geometry, self.keys.shape[1]
         if summary_kinds and (self.summaries is None or self.summaries.shape[3] != summary_kinds):
             kinds = (g.layers, page_count, g.kv_heads, summary_kinds, g.head_dim)
@@ -68,15 +69,15 @@ class Cache:
         return all(block.resident for block in self._blocks.values())
 
     def summarise(self, pages: Tensor) -> None:
-        """Write the summaries of pages that were filled other than token by token."""
+        """Write the summaries of full pages that were not filled token by token."""
         assert self.summaries is not None
         if len(pages):
             each = len(pages) * self.page * self.geometry.kv_token_bytes // (2 * self.geometry.layers)
             together = max(1, SUMMARISED_BYTES // each)
             for first in range(0, self.geometry.layers, together):  # a prompt's pages are many, an eviction's few
                 layers = slice(first, first + together)
-                found = summarise(self.keys[layers, pages], self.summaries.shape[3])
-                self.summaries[layers, pages] = found.to(self.summaries.dtype)
+                summaries = summarise(self.keys[layers, pages], self.summaries.shape[3])
+                self.summaries[layers, pages] = summaries.to(self.summaries.dtype)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         self.keys[:, target] = self.keys[:, source]
@@ -91,7 +92,35 @@ class Cache:
             block.restore()
 
 
+def pool_pages(
+    kv_memory: str | int | None, geometry: Geometry, page: int, max_rows: int, max_length: int, device: torch.device
+) -> tuple[int, int]:
+    """The number of pages of the KV pool, and the most KV tokens of one sequence."""
+    memory = parse_bytes(kv_memory) if kv_memory is not None else default_memory(device)
+    pages = pages_in(memory, geometry, page)
+    longest = min(max_length, (pages - 1) * page)
+    if kv_memory is None:
+        pages = min(pages, ample_pages(max_rows, longest, page))
+    return pages, longest
+
+
+def ample_pages(rows: int, longest: int, page: int) -> int:
+    """Pages that `rows` sequences of `longest` tokens can fill, counted twice: an evicting sequence compacts into new
+    pages while its prompt is still shared. A larger pool would only take longer to wake."""
+    pages = pages_for(longest, page)
+    return rows * 2 * (pages + 1) + pages + 64
+
+
+def default_memory(device: torch.device) -> int:
+    """80 % of the free memory of a GPU; 1 GiB on the CPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * 0.8)
+
+
 def pages_in(memory: int, geometry: Geometry, page: int) -> int:
+    """Pages that fit into `memory` bytes."""
     pages = memory // (page * geometry.kv_token_bytes)
     require(
         pages >= 4,
@@ -115,6 +144,4 @@ def parse_bytes(text: str | int | float) -> int:
     try:
         return int(float(number) * scale)
     except ValueError:
-        from alula.errors import SettingError
-
         raise SettingError(f"kv_memory={text!r}: write a size such as 60GiB, 512MiB or a number of bytes.") from None

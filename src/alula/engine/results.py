@@ -1,6 +1,7 @@
-"""What the device has produced becomes tokens of sequences, and finished sequences become rollouts.
+"""Reads results back from the device: tokens of sequences, finished rollouts, and records of what a policy saw.
 
-Records of what a sparse policy saw: when each token was evicted, which pages were read."""
+The records are the position at which each token was evicted and the pages that each step read.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,18 +11,18 @@ import torch
 from torch import Tensor
 
 from alula.engine.block_manager import pages_for
-from alula.engine.model_runner import Decoded
-from alula.engine.prefill import First
+from alula.engine.model_runner import DecodedChunk
+from alula.engine.prefill import FirstTokens
 from alula.engine.rollout import NEVER, Rollout
 from alula.engine.scheduler import Chunk, Event, Part
 from alula.engine.sequence import Sequence
 from alula.models.geometry import Geometry
 
 
-def collect(launched: First | Decoded, geometry: Geometry, page: int) -> Iterator[Sequence]:
-    """Read results, waiting for them if need be; yields the sequences that end with them."""
+def collect(launched: FirstTokens | DecodedChunk, geometry: Geometry, page: int) -> Iterator[Sequence]:
+    """Read results, waiting for them if necessary; yields the sequences that end with them."""
     arrays = launched.results.arrays()
-    if isinstance(launched, First):
+    if isinstance(launched, FirstTokens):
         for i, sequence in enumerate(launched.sequences):
             if sequence.finish is None:
                 sequence.tokens, sequence.logprobs, sequence.topk = [], [], []
@@ -32,54 +33,55 @@ def collect(launched: First | Decoded, geometry: Geometry, page: int) -> Iterato
                     yield sequence
         return
     for event, kept in launched.kept:
-        note_evictions(event, kept.numpy())
+        record_evictions(event, kept.numpy())
     for part in launched.chunk.parts:
         sequence = part.sequence
-        if sequence.finish is None:  # one that ended meanwhile has run on for nothing
+        if sequence.finish is None:  # results of a sequence that has already ended are discarded
             before = len(sequence.tokens)
             ended = extend(sequence, {name: a[part.row, : part.steps] for name, a in arrays.items()})
-            made = len(sequence.tokens) - before
-            note_selections(part, made, launched.chunk, launched.selected, page)
-            account(part, made, page)
+            new_tokens = len(sequence.tokens) - before
+            record_selections(part, new_tokens, launched.chunk, launched.selected, page)
+            account(part, new_tokens, page)
             if ended:
                 yield sequence
 
 
-def account(part: Part, made: int, page: int) -> None:
-    """Add the tokens made to the KV statistics, segment by segment."""
+def account(part: Part, new_tokens: int, page: int) -> None:
+    """Add the new tokens to the KV statistics, segment by segment."""
     for segment in part.segments:
-        if made <= 0:
+        if new_tokens <= 0:
             break
-        steps = min(made, segment.steps)
+        steps = min(new_tokens, segment.steps)
         part.sequence.account(segment, steps, page)
-        made -= steps
+        new_tokens -= steps
 
 
 def extend(sequence: Sequence, arrays: dict[str, np.ndarray]) -> bool:
-    """Append new tokens up to the first that ends the sequence; says whether one did."""
+    """Append new tokens up to the first that ends the sequence; returns whether one did."""
     request = sequence.request
     tokens, logprobs = arrays["token"].tolist(), arrays["logprob"]
-    made = len(tokens)
+    count = len(tokens)
     room = request.sampling.max_new_tokens - len(sequence.tokens)
-    if made >= room:
-        made, sequence.finish = room, "length"
-    if request.forced is None and not request.stop.isdisjoint(tokens[:made]):
-        made, sequence.finish = 1 + next(i for i, token in enumerate(tokens) if token in request.stop), "stop"
-    finite = np.isfinite(logprobs[:made])
+    if count >= room:
+        count, sequence.finish = room, "length"
+    if request.forced is None and not request.stop.isdisjoint(tokens[:count]):
+        count, sequence.finish = 1 + next(i for i, token in enumerate(tokens) if token in request.stop), "stop"
+    finite = np.isfinite(logprobs[:count])
     if not finite.all():
-        made, sequence.finish = int(finite.argmin()), "error"
-    sequence.tokens += tokens[:made]
-    sequence.logprobs += logprobs[:made].tolist()
+        count, sequence.finish = int(finite.argmin()), "error"
+    sequence.tokens += tokens[:count]
+    sequence.logprobs += logprobs[:count].tolist()
     if k := request.sampling.topk_logprobs:
-        sequence.topk.append((arrays["topk_id"][:made, :k], arrays["topk_logprob"][:made, :k]))
+        sequence.topk.append((arrays["topk_id"][:count, :k], arrays["topk_logprob"][:count, :k]))
     if request.teacher:
-        sequence.acceptance += arrays["acceptance"][:made].tolist()
+        sequence.acceptance += arrays["acceptance"][:count].tolist()
     if sequence.keeps_hidden:
-        sequence.hidden.append(arrays["hidden"][:made].copy())
+        sequence.hidden.append(arrays["hidden"][:count].copy())
     return sequence.finish is not None
 
 
 def as_rollout(sequence: Sequence, geometry: Geometry, dtype: torch.dtype, tokenizer: Any, version: int) -> Rollout:
+    """The rollout of a finished sequence."""
     request = sequence.request
     assert sequence.finish is not None
     text = None
@@ -112,6 +114,7 @@ def as_rollout(sequence: Sequence, geometry: Geometry, dtype: torch.dtype, token
 
 
 def start_history(sequence: Sequence, geometry: Geometry) -> None:
+    """Begin to record evictions: nothing is evicted, and slot i holds position i."""
     if sequence.evicts:
         length = sequence.prompt + sequence.request.sampling.max_new_tokens
         sequence.history = np.full((geometry.layers, geometry.kv_heads, length), NEVER, np.int32)
@@ -120,8 +123,8 @@ def start_history(sequence: Sequence, geometry: Geometry) -> None:
         )
 
 
-def note_evictions(event: Event, kept: np.ndarray) -> None:
-    """kept [C, L, Hkv, keep] are slots; the sequence's own table turns them into positions."""
+def record_evictions(event: Event, kept: np.ndarray) -> None:
+    """kept [C, L, Hkv, keep] are slots; `kept_positions` maps them to positions."""
     for i, sequence in enumerate(event.sequences):
         if sequence.history is None or sequence.finish is not None:
             continue
@@ -137,8 +140,8 @@ def note_evictions(event: Event, kept: np.ndarray) -> None:
         sequence.kept_positions = np.concatenate([held, newer], -1)
 
 
-def note_selections(part: Part, steps: int, chunk: Chunk, selected: list, page: int) -> None:
-    """selected[step][layer] are physical pages and tokens; the row's table at that step turns them into blocks."""
+def record_selections(part: Part, steps: int, chunk: Chunk, selected: list, page: int) -> None:
+    """selected[step][layer] are physical pages and token counts; the row's page table maps them to blocks."""
     sequence = part.sequence
     if not (sequence.request.record and sequence.request.sparsity.select):
         return
@@ -159,7 +162,7 @@ def note_selections(part: Part, steps: int, chunk: Chunk, selected: list, page: 
 
 
 def seen_history(sequence: Sequence) -> Tensor:
-    """What the rollout's own queries saw: evictions planned past its end are none."""
+    """The history as the rollout's queries saw it: evictions planned past its end do not count."""
     length = sequence.prompt + len(sequence.tokens)
     history = sequence.history[..., :length]
     return torch.from_numpy(np.where(history < length - 1, history, np.int32(NEVER)))

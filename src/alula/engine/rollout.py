@@ -1,4 +1,4 @@
-"""What goes into generation and what comes out of it."""
+"""Sampling settings, rollouts and scores: the engine's inputs and outputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 @named_settings
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `logprobs` are of the full vocabulary at `temperature` (at 1 where it is 0)."""
+    """Sampling settings. `logprobs` refer to the full vocabulary at `temperature` (at 1 if it is 0)."""
 
     n: int = 1
     max_new_tokens: int = 256
@@ -27,10 +27,10 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
     stop: tuple[int, ...] = ()
-    """Stop token ids, beside the model's own end-of-sequence tokens."""
+    """Stop token ids, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
     topk_logprobs: int = 0
-    """Also return the ids and log-probs of this many most likely tokens at every position."""
+    """Return the ids and log-probs of the K most likely tokens at every position."""
 
     def __post_init__(self) -> None:
         require_whole(
@@ -55,24 +55,25 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """Whether top-p or top-k cut the distribution; then no log-prob of the sampler is returned."""
+        """Whether top-p or top-k filter the distribution; no log-probs are returned then."""
         return self.top_p < 1 or self.top_k > 0
 
     @property
     def scored_temperature(self) -> float:
+        """The temperature that log-probs refer to."""
         return self.temperature or 1.0
 
 
 @dataclass
 class KVUse:
-    """KV cache of one rollout; tokens are counted per layer and head, bytes over all of them."""
+    """KV cache use of one rollout. Tokens are counted per layer and head, bytes over all of them."""
 
     peak_tokens: int = 0
     mean_tokens: float = 0.0
     dense_mean_tokens: float = 0.0
-    """What the dense policy would have held, on the same tokens."""
+    """Tokens that the dense policy would have held."""
     mean_read_tokens: float = 0.0
-    """Tokens read by attention in a sparse layer: below `mean_tokens` under a selector."""
+    """Tokens that attention read in a sparse layer; below `mean_tokens` under a selector."""
     peak_pages: int = 0
     peak_bytes: int = 0
     mean_bytes: float = 0.0
@@ -82,12 +83,14 @@ class KVUse:
 
     @property
     def saved(self) -> float:
-        """Share of the dense policy's KV tokens that was not held."""
+        """Fraction of the dense policy's KV tokens that was not held."""
         return 1 - self.mean_tokens / self.dense_mean_tokens if self.dense_mean_tokens else 0.0
 
 
 @dataclass
 class Rollout:
+    """One sampled completion of a prompt."""
+
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: Tensor | None
@@ -103,15 +106,15 @@ class Rollout:
     topk_ids: Tensor | None = None
     topk_logprobs: Tensor | None = None
     acceptance: Tensor | None = None
-    """float32 [tokens]: Σ_v min(p_dense, p_sparse) at each token, where it was measured (`Engine.acceptance`)."""
+    """float32 [tokens]: Σ_v min(p_dense, p_sparse) at each token, if measured (`Engine.acceptance`)."""
     hidden: Tensor | None = None
-    """[tokens, width]: the hidden state that each token was drawn from, where the request kept them."""
+    """[tokens, width]: the hidden state that each token was sampled from, if the request kept them."""
     history: Tensor | None = None
-    """int32 [layer, kv_head, position]: `evicted_at`. The key at position j is visible to the query at t
-    while j <= t < evicted_at[j]. Recorded on request."""
+    """int32 [layer, kv_head, position]: `evicted_at`. The key at position j is visible to the query at position t
+    if j <= t < evicted_at[j]. Recorded on request."""
     selected: list[list[Tensor | None]] | None = None
-    """Per decode step (the first token comes with the prompt) and layer: int32 [kv_head, blocks], which blocks of
-    the KV then held were read, by their place in the cache; None where the layer read all. Recorded on request."""
+    """Per decode step (the first token comes with the prompt) and layer: int32 [kv_head, blocks], the indices of the
+    cached blocks that were read; None for a layer that read all. Recorded on request."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -125,26 +128,26 @@ class Rollout:
         return decode(self.token_ids)
 
     def sampler_logprobs(self) -> Tensor:
-        """`logprobs`, for whoever cannot do without: refuses tokens that were drawn with top-p or top-k."""
+        """`logprobs`; raises for tokens sampled with top-p or top-k, which have none."""
         if self.logprobs is None:
             raise SettingError(
-                f"top_p={self.sampling.top_p}, top_k={self.sampling.top_k}: tokens drawn from a cut distribution have "
-                "no log-prob under the policy; sample with top_p=1 and top_k=0 where log-probs are needed."
+                f"top_p={self.sampling.top_p}, top_k={self.sampling.top_k}: tokens from a filtered distribution have "
+                "no log-prob under the policy; sample with top_p=1 and top_k=0 if log-probs are needed."
             )
         return self.logprobs
 
 
 @dataclass
 class Scores:
-    """Log-probs of a rollout's own tokens under some policy."""
+    """Log-probs of a rollout's tokens under a policy."""
 
     logprobs: Tensor
     topk_ids: Tensor | None = None
     topk_logprobs: Tensor | None = None
     history: Tensor | None = None
     selected: list[list[Tensor | None]] | None = None
-    """What the policy saw, as in `Rollout`; recorded on request."""
+    """`history` and `selected` as in `Rollout`, recorded on request."""
 
 
 NEVER = torch.iinfo(torch.int32).max
-"""`evicted_at` of a token that stayed to the end."""
+"""`evicted_at` of a token that was never evicted."""

@@ -1,11 +1,11 @@
-"""Which sequences run, which pages they get and when they evict: host arithmetic only, no tensors.
+"""Decides which sequences run, which pages they get and when they evict. Host arithmetic only, no tensors.
 
-Work is planned in chunks of a few decode steps. Everything that a chunk needs (pages, eviction events) is a
-function of lengths the host knows, so it is planned without waiting for the device.
+Work is planned in chunks of a few decode steps. All that a chunk needs (pages, eviction events) is a function of
+lengths that the host knows, so planning never waits for the device.
 
-Memory. An evicting sequence reserves at its start the most pages it will ever hold, so it is never preempted.
-Dense and selecting sequences take pages as they grow; when none are left the youngest of them is swapped to
-host memory and resumes, exactly, before anything newer starts. So the oldest always runs and nobody starves.
+Memory: an evicting sequence reserves at its start the most pages it will ever hold, so it is never preempted. Dense and
+selecting sequences allocate pages as they grow. When none are left, the youngest of them is swapped to host memory and
+resumes, exactly, before anything newer starts. So the oldest always runs and no sequence starves.
 """
 
 from collections import Counter, deque
@@ -14,14 +14,14 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from alula.engine.block_manager import PagePool, pages_for
+from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.sequence import Group, Request, Segment, Sequence
 from alula.errors import require
 
 
 @dataclass
 class Event:
-    """Sequences that evict together before step `step` of a chunk: all from `n` to `keep` tokens."""
+    """An eviction of several sequences before step `step` of a chunk, all from `n` to `keep` tokens."""
 
     step: int
     sequences: list[Sequence]
@@ -31,12 +31,12 @@ class Event:
     new: list[list[int]]
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    """Position of the first query that no longer sees what is dropped."""
+    """Per sequence: position of the first query that no longer sees the evicted tokens."""
 
 
 @dataclass
 class Prefill:
-    """A prompt to be run, the pages its KV goes to, and the rollouts that wait for it."""
+    """A prompt to run, the pages for its KV, and the rollouts that wait for it."""
 
     request: Request
     pages: list[int]
@@ -45,7 +45,7 @@ class Prefill:
 
 @dataclass
 class Start:
-    """A rollout that begins in a row: `copy` = (from, to) where its prompt ends inside a page."""
+    """A rollout that starts in a row. `copy` = (from, to) pages if its prompt ends inside a page."""
 
     sequence: Sequence
     copy: tuple[int, int] | None
@@ -62,6 +62,8 @@ class SwapOut:
 
 @dataclass
 class Admission:
+    """What to run before the next chunk."""
+
     prefill: list[Prefill] = field(default_factory=list)
     start: list[Start] = field(default_factory=list)
     restore: list[Sequence] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Admission:
 
 @dataclass
 class Part:
-    """What one sequence does in a chunk: `steps` decode steps, in segments between its evictions."""
+    """One sequence's share of a chunk: `steps` decode steps, in segments between its evictions."""
 
     sequence: Sequence
     row: int
@@ -80,6 +82,8 @@ class Part:
 
 @dataclass
 class Chunk:
+    """A few decode steps of all running sequences. Arrays have one row per batch row."""
+
     steps: int
     parts: list[Part]
     events: list[Event]
@@ -88,8 +92,8 @@ class Chunk:
     kv_len: np.ndarray
     remaining: np.ndarray
     forced: np.ndarray
-    most_tokens: int
-    """The longest KV that attention will meet in this chunk."""
+    max_kv_len: int
+    """The longest KV that attention reads in this chunk."""
     swap_out: list[SwapOut]
 
 
@@ -113,7 +117,7 @@ class KVNeed:
 
 class Scheduler:
     def __init__(
-        self, pool: PagePool, *, page: int, rows: int, width: int, lookahead: int, prefill_tokens: int = 16384
+        self, pool: BlockManager, *, page: int, rows: int, width: int, lookahead: int, prefill_tokens: int = 16384
     ) -> None:
         self.pool, self.page, self.width = pool, page, width
         self.lookahead, self.prefill_tokens = lookahead, prefill_tokens
@@ -139,6 +143,7 @@ class Scheduler:
         return KVNeed(tokens, pages, self.width * self.page, self.pool.usable)
 
     def submit(self, request: Request) -> list[Sequence]:
+        """Queue a request; raises if it can never run."""
         prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
         need = self.need(request)
         require(
@@ -158,19 +163,19 @@ class Scheduler:
     # -- memory -------------------------------------------------------------------------------------------
 
     def _scratch(self, sequence: Sequence) -> int:
-        """Pages that one eviction of this sequence takes before it gives its old ones back."""
+        """Pages that one eviction of this sequence allocates before it releases the old ones."""
         return pages_for(min(sequence.own(), sequence.largest_keep() + self.lookahead), self.page)
 
     def _reserve(self, sequence: Sequence) -> int:
-        """Pages set aside for an evicting sequence; one more where it copies the end of a prompt past its limit."""
+        """Pages reserved for an evicting sequence; one more if it copies the end of a prompt longer than its limit."""
         return pages_for(sequence.own(), self.page) + (sequence.prompt > sequence.own())
 
     def available(self) -> int:
-        """Pages that are neither taken nor set aside for evicting sequences and their scratch."""
+        """Pages that are neither allocated nor reserved for evicting sequences and their scratch."""
         return self.pool.free - self._promised - max(self._scratches, default=0)
 
     def _claim(self, sequence: Sequence, tokens: int) -> int:
-        """Pages out of `available` that starting this sequence costs, its growth to `tokens` included."""
+        """Pages out of `available` that starting this sequence takes, including its growth to `tokens`."""
         if not sequence.evicts:
             return pages_for(tokens, self.page) - sequence.prompt // self.page
         scratch = max(self._scratches, default=0)
@@ -184,7 +189,7 @@ class Scheduler:
         count = pages_for(tokens, self.page) - len(sequence.pages)
         if count > 0:
             start = len(sequence.pages)
-            sequence.pages += self.pool.take(count)
+            sequence.pages += self.pool.allocate(count)
             self.table[sequence.row, start : len(sequence.pages)] = sequence.pages[start:]
             if sequence.evicts:
                 self._promised -= count
@@ -209,11 +214,11 @@ class Scheduler:
             self._scratches[scratch] -= 1
             if not self._scratches[scratch]:
                 del self._scratches[scratch]
-        self.pool.drop(sequence.pages)
+        self.pool.release(sequence.pages)
         sequence.row, sequence.pages, sequence.shared = None, [], 0
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give back what it holds."""
+        """Remove a sequence in whatever state it is, and release its pages."""
         if sequence.row is not None:
             self._leave(sequence)
         elif sequence in self.swapped:
@@ -228,7 +233,7 @@ class Scheduler:
                     break
 
     def _close(self, group: Group) -> None:
-        self.pool.drop(group.pages)
+        self.pool.release(group.pages)
         group.pages = []
         self.waiting.remove(group)
 
@@ -239,13 +244,13 @@ class Scheduler:
         admission = Admission()
         started: list[Group] = []
         self._fill(admission, started)
-        for group in started:  # only now: a later prompt of this admission must not be given these pages
-            self.pool.drop(group.pages)
+        for group in started:  # only now: a later prompt of this admission must not get these pages
+            self.pool.release(group.pages)
             group.pages = []
         return admission
 
     def _fill(self, admission: Admission, started: list[Group]) -> None:
-        # What runs grows first: whoever is let in must not be swapped out again by the plan that follows.
+        # Running sequences grow first: one admitted now must not be swapped out again by the plan that follows.
         room = self.available() - sum(self._growth(s) for s in self.running if not s.evicts)
         while self.swapped and self.free_rows:
             sequence = self.swapped[0]
@@ -253,7 +258,7 @@ class Scheduler:
             if room < need:
                 if self.running or not self._release_prompt():
                     return
-                room = self.available()  # nothing runs, so only a waiting prompt can make room
+                room = self.available()  # nothing runs, so only a waiting prompt can free pages
                 continue
             self.swapped.popleft()
             self._enter(sequence)
@@ -266,15 +271,15 @@ class Scheduler:
             prompt = len(group.request.prompt_ids)
             ahead = prompt + min(self.lookahead, group.request.sampling.max_new_tokens - 1)
             if not group.prefilled:
-                own = pages_for(prompt, self.page)
-                if room < own + self._claim(group.pending[0], ahead):
+                prompt_pages = pages_for(prompt, self.page)
+                if room < prompt_pages + self._claim(group.pending[0], ahead):
                     return
                 if tokens and tokens + prompt > self.prefill_tokens:
                     return
-                group.pages, group.prefilled = self.pool.take(own), True
+                group.pages, group.prefilled = self.pool.allocate(prompt_pages), True
                 admission.prefill.append(Prefill(group.request, group.pages, list(group.pending)))
                 tokens += prompt
-                room -= own
+                room -= prompt_pages
             while group.pending and self.free_rows and room >= (claim := self._claim(group.pending[0], ahead)):
                 admission.start.append(self._start(group, group.pending.pop(0)))
                 room -= claim
@@ -299,7 +304,7 @@ class Scheduler:
     def plan(self) -> Chunk | None:
         """Pages and events for the next `lookahead` decode steps of everything that runs."""
         swap_out: list[SwapOut] = []
-        for sequence in [s for s in self.running if s.remaining == 0]:  # its one token came with the prompt
+        for sequence in [s for s in self.running if s.remaining == 0]:  # its only token came with the prompt
             self.finish(sequence)
         for sequence in list(self.running):
             if sequence.row is not None:
@@ -316,19 +321,19 @@ class Scheduler:
             position[s.row], kv_len[s.row], remaining[s.row] = s.position, s.kv_len, s.remaining
             if s.request.forced is not None:
                 done = s.position - s.prompt + 1
-                told = s.request.forced[done : done + steps]
-                forced[s.row, : len(told)] = told
+                given = s.request.forced[done : done + steps]
+                forced[s.row, : len(given)] = given
         table = self.table[:, : max(len(s.pages) for s in active)].copy()
         parts = [Part(s, s.row, min(steps, s.remaining), s.position) for s in active]  # type: ignore[arg-type]
         events = self._run(parts)
         for s in active:
-            if s.remaining == 0:  # all its steps are launched with this chunk: what it holds is free after it
+            if s.remaining == 0:  # all its steps are in this chunk: its pages are free after it
                 self.finish(s)
-        most = max(segment.kv_len + segment.steps for part in parts for segment in part.segments)
-        return Chunk(steps, parts, events, table, position, kv_len, remaining, forced, most, swap_out)
+        max_kv_len = max(segment.kv_len + segment.steps for part in parts for segment in part.segments)
+        return Chunk(steps, parts, events, table, position, kv_len, remaining, forced, max_kv_len, swap_out)
 
     def _secure(self, sequence: Sequence, swap_out: list[SwapOut]) -> None:
-        """Get the pages that a sequence needs up to its next eviction or the chunk's end."""
+        """Allocate the pages that a sequence needs up to its next eviction or the end of the chunk."""
         steps = min(self.lookahead, sequence.remaining)
         tokens = sequence.kv_len + sequence.steps_to_eviction(steps)
         need = pages_for(tokens, self.page) - len(sequence.pages)
@@ -346,29 +351,29 @@ class Scheduler:
         self._grow(sequence, tokens)
 
     def _release_prompt(self) -> bool:
-        """Give back the pages of a prompt whose other rollouts have yet to start; it is prefilled again later."""
+        """Release the pages of a prompt whose other rollouts have yet to start; it is prefilled again later."""
         for group in self.waiting:
             if group.prefilled:
-                self.pool.drop(group.pages)
+                self.pool.release(group.pages)
                 group.pages, group.prefilled = [], False
                 return True
         return False
 
     def _run(self, parts: list[Part]) -> list[Event]:
-        """Advance every sequence through the chunk, evicting where it falls due, in the order of the steps."""
+        """Advance every sequence through the chunk, with evictions in the order of the steps."""
         events: list[Event] = []
         due: dict[int, list[Part]] = {}
         for part in parts:
             self._advance(part, 0, Segment(part.sequence.kv_len, 0, pages_held=len(part.sequence.pages)), due)
         while due:
             step = min(due)
-            alike: dict[tuple, list[Part]] = {}
+            same_sizes: dict[tuple, list[Part]] = {}
             for part in due.pop(step):
                 s = part.sequence
                 evict = s.request.sparsity.evict
                 protected = s.prompt if evict is not None and evict.protect_prompt else 0
-                alike.setdefault((evict, protected, s.kv_len, s.keep), []).append(part)
-            for (_, _, n, keep), waiting in alike.items():
+                same_sizes.setdefault((evict, protected, s.kv_len, s.keep), []).append(part)
+            for (_, _, n, keep), waiting in same_sizes.items():
                 while waiting:
                     events.append(self._evict(step, n, keep, waiting, due))
         return events
@@ -384,12 +389,12 @@ class Scheduler:
             due.setdefault(step + segment.steps, []).append(part)
 
     def _evict(self, step: int, n: int, keep: int, waiting: list[Part], due: dict[int, list[Part]]) -> Event:
-        """One event of as many waiting parts as free pages allow: all new pages are taken before any old ones
-        are dropped, so that what one compaction reads is never what another in the same launch writes."""
+        """One event of as many waiting parts as free pages allow. All new pages are allocated before any old ones are
+        released, so that no compaction writes to a page that another in the same launch reads."""
         event = Event(step, [], n, keep, [], [])
         batch: list[Part] = []
         scratch = 0
-        while waiting and (len(batch) < FEW or scratch < self.pool.usable // SCRATCH):
+        while waiting and (len(batch) < MIN_ROWS or scratch < self.pool.usable // SCRATCH_FRACTION):
             s = waiting[0].sequence
             s.kv_len = keep
             need = pages_for(keep + max(1, s.steps_to_eviction(waiting[0].steps - step)), self.page)
@@ -397,9 +402,9 @@ class Scheduler:
                 s.kv_len = n
                 break
             batch.append(waiting.pop(0))
-            event.new.append(self.pool.take(need))
+            event.new.append(self.pool.allocate(need))
             scratch += need
-        assert batch, "the scratch set aside at the start covers at least one eviction"
+        assert batch, "the reserved scratch covers at least one eviction"
         for part, pages in zip(batch, event.new):
             s = part.sequence
             event.sequences.append(s)
@@ -407,7 +412,7 @@ class Scheduler:
             event.positions.append(s.position)
             event.old.append(s.pages)
             self._promised -= len(pages) - (len(s.pages) - s.shared)
-            freed = self.pool.drop(s.pages)
+            freed = self.pool.release(s.pages)
             s.pages, s.shared = pages, 0
             self.table[s.row] = 0
             self.table[s.row, : len(pages)] = pages
@@ -415,6 +420,6 @@ class Scheduler:
         return event
 
 
-FEW, SCRATCH = 8, 16
-"""Rows compacted in one launch: these few, or more while their new pages stay within 1/16 of the pool. Many rows in
-step (a batch of one prompt length) would otherwise cost a launch for every few."""
+MIN_ROWS, SCRATCH_FRACTION = 8, 16
+"""Rows compacted in one launch: at least 8, and more while their new pages stay within 1/16 of the pool. Otherwise many
+rows that evict at the same step (prompts of one length) would need a launch for every few."""

@@ -1,5 +1,5 @@
 """Log-probs of given tokens under the dense policy (one packed pass) or a sparse one (forced decoding), and the
-overlap of the two."""
+acceptance between the two."""
 
 import math
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from alula.engine.batch_state import rollout_key
 from alula.engine.model_runner import LOGITS_BYTES
+from alula.engine.prefill import forward_packed
 from alula.engine.rollout import KVUse, Rollout, Scores
-from alula.engine.sequence import Request, Teacher
+from alula.engine.sequence import Request, Teacher, rollout_key
 from alula.errors import require
 from alula.ops.acceptance import chunked_acceptance
 from alula.sparsity.policy import Sparsity
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from alula.engine.engine import Engine
 
 TEACHER_BYTES = 1 << 32
-"""Dense hidden states beyond this many bytes wait in host memory."""
+"""Dense hidden states larger than this are kept in host memory."""
 
 
 @torch.inference_mode()
 def score_dense(engine: "Engine", rollouts: Many[Rollout], topk: int, temperature: float | None) -> list[Scores]:
-    runner, out = engine.runner, []
+    scores = []
     for batch in batches(rollouts, engine.prefill_tokens):
-        hidden = runner.forward_packed([r.prompt_ids + r.token_ids for r in batch])
+        hidden = forward_packed(engine.runner, [r.prompt_ids + r.token_ids for r in batch])
         start = 0
         for r in batch:
             # the token at position p is predicted by the hidden state at p - 1
             first = start + len(r.prompt_ids) - 1
             scale = temperature if temperature is not None else r.sampling.scored_temperature
-            out.append(score_tokens(engine, hidden[first : first + len(r)], r.token_ids, topk, scale))
+            scores.append(score_tokens(engine, hidden[first : first + len(r)], r.token_ids, topk, scale))
             start += len(r.prompt_ids) + len(r)
-    return [Scores(*(None if x is None else x.cpu() for x in parts)) for parts in out]  # type: ignore[arg-type]
+    return [Scores(*(None if x is None else x.cpu() for x in parts)) for parts in scores]  # type: ignore[arg-type]
 
 
 def score_tokens(engine: "Engine", hidden: torch.Tensor, ids: list[int], topk: int, temperature: float) -> tuple:
@@ -56,6 +56,7 @@ def score_tokens(engine: "Engine", hidden: torch.Tensor, ids: list[int], topk: i
 
 
 def batches(rollouts: Many[Rollout], tokens: int) -> Iterator[list[Rollout]]:
+    """Consecutive rollouts of at most `tokens` tokens together."""
     batch: list[Rollout] = []
     held = 0
     for r in rollouts:
@@ -71,18 +72,18 @@ def batches(rollouts: Many[Rollout], tokens: int) -> Iterator[list[Rollout]]:
 def score_forced(
     engine: "Engine", rollouts: Many[Rollout], sparsity: Sparsity, topk: int, temperature: float | None, record: bool
 ) -> list[Scores]:
-    """Decode the same tokens again under `sparsity`: what each would have been given."""
-    requests = [forced(engine, r, i, sparsity, topk, temperature, record) for i, r in enumerate(rollouts)]
+    """Log-probs of the same tokens when decoded again under `sparsity`."""
+    requests = [forced_request(engine, r, i, sparsity, topk, temperature, record) for i, r in enumerate(rollouts)]
     scores: list[Scores | None] = [None] * len(requests)
     for done in engine.stream(requests):
         length = len(rollouts[done.prompt_index])
-        top_ids = None if done.topk_ids is None else filled(done.topk_ids, length, 0)
-        top = None if done.topk_logprobs is None else filled(done.topk_logprobs, length)
-        scores[done.prompt_index] = Scores(filled(done.logprobs, length), top_ids, top, done.history, done.selected)
+        top_ids = None if done.topk_ids is None else padded(done.topk_ids, length, 0)
+        top = None if done.topk_logprobs is None else padded(done.topk_logprobs, length)
+        scores[done.prompt_index] = Scores(padded(done.logprobs, length), top_ids, top, done.history, done.selected)
     return [s for s in scores if s is not None]
 
 
-def forced(
+def forced_request(
     engine: "Engine",
     r: Rollout,
     index: int,
@@ -92,7 +93,7 @@ def forced(
     record: bool = False,
     teacher: Teacher | None = None,
 ) -> Request:
-    """A request that decodes a rollout's own tokens; `index` comes back as its `prompt_index`."""
+    """A request that decodes a rollout's tokens again; `index` comes back as `prompt_index`."""
     sampling = replace(
         r.sampling,
         n=1,
@@ -103,9 +104,11 @@ def forced(
         topk_logprobs=topk,
         temperature=temperature if temperature is not None else r.sampling.scored_temperature,
     )
-    key = rollout_key(r.sampling.seed, r.prompt_index, r.sample_index)  # `random` evicts what it evicted then
+    key = rollout_key(
+        r.sampling.seed, r.prompt_index, r.sample_index
+    )  # the random evictor evicts the same tokens again
     return Request(
-        next(engine._ids), r.prompt_ids, sampling, sparsity, frozenset(), index, r.token_ids, record, key, teacher
+        engine.inputs.next_id(), r.prompt_ids, sampling, sparsity, frozenset(), index, r.token_ids, record, key, teacher
     )
 
 
@@ -115,8 +118,8 @@ def stream_acceptance(
     sparsity: Sparsity | Many[Sparsity],
     temperature: float | None = None,
 ) -> Iterator[tuple[int, Tensor, KVUse]]:
-    """(index, α [tokens], KV used) of every rollout as it is done, roughly in the order given (`Engine.acceptance`)."""
-    engine.check_rollouts(rollouts, temperature)
+    """(index, α [tokens], KV use) of every rollout as it finishes, roughly in the given order (`Engine.acceptance`)."""
+    engine.inputs.check_rollouts(rollouts, temperature)
     policies = [sparsity] * len(rollouts) if isinstance(sparsity, Sparsity) else list(sparsity)
     require(
         len(policies) == len(rollouts),
@@ -125,17 +128,17 @@ def stream_acceptance(
     for policy in set(policies):
         engine.check(policy)
     distinct = list({id(r): r for r in rollouts}.values())
-    taught = dict(zip(map(id, distinct), teachers(engine, distinct)))
+    teacher_of = dict(zip(map(id, distinct), teachers(engine, distinct)))
     requests = [
-        forced(engine, r, i, policy, temperature=temperature, teacher=taught[id(r)])
+        forced_request(engine, r, i, policy, temperature=temperature, teacher=teacher_of[id(r)])
         for i, (r, policy) in enumerate(zip(rollouts, policies))
     ]
     for done in engine.stream(requests):
-        yield done.prompt_index, filled(done.acceptance, len(rollouts[done.prompt_index])), done.kv
+        yield done.prompt_index, padded(done.acceptance, len(rollouts[done.prompt_index])), done.kv
 
 
-def filled(values: Tensor | None, length: int, value: float = math.nan) -> Tensor:
-    """`values` of the first tokens, and NaN for those after logits that were not finite, which end the decoding."""
+def padded(values: Tensor | None, length: int, value: float = math.nan) -> Tensor:
+    """`values` padded with NaN to `length`: logits that are not finite end the decoding early."""
     values = torch.empty(0) if values is None else values
     missing = values.new_full((length - len(values), *values.shape[1:]), value)
     return torch.cat([values, missing]) if len(missing) else values
@@ -143,31 +146,31 @@ def filled(values: Tensor | None, length: int, value: float = math.nan) -> Tenso
 
 @torch.inference_mode()
 def kept_acceptance(engine: "Engine", rollouts: Many[Rollout], temperature: float | None = None) -> list[Tensor]:
-    """α [tokens] of rollouts that kept their hidden states: one dense packed pass, no decoding."""
-    engine.check_rollouts(rollouts, temperature)
+    """α [tokens] of rollouts that kept their hidden states, from one dense packed pass without decoding."""
+    engine.inputs.check_rollouts(rollouts, temperature)
     head, chunk = engine.runner.logits, max(1, LOGITS_BYTES // (4 * engine.model.config.vocab_size))
-    found = []
+    alphas = []
     for r, teacher in zip(rollouts, teachers(engine, rollouts)):
         assert r.hidden is not None
         dense = teacher.hidden[teacher.start : teacher.start + len(r)].to(engine.device)
         scale = temperature if temperature is not None else r.sampling.scored_temperature
         sparse = r.hidden.to(engine.device)
-        found.append(chunked_acceptance(dense, head, sparse, head, temperature=scale, chunk=chunk).cpu())
-    return found
+        alphas.append(chunked_acceptance(dense, head, sparse, head, temperature=scale, chunk=chunk).cpu())
+    return alphas
 
 
 @torch.inference_mode()
 def teachers(engine: "Engine", rollouts: Many[Rollout]) -> list[Teacher]:
-    """The dense hidden states that predict the rollouts' tokens, one packed pass each, side by side in one tensor."""
+    """Dense hidden states that predict the rollouts' tokens, in one tensor."""
     width, total = engine.model.config.hidden_size, sum(map(len, rollouts))
     fits = total * width * engine.dtype.itemsize <= TEACHER_BYTES
     hidden = torch.empty(total, width, dtype=engine.dtype, device=engine.device if fits else "cpu")
-    found, filled = [], 0
+    result, offset = [], 0
     for batch in batches(rollouts, engine.prefill_tokens):
-        packed, start = engine.runner.forward_packed([r.prompt_ids + r.token_ids for r in batch]), 0
+        packed, start = forward_packed(engine.runner, [r.prompt_ids + r.token_ids for r in batch]), 0
         for r in batch:
             first = start + len(r.prompt_ids) - 1
-            hidden[filled : filled + len(r)] = packed[first : first + len(r)]
-            found.append(Teacher(hidden, filled))
-            start, filled = start + len(r.prompt_ids) + len(r), filled + len(r)
-    return found
+            hidden[offset : offset + len(r)] = packed[first : first + len(r)]
+            result.append(Teacher(hidden, offset))
+            start, offset = start + len(r.prompt_ids) + len(r), offset + len(r)
+    return result

@@ -1,12 +1,17 @@
-"""One rollout while it is being made, and the group of rollouts that share a prompt."""
+"""Requests, the rollouts being generated for them, and groups of rollouts that share a prompt."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from alula.engine.rollout import Finish, KVUse, Sampling
-from alula.sparsity.policy import Sparsity, budget_at
+from alula.ops.splitmix64 import splitmix64
+from alula.sparsity.evict import build
+from alula.sparsity.evict.base import Evictor
+from alula.sparsity.policy import Evict, Sparsity, budget_at
 from alula.sparsity.schedule import Schedule
 
 UNLIMITED = 1 << 30
@@ -14,16 +19,16 @@ UNLIMITED = 1 << 30
 
 @dataclass(eq=False)
 class Teacher:
-    """What the dense policy said of a forced request's tokens: token i is predicted from hidden[start + i]."""
+    """Dense hidden states for a forced request: token i is predicted from hidden[start + i]."""
 
     hidden: Any
-    """[tokens, width], shared by all requests of a call; on the device, or in host memory where it is large"""
+    """[tokens, width], shared by all requests of a call; on the device, or in host memory if it is large"""
     start: int
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and how to continue it; `forced` gives the tokens instead of drawing them (scoring)."""
+    """A prompt and how to continue it. `forced` gives the tokens instead of sampling them (scoring)."""
 
     id: int
     prompt_ids: list[int]
@@ -34,16 +39,37 @@ class Request:
     forced: list[int] | None = None
     record: bool = False
     key: int | None = None
-    """The rollout's random key, where it is not made from (seed, prompt, sample)."""
+    """The rollout's sampling key, if not derived from (seed, prompt, sample)."""
     teacher: Teacher | None = None
-    """Given, the acceptance of every forced token is measured as well."""
+    """If given, the acceptance of every forced token is measured."""
     keep_hidden: int = 0
-    """Of how many of its rollouts to return the hidden states that tokens were drawn from (`Rollout.hidden`)."""
+    """Number of rollouts that return the hidden states their tokens were sampled from (`Rollout.hidden`)."""
+
+    @property
+    def evictor(self) -> Evictor | None:
+        return evictor_for(self.sparsity.evict) if self.sparsity.evict else None
+
+
+@lru_cache(maxsize=1024)
+def evictor_for(evict: Evict) -> Evictor:
+    """The evictor of a policy, built once."""
+    return build(evict)
+
+
+@dataclass
+class PrefillOutput:
+    """What a prefill leaves on the device for the rollouts that start from it."""
+
+    token: Tensor
+    """int64 [rollouts]: the first token of each"""
+    rings: Tensor | None
+    attention_sums: list[Tensor | None] | None
+    """Per prompt, as in `PrefillContext`."""
 
 
 @dataclass
 class Segment:
-    """Decode steps between two evictions inside one chunk; `kv_len` is what the first of them finds."""
+    """Decode steps between two evictions inside one chunk; `kv_len` is the length before the first of them."""
 
     kv_len: int
     steps: int
@@ -54,18 +80,20 @@ class Segment:
 
 @dataclass(eq=False)
 class Sequence:
+    """One rollout while it is generated."""
+
     request: Request
     sample: int
     pages: list[int] = field(default_factory=list)
     shared: int = 0
-    """How many leading pages also belong to the prompt's group."""
+    """Leading pages that are shared with the prompt's group."""
     reserved: int = 0
-    """Pages set aside at the start, for an evicting sequence."""
+    """Pages reserved at the start, for an evicting sequence."""
     row: int | None = None
     position: int = 0
     kv_len: int = 0
     remaining: int = 0
-    """Decode steps still to be planned; `position`, `kv_len` and this are those after all that is planned."""
+    """Decode steps not planned yet. `position` and `kv_len` likewise describe the state after everything planned."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -73,10 +101,10 @@ class Sequence:
     acceptance: list[float] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)
     finish: Finish | None = None
-    first: Any = None
-    """What prefill left on the device for this rollout's start."""
+    prefilled: Any = None
+    """(PrefillOutput, index of the rollout in it, index of the prompt in it), until the rollout starts."""
     swapped: Any = None
-    """Pages and row state in host memory, while preempted."""
+    """Keys, values and last token in host memory, while preempted."""
     history: Any = None
     kept_positions: np.ndarray | None = None
     selected: list = field(default_factory=list)
@@ -89,6 +117,14 @@ class Sequence:
     @property
     def prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def key(self) -> int:
+        """The key of the rollout's random numbers."""
+        request = self.request
+        if request.key is not None:
+            return request.key
+        return rollout_key(request.sampling.seed, request.prompt_index, self.sample)
 
     @property
     def keeps_hidden(self) -> bool:
@@ -107,9 +143,9 @@ class Sequence:
         return budget_at(evict.budget, self.position) + (self.prompt if evict.protect_prompt else 0)
 
     def steps_to_eviction(self, steps: int) -> int:
-        """How many of the next `steps` decode steps come before an eviction fires (`steps`: all of them).
+        """The number of the next `steps` decode steps before an eviction fires; `steps` if none fires.
 
-        It fires before a step that finds budget + buffer tokens: a function of this sequence's own length only.
+        It fires before a step that starts with budget + buffer tokens. Only the sequence's own length matters.
         """
         evict = self.request.sparsity.evict
         if evict is None:
@@ -182,9 +218,17 @@ class Sequence:
 
 @dataclass(eq=False)
 class Group:
-    """The n rollouts of one prompt. `pages` hold the prompt's KV until every rollout has started."""
+    """The n rollouts of one prompt. `pages` hold the prompt's KV until all of them have started."""
 
     request: Request
     pending: list[Sequence]
     pages: list[int] = field(default_factory=list)
     prefilled: bool = False
+
+
+def rollout_key(seed: int, prompt: int, sample: int) -> int:
+    """A signed 64-bit key per rollout: splitmix64 over (seed, prompt, sample)."""
+    key = 0
+    for word in (seed, prompt, sample):
+        key = splitmix64(key + word)
+    return key - (1 << 64) if key >> 63 else key

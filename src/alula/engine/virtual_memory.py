@@ -1,8 +1,8 @@
-"""A block of memory whose address stays while its contents come and go.
+"""Memory that can be released and restored at the same address.
 
-Captured CUDA graphs hold the KV pool's addresses. So on CUDA the pool is a reserved range of virtual addresses:
-`release` unmaps the physical memory, which the learner can then use, and `restore` maps fresh memory at the
-same place. On the CPU the storage is shrunk and grown.
+Captured CUDA graphs hold the KV pool's addresses. On CUDA the pool is therefore a reserved range of virtual addresses:
+`release` unmaps the physical memory, which the learner can then use, and `restore` maps new memory at the same
+addresses (vLLM's sleep mode and torch_memory_saver do the same). On the CPU the storage is resized.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Block:
-    """`tensor` is uint8 [size]; after `release` it must not be touched until `restore`."""
+    """`tensor` is uint8 [size]. After `release` it must not be used until `restore`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -61,6 +61,7 @@ class _Access(ctypes.Structure):
 
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3
 SPARE = 1 << 30
+"""Bytes that stay free after mapping."""
 
 
 class _VirtualRange:
@@ -68,7 +69,7 @@ class _VirtualRange:
 
     def __init__(self, size: int, device: torch.device) -> None:
         torch.cuda.init()
-        torch.zeros(1, device=device)  # makes the device's context current
+        torch.zeros(1, device=device)  # makes the device's CUDA context current
         self.driver = ctypes.CDLL("libcuda.so.1")
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
@@ -76,14 +77,14 @@ class _VirtualRange:
         self.properties = _AllocationProperties(PINNED, 0, self.location, None, (ctypes.c_ubyte * 8)())
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self.properties), 0)
-        self.wanted = size
+        self.requested = size
         self.size = ctypes.c_size_t(-(-size // granularity.value) * granularity.value)
         self.address = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
         self._call("cuMemAddressReserve", ctypes.byref(self.address), self.size, ctypes.c_size_t(0), zero, zero)
         self.mapped = [False]  # shared with the finalizer, which must not hold `self`
         self.map()
-        weakref.finalize(self, _give_back, self.driver, self.address, self.size, self.mapped)
+        weakref.finalize(self, _free, self.driver, self.address, self.size, self.mapped)
 
     def map(self) -> None:
         handle, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
@@ -91,10 +92,10 @@ class _VirtualRange:
         try:
             self._call(*create)
         except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch may sit on freed memory that the driver needs now
+            torch.cuda.empty_cache()  # torch may hold freed memory that the driver needs now
             self._call(*create)
         if torch.cuda.mem_get_info(self.device)[0] < SPARE:
-            torch.cuda.empty_cache()  # captures and the driver itself want some too
+            torch.cuda.empty_cache()  # graph capture and the driver need some too
         self._call("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, zero)
         access = _Access(self.location, READ_WRITE)
         self._call("cuMemSetAccess", self.address, self.size, ctypes.byref(access), ctypes.c_size_t(1))
@@ -109,7 +110,7 @@ class _VirtualRange:
     def tensor(self) -> Tensor:
         view: Any = type("View", (), {})()
         view.__cuda_array_interface__ = {
-            "shape": (self.wanted,),
+            "shape": (self.requested,),
             "typestr": "|u1",
             "data": (self.address.value, False),
             "version": 3,
@@ -119,16 +120,16 @@ class _VirtualRange:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self.driver, name)(*arguments)
         if code == 2:
-            wanted, free = self.wanted / 2**30, torch.cuda.mem_get_info(self.device)[0] / 2**30
+            requested, free = self.requested / 2**30, torch.cuda.mem_get_info(self.device)[0] / 2**30
             raise torch.cuda.OutOfMemoryError(
-                f"kv_memory={wanted:.1f}GiB: the GPU has {free:.1f} GiB free; lower it (or learner.token_budget, whose "
-                "activations share the GPU), or stop other processes there."
+                f"kv_memory={requested:.1f}GiB: the GPU has {free:.1f} GiB free; lower it (or learner.token_budget, "
+                "whose activations share the GPU), or stop other processes there."
             )
         if code != 0:
             raise RuntimeError(f"{name} failed with CUDA driver error {code}")
 
 
-def _give_back(driver: Any, address: ctypes.c_uint64, size: ctypes.c_size_t, mapped: list[bool]) -> None:
+def _free(driver: Any, address: ctypes.c_uint64, size: ctypes.c_size_t, mapped: list[bool]) -> None:
     torch.cuda.synchronize()
     if mapped[0]:
         driver.cuMemUnmap(address, size)

@@ -18,11 +18,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.engine.engine import Engine, default_memory
+from alula.engine.engine import Engine
+from alula.engine.kv_cache import default_memory
 from alula.engine.rollout import Rollout, Sampling
 from alula.errors import SettingError, require
 from alula.models.load import LoadedModel, share_weights
-from alula.models.supported import refuse_after_dry_run, refuse_unsupported
+from alula.models.supported import check_config, check_dry_run
 from alula.objective import ragged
 from alula.objective.correction import Correction, correct
 from alula.objective.losses import LOSSES
@@ -73,7 +74,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         otherwise (float32 parameters under autocast) on a copy that follows them."""
         self._refuse_model()
         require("sparse_adapter" not in options, f"engine: sparse_adapter is not kept up to date here; {INSTEAD}.")
-        refuse_after_dry_run(self.model, share_weights(self.model))
+        check_dry_run(self.model, share_weights(self.model))
         twin = share_weights(self.model).eval()
         own = next(self.model.parameters()).dtype
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else own
@@ -99,7 +100,7 @@ class SparseGRPOTrainer(GRPOTrainer):
             f"model: a {type(self.model).__name__} has weights beside those that the engine runs; {INSTEAD} "
             "(learner.lora), or train without peft_config.",
         )
-        refuse_unsupported(self.model.config)
+        check_config(self.model.config)
         require(
             not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
             f"the trainer shards weights (FSDP or DeepSpeed), and the engine needs them whole; {INSTEAD}, or launch "

@@ -104,7 +104,7 @@ def own_rollouts(
 
 def side_by_side(engine: Engine, text: Sequence[Rollout], evicts: bool) -> int:
     """How many policies decode `text` together without waiting for rows or, unless they evict, for memory."""
-    rows = engine.rows.count // len(text)
+    rows = engine.max_rows // len(text)
     held = sum(len(r.prompt_ids) + len(r) for r in text)
     fits = rows if evicts else engine.pool.usable * engine.page // held
     return max(1, min(rows, fits))

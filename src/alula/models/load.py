@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM: a hub id, a local folder, a GGUF file, or a bare shape with random weights."""
+"""Loads Hugging Face causal LMs: a hub id, a local folder, a GGUF file, or `shape:<name>` with random weights."""
 
 import copy
 import os
@@ -26,9 +26,7 @@ from alula.distributed import resolve_device
 from alula.errors import SettingError, require
 from alula.models.residual import widen_like, widen_residual
 from alula.models.shapes import shape
-from alula.models.supported import refuse_after_dry_run, refuse_unsupported
-
-__all__ = ["LoadedModel", "lm_logits", "load_model", "refuse_unsupported", "share_weights"]
+from alula.models.supported import check_config, check_dry_run
 
 SHAPE = "shape:"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -36,14 +34,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 @dataclass
 class LoadedModel:
-    """A model in evaluation mode and what is needed to talk to it."""
+    """A model in evaluation mode, with its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: Any | None
-    """None for a bare shape and for a folder without one: prompts are then token ids."""
+    """None for `shape:<name>` and for a folder without one; prompts must be token ids then."""
     name: str
     eos_ids: tuple[int, ...]
-    """Every token that ends a sequence, by generation config, config or tokenizer."""
+    """End-of-sequence tokens of generation config, config and tokenizer."""
 
 
 def load_model(
@@ -54,14 +52,15 @@ def load_model(
     seed: int = 0,
     residual: str | None = None,
 ) -> LoadedModel:
-    """Load plain dense weights (safetensors or GGUF, no remote code), or draw random ones for `shape:<name>`.
+    """Load weights from safetensors or GGUF (remote code is never run), or draw random ones for `shape:<name>`.
 
-    `dtype` is float32 on the CPU and bfloat16 on CUDA unless given. The model is *built* in it: casting a
-    finished model would round RoPE's frequencies as well, which must stay float32. `residual="float32"` keeps the
-    residual stream of a 16-bit model in float32 (`alula.models.residual`).
+    `dtype` defaults to float32 on the CPU and bfloat16 on CUDA. The model is *built* in it: casting a finished model
+    would also round RoPE's frequencies, which must stay float32. `residual="float32"` keeps the residual stream of a
+    16-bit model in float32 (`alula.models.residual`).
     """
     require(
-        residual in (None, "float32"), f"residual={residual}: must be float32, or left out for that of the weights."
+        residual in (None, "float32"),
+        f"residual={residual}: must be float32, or left out for the dtype of the weights.",
     )
     source, device = os.fspath(source), resolve_device(device)
     dtype = _dtype(dtype, device)
@@ -71,35 +70,34 @@ def load_model(
         model, tokenizer = _pretrained(source, dtype)
         model = model.to(device=device)  # type: ignore[call-arg]
     model.eval()
-    refuse_after_dry_run(model, share_weights(model))
+    check_dry_run(model, share_weights(model))
     if residual is not None:
         widen_residual(model)
     return LoadedModel(model, tokenizer, short_name(source), _eos_ids(model, tokenizer))
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model on the very parameters of the first, with a config of its own.
+    """A second model with the same parameter objects and its own config.
 
-    transformers keeps the choice of attention on the config object, so the sampler and the learner need one
-    each. Tied weights stay tied; buffers (RoPE's frequencies) are copied as they are; a float32 residual stream
-    (`alula.models.residual`) is one in the twin too.
+    transformers stores the attention implementation in the config, so the engine and the learner need one each. Tied
+    weights stay tied, buffers (RoPE's frequencies) are copied, and a float32 residual stream is kept.
     """
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        _put(twin, name, parameter)
+        _set_module_attribute(twin, name, parameter)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        _put(twin, name, buffer.clone())
+        _set_module_attribute(twin, name, buffer.clone())
     twin.generation_config = copy.deepcopy(model.generation_config)
     widen_like(model, twin)
     return twin.train(model.training)
 
 
 def lm_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Float32 logits `[..., vocabulary]` of `hidden [..., width]` and the head `weight [vocabulary, width]`.
+    """Float32 logits `[..., vocabulary]` from `hidden [..., width]` and the head `weight [vocabulary, width]`.
 
-    Logits rounded to bfloat16 are 0.125 apart between 16 and 32, which moves log-probs by more than sparsity
-    does. On CUDA the product is taken in bfloat16 and accumulated and returned in float32, at the same speed.
+    Logits rounded to bfloat16 are 0.125 apart between 16 and 32, which changes log-probs more than sparsity does. On
+    CUDA the product of 16-bit matrices is accumulated and returned in float32, at the same speed.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
@@ -112,7 +110,7 @@ def lm_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 class _WideProduct(torch.autograd.Function):
-    """`rows @ weight.T` of 16-bit matrices with a float32 result; its gradients are 16-bit products."""
+    """`rows @ weight.T` of 16-bit matrices with a float32 result; the gradients are 16-bit products."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
@@ -128,7 +126,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 def find_pretrained(source: str) -> dict[str, Any]:
-    """Where transformers finds a model that is no bare shape. What lies here and is none is refused."""
+    """`from_pretrained` arguments for a model source. A local path that holds no model raises."""
     path = Path(source).expanduser()
     is_gguf = path.suffix == ".gguf"
     looks_local = is_gguf or path.is_absolute() or source.startswith((".", "~"))
@@ -138,7 +136,7 @@ def find_pretrained(source: str) -> dict[str, Any]:
     )
     require(
         is_gguf or not path.is_file(),
-        f"model {source!r}: of single files Alula reads .gguf; for safetensors give the folder with its config.json.",
+        f"model {source!r}: a single file must be .gguf; for safetensors give the folder with its config.json.",
     )
     if is_gguf:
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
@@ -150,48 +148,48 @@ def find_pretrained(source: str) -> dict[str, Any]:
 
 
 def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any | None]:
-    place = find_pretrained(source) | {"trust_remote_code": False}
-    path, is_gguf = Path(source).expanduser(), "gguf_file" in place
-    with bars_on_terminals_only():
+    location = find_pretrained(source) | {"trust_remote_code": False}
+    path, is_gguf = Path(source).expanduser(), "gguf_file" in location
+    with no_progress_bars_in_pipes():
         try:
-            config = AutoConfig.from_pretrained(**place)
-            refuse_unsupported(config)
-            # A GGUF file would otherwise keep its packed blocks wherever a kernel for them is installed.
+            config = AutoConfig.from_pretrained(**location)
+            check_config(config)
+            # Otherwise a GGUF file stays quantized if a kernel for it is installed.
             dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if is_gguf else {}
-            load: Any = AutoModelForCausalLM.from_pretrained  # its types do not know of the second result
-            model, found = load(
+            load: Any = AutoModelForCausalLM.from_pretrained  # its type annotation lacks the second result
+            model, info = load(
                 config=config,
                 dtype=dtype,
                 use_safetensors=None if is_gguf else True,
-                ignore_mismatched_sizes=True,  # told below, by name
+                ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
                 **dense,
-                **place,
+                **location,
             )
             has_tokenizer = not path.is_dir() or any((path / name).exists() for name in TOKENIZER_FILES)
-            tokenizer = AutoTokenizer.from_pretrained(**place) if has_tokenizer else None
+            tokenizer = AutoTokenizer.from_pretrained(**location) if has_tokenizer else None
             if is_gguf:
-                _mend_gguf_tokenizer(tokenizer, config)
+                _fix_gguf_tokenizer(tokenizer, config)
         except SettingError:
             raise
         except ImportError as error:
             raise SettingError(f"model {source!r} needs a package: {_first_line(error)}") from error
         except (OSError, ValueError, SafetensorError) as error:
             raise SettingError(f"model {source!r} cannot be loaded: {_first_line(error)}") from error
-    # transformers draws such weights at random and goes on
-    absent = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    # transformers would continue with random values for these weights
+    absent = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
     require(
         not absent,
-        f"model {source!r}: {len(absent)} weights of {type(model).__name__} are not in its files or have another "
-        f"shape there ({', '.join(absent[:2])}{', ...' * (len(absent) > 2)}); give a complete causal language model.",
+        f"model {source!r}: {len(absent)} weights of {type(model).__name__} are missing in its files or have another "
+        f"shape ({', '.join(absent[:2])}{', ...' * (len(absent) > 2)}); give a complete causal language model.",
     )
     return model, tokenizer
 
 
-def _mend_gguf_tokenizer(tokenizer: Any, config: PreTrainedConfig) -> None:
-    """transformers 5.17 guesses the end token of a GGUF tokenizer, and eats spaces when decoding BPE.
+def _fix_gguf_tokenizer(tokenizer: Any, config: PreTrainedConfig) -> None:
+    """Work around transformers 5.17, which guesses a GGUF tokenizer's end token and drops spaces when decoding BPE.
 
-    The file's metadata, which is what the config was read from, names the right tokens.
+    The config was read from the file's metadata and names the correct tokens.
     """
     for role in ("bos", "eos", "pad"):
         token_id = getattr(config, f"{role}_token_id", None)
@@ -201,13 +199,13 @@ def _mend_gguf_tokenizer(tokenizer: Any, config: PreTrainedConfig) -> None:
 
 
 def _random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Matrices and biases normal with the config's std (0.02 in published shapes), norms one.
+    """Random weights: matrices and biases normal with the config's std (0.02 in published shapes), norms 1.
 
-    The weights are drawn where they will live: no copy on the host, no second initialisation.
+    They are drawn directly on `device`: no copy on the host, no second initialisation.
     """
     settings = copy.deepcopy(shape(name))
     config: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype=dtype)
-    refuse_unsupported(config)
+    check_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
@@ -220,20 +218,20 @@ def _random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int
             else:
                 value.fill_(1.0)
             drawn[id(parameter)] = nn.Parameter(value)
-        _put(model, path, drawn[id(parameter)])
+        _set_module_attribute(model, path, drawn[id(parameter)])
     _rebuild_rotary(model, device)
     return model
 
 
 def _rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
-    """RoPE's frequencies are computed, in float32, when the module is built: not so on the meta device."""
+    """Build the RoPE modules again: their float32 frequencies are not computed on the meta device."""
     for path, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             with torch.device(device):
-                _put(model, path, type(module)(model.config))
+                _set_module_attribute(model, path, type(module)(model.config))
 
 
-def _put(model: nn.Module, path: str, value: Any) -> None:
+def _set_module_attribute(model: nn.Module, path: str, value: Any) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, value)
 
@@ -241,24 +239,24 @@ def _put(model: nn.Module, path: str, value: Any) -> None:
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     require(
-        found in (torch.float32, torch.bfloat16, torch.float16),
+        resolved in (torch.float32, torch.bfloat16, torch.float16),
         f"dtype={dtype}: must be float32, bfloat16 or float16.",
     )
-    return found  # type: ignore[return-value]
+    return resolved  # type: ignore[return-value]
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for holder in (model.generation_config, model.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
-    return tuple(sorted(found))
+        eos_ids.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(sorted(eos_ids))
 
 
 def short_name(source: str) -> str:
-    """What a model is called that was loaded from there."""
+    """The display name of the model at `source`."""
     return source if source.startswith(SHAPE) else Path(source).name or source
 
 
@@ -267,12 +265,14 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def bars_on_terminals_only() -> Iterator[None]:
+def no_progress_bars_in_pipes() -> Iterator[None]:
+    """Turn transformers' progress bars off unless standard error is a terminal."""
     logging = transformers.utils.logging
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield
         return
-    gguf_bar, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, logging.tqdm  # heeds no switch else
+    # This tqdm ignores transformers' progress-bar switch.
+    gguf_bar, modeling_gguf_pytorch_utils.tqdm = modeling_gguf_pytorch_utils.tqdm, logging.tqdm
     logging.disable_progress_bar()
     try:
         yield

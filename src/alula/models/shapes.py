@@ -1,8 +1,7 @@
-"""Shapes of published models, and of tiny ones of the same families for tests and demos.
+"""Configurations of published models, and of tiny models of the same families for tests and demos.
 
-`shape:<name>` stands for a model of this shape with random weights: all that a benchmark needs, without a
-download. The values are those of the published `config.json` files. No heavy imports: the command line lists
-these names.
+`shape:<name>` is a model of this configuration with random weights, enough for a benchmark without a download. The
+values are those of the published `config.json` files. No heavy imports: the command line lists these names.
 """
 
 from typing import Any
@@ -67,7 +66,7 @@ def _qwen3(tied: bool, **sizes: int) -> Settings:
 
 
 def _tiny(model_type: str, heads: int, kv_heads: int, tied: bool) -> Settings:
-    """Weights of std 1/sqrt(hidden) give attention scores of order 1; at 0.02 all tokens would look alike."""
+    """Weights of std 1/sqrt(hidden) give attention scores of order 1; at 0.02 attention would be almost uniform."""
     return {
         "model_type": model_type,
         **_sizes(3, heads, kv_heads, head_dim=16, hidden=64, intermediate=64, vocab=128),
@@ -149,7 +148,7 @@ SHAPES: dict[str, Settings] = {
 
 
 def shape(name: str) -> Settings:
-    """The settings of a shape, `model_type` among them."""
+    """The config values of a shape, including `model_type`."""
     if name not in SHAPES:
         raise unknown("shape", name, SHAPES)
     return SHAPES[name]

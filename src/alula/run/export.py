@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alula.distributed import World
-from alula.models.load import bars_on_terminals_only
+from alula.models.load import no_progress_bars_in_pipes
 
 
 def export(
@@ -33,7 +33,7 @@ def export(
         for leftover in (aside, old):
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir(parents=True)
-        with bars_on_terminals_only():
+        with no_progress_bars_in_pipes():
             model.save_pretrained(aside, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)

@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alula.engine.rollout import NEVER, Rollout
+from alula.engine.sequence import UNLIMITED
 from alula.errors import SettingError, require
 from alula.ops.append import summarise
 from alula.ops.select_pages import FIRST, LAST
 from alula.sparsity.footprint import budgets
 from alula.sparsity.policy import Select, Sparsity
 from alula.sparsity.select import METHODS
-
-UNLIMITED = 1 << 30
 
 
 @dataclass
