@@ -122,7 +122,7 @@ def test_stop_tokens(loaded):
     free = engine.generate(PROMPTS, Sampling(n=2, max_new_tokens=40, ignore_eos=True))
     stop = (2, 3, 5, 8)
     stopped = engine.generate(PROMPTS, Sampling(n=2, max_new_tokens=40, stop=stop))
-    ends = {*stop, *engine.eos_ids}
+    ends = {*stop, *engine.inputs.eos_ids}
     assert sum(r.finish == "stop" for r in stopped) > 4
     for one, whole in zip(stopped, free):
         if one.finish == "stop":
@@ -153,7 +153,7 @@ def test_end_tokens_of_the_generation_config(tmp_path):
     ends = [whole.token_ids[5], whole.token_ids[8]]
     model.generation_config.eos_token_id = ends
     engine = Engine(load_like(model, tmp_path), **OPTIONS)
-    assert set(ends) <= set(engine.eos_ids)
+    assert set(ends) <= set(engine.inputs.eos_ids)
     (stopped,) = engine.generate(prompt, sampling)
     first = min(whole.token_ids.index(end) for end in ends)
     assert 0 < first <= 5

@@ -237,7 +237,9 @@ def test_chat_messages_need_a_chat_template(engine):
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(96)}
-    engine.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+    engine.inputs.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0"))
+    )
     with pytest.raises(SettingError, match="group-3 has no chat template"):
         engine.generate([[{"role": "user", "content": "w5"}]])
     (rollout,) = engine.generate(["w5"], Sampling(max_new_tokens=3))

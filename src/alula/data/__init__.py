@@ -1,4 +1,4 @@
-"""Prompts with checkable answers: where they come from, how they are put to a model, in which order."""
+"""Data sets of prompts with reference answers: loading, chat templates and tokenization, training order."""
 
 from alula.data.dataset import Dataset, Example
 from alula.data.load import load

@@ -1,4 +1,4 @@
-"""Ready mappings for mathematics benchmarks: the seven that Sparse-RL reports, and smaller ones."""
+"""Field mappings of mathematics benchmarks: the seven that Sparse-RL reports, and smaller ones."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 @dataclass(frozen=True)
 class Hub:
-    """Where the same problems are found on the Hugging Face hub, whose field names often differ."""
+    """The copy on the Hugging Face hub, whose field names often differ."""
 
     path: str
     question: str
@@ -22,7 +22,7 @@ class Hub:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Fields of `<data_dir>/<name>/<split>.jsonl` in the form published with SimpleRL-Zoo, and of the hub."""
+    """Fields of `<data_dir>/<name>/<split>.jsonl`, as published with SimpleRL-Zoo, and of the hub's copy."""
 
     name: str
     question: str
@@ -30,7 +30,7 @@ class Benchmark:
     hub: Hub
     answer_form: str = "plain"
     samples: int = 1
-    """Answers per problem that Sparse-RL reports over: pass@1, or avg@32 for the two small sets."""
+    """Samples per problem in Sparse-RL: pass@1, or avg@32 for the two small sets."""
     split: str = "test"
 
     def mapping(self, from_hub: bool) -> FieldMapping:

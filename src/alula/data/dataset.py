@@ -1,4 +1,4 @@
-"""Examples and an ordered collection of them."""
+"""Examples, and data sets of examples in a fixed order."""
 
 import hashlib
 import random
@@ -15,14 +15,14 @@ Messages = list[dict[str, str]]
 class Example:
     prompt: str | Messages
     answer: Any = None
-    """What a verifier compares with."""
+    """The reference answer."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """The row it was made from."""
+    """The row that the example was built from."""
     prompt_ids: tuple[int, ...] | None = None
-    """The prompt as the model reads it, chat template and special tokens included; set by `prepare`."""
+    """The prompt's tokens, with chat template and special tokens; set by `prepare`."""
 
     def record(self) -> dict[str, Any]:
-        """What a reward function gets: the row's own fields with `prompt` and `answer`."""
+        """The argument of reward functions: the row's fields with `prompt` and `answer`."""
         return {**self.fields, "prompt": self.prompt, "answer": self.answer}
 
 
@@ -31,7 +31,7 @@ class Dataset(Sequence[Example]):
     examples: tuple[Example, ...]
     name: str = "data"
     dropped: dict[str, int] = field(default_factory=dict)
-    """How many rows were left out, by reason."""
+    """Number of rows left out, by reason."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -52,15 +52,15 @@ class Dataset(Sequence[Example]):
         """(training, held-out) examples without overlap, chosen by seed, each in the original order."""
         require(
             0 < held_out < len(self),
-            f"held_out={held_out}: must leave something of the {len(self)} examples for training.",
+            f"held_out={held_out}: must leave some of the {len(self)} examples for training.",
         )
-        held = set(shuffled(len(self), seed)[:held_out])
-        training = tuple(example for i, example in enumerate(self.examples) if i not in held)
-        evaluation = tuple(example for i, example in enumerate(self.examples) if i in held)
+        chosen = set(shuffled(len(self), seed)[:held_out])
+        training = tuple(example for i, example in enumerate(self.examples) if i not in chosen)
+        evaluation = tuple(example for i, example in enumerate(self.examples) if i in chosen)
         return Dataset(training, self.name, self.dropped), Dataset(evaluation, f"{self.name} held out")
 
     def fingerprint(self) -> str:
-        """Changes when a prompt, an answer or their order does."""
+        """A hash of prompts, answers and their order."""
         digest = hashlib.blake2b(digest_size=8)
         for example in self.examples:
             digest.update(repr((example.prompt, example.answer)).encode())
@@ -68,7 +68,7 @@ class Dataset(Sequence[Example]):
 
 
 def shuffled(size: int, *seed: int) -> list[int]:
-    """A permutation that is the same on every machine and Python: only `random()` of a seed is promised to be."""
+    """A permutation that is the same on every machine and Python version (which is guaranteed for `random()` only)."""
     generator = random.Random("/".join(map(str, seed)))
     keys = [generator.random() for _ in range(size)]
     return sorted(range(size), key=keys.__getitem__)

@@ -1,4 +1,4 @@
-"""One name for any data: a file, a folder, a benchmark, a hub id or a generator."""
+"""Loads a data set by name: a file, a folder, a benchmark, a hub id or a generator."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from alula.data.mapping import FieldMapping
 from alula.errors import require, unknown
 
 GENERATED = 1000
-"""Examples of a generator where no size is given."""
+"""Number of generated examples if no size is given."""
 FILES = (".jsonl", ".parquet")
 REASONING_GYM = FieldMapping("{question}\nPut your final answer between <answer> and </answer>.", "{answer}")
 
@@ -35,22 +35,22 @@ def load(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """The examples of `source`:
+    """Load the examples of `source`:
 
-    - `task:<name>` or `reasoning-gym:<task>`: `size` generated examples of `seed`, `options` for the generator;
+    - `task:<name>` or `reasoning-gym:<task>`: `size` examples generated from `seed`, with `options` for the generator;
     - `gsm8k`, `math500` and the other names of `alula.data.benchmarks`: `<data_dir>/<name>/<split>.jsonl`, or the
-      hub's copy where no `data_dir` is given;
+      hub's copy without `data_dir`;
     - a .jsonl or .parquet file, a folder of them, or a folder written by `datasets.save_to_disk`;
     - any data set of the Hugging Face hub: `owner/name` or `owner/name:configuration`.
 
-    `prompt`, `answer` (templates with {field}s) and `answer_form` override the source's mapping; answer="" is for
-    data without answers. `size` limits a stored set to its first rows.
+    `prompt`, `answer` (templates with {field}s) and `answer_form` override the source's mapping; answer="" means
+    data without answers. `size` keeps the first rows of a stored set.
     """
     require(size is None or size >= 1, f"size={size}: ask for at least one example.")
     kind, _, rest = source.partition(":")
     generated = kind in ("task", "reasoning-gym") and rest != ""
     if not generated:
-        check_there(source)  # what is missing is said before anything else about it
+        check_exists(source)  # before any other error about this source
     require(generated or not options, f"data {source}: takes no options, got {sorted(options or ())}.")
     if generated and kind == "task":
         from alula.data.tasks import build
@@ -65,24 +65,24 @@ def load(
     return mapping.apply(rows[:size], Path(source).stem if Path(source).suffix else source, source)
 
 
-def check_there(source: str) -> None:
-    """Refuse a file or folder that does not exist, where the name can mean nothing else."""
-    there = Path(source).expanduser().exists()
-    require(there or not is_path(source), f"data {source!r} does not exist; check the path.")
+def check_exists(source: str) -> None:
+    """Raise for a file or folder that does not exist, if the name can only be a path."""
+    exists = Path(source).expanduser().exists()
+    require(exists or not is_path(source), f"data {source!r} does not exist; check the path.")
 
 
 def is_path(source: str) -> bool:
-    """Whether only a file or folder can be meant, be it there or not."""
+    """Whether the name can only be a file or folder, existing or not."""
     return Path(source).suffix in FILES or source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
 
 
 def on_hub(source: str, data_dir: str | Path | None = None) -> bool:
-    """Whether `load` would ask the Hugging Face hub."""
+    """Whether `load` would read from the Hugging Face hub."""
     if source in BENCHMARKS:
         return data_dir is None
     path = Path(source).expanduser()
-    here = path.exists() or is_path(source) or source.startswith(("task:", "reasoning-gym:"))
-    return source.count("/") == 1 and not here
+    local = path.exists() or is_path(source) or source.startswith(("task:", "reasoning-gym:"))
+    return source.count("/") == 1 and not local
 
 
 def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple[list[sources.Row], FieldMapping]:
@@ -100,13 +100,13 @@ def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple
 
 
 def benchmark(name: str, split: str | None, data_dir: str | Path | None) -> tuple[list[sources.Row], FieldMapping]:
-    found = BENCHMARKS[name]
+    known = BENCHMARKS[name]
     if data_dir is None:
-        hub = found.hub
-        return sources.read_hub(hub.path, split or hub.split, hub.config, hub.files), found.mapping(from_hub=True)
+        hub = known.hub
+        return sources.read_hub(hub.path, split or hub.split, hub.config, hub.files), known.mapping(from_hub=True)
     folder = Path(data_dir).expanduser() / name
     require(folder.is_dir(), f"data_dir={str(data_dir)!r} has no folder {name!r}; leave data_dir out to use the hub.")
-    return sources.read_folder(folder, split or found.split), found.mapping(from_hub=False)
+    return sources.read_folder(folder, split or known.split), known.mapping(from_hub=False)
 
 
 def override(mapping: FieldMapping, prompt: str | None, answer: str | None, answer_form: str | None) -> FieldMapping:

@@ -1,4 +1,4 @@
-"""From a row of any data set to an example: templates for prompt and answer, and where the answer hides."""
+"""Maps a row of any data set to an example: templates for prompt and answer, and how the answer is extracted."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -29,17 +29,17 @@ ANSWER_FORMS: dict[str, Callable[[Any], Any]] = {
     "boxed": lambda value: last_boxed(str(value)),
     "unit": before_unit,
 }
-"""How the answer is written: as it is, after ####, in the last box of a solution, before a (unit)."""
+"""How to extract the answer from its field: as it is, after ####, from the last box of a solution, before a (unit)."""
 
 
 @dataclass(frozen=True)
 class FieldMapping:
-    """`prompt` and `answer` are templates with {field}s, or {field.inner} for nested rows; other braces stay as they
-    are. A template that is one field alone keeps its type: chat messages and lists of answers pass through."""
+    """`prompt` and `answer` are templates with {field}s, or {field.inner} for nested rows; other braces are kept. A
+    template of a single field keeps the field's type, so chat messages and lists of answers pass through."""
 
     prompt: str = "{prompt}"
     answer: str | None = "{answer}"
-    """None for data without answers, where a learned reward judges."""
+    """None for data without answers, graded by a reward model."""
     answer_form: str = "plain"
 
     def __post_init__(self) -> None:
@@ -53,9 +53,9 @@ class FieldMapping:
         return Example(prompt, answer, dict(row))
 
     def apply(self, rows: Iterable[Mapping[str, Any]], name: str, source: str | None = None) -> Dataset:
-        """Rows whose answer is missing are dropped and counted: no verifier could say anything about them.
+        """The examples of all rows. Rows without an answer are dropped and counted: no verifier could grade them.
 
-        `source` is what an error calls the data, where that is more than the name.
+        `source` is the name of the data in errors, if it differs from `name`.
         """
         where = f"data {source or name}"
         examples: list[Example] = []
@@ -67,26 +67,27 @@ class FieldMapping:
                     raise SettingError(f"{where}: {error}") from None
                 raise SettingError(
                     f"{where}, row {len(examples) + 1}: {str(error).partition(';')[0]}; the rows before have it, so "
-                    "complete this one, or take it out."
+                    "complete this one, or remove it."
                 ) from None
         kept = [example for example in examples if self.answer is None or not empty(example.answer)]
         dropped = {"no answer": len(examples) - len(kept)} if len(kept) < len(examples) else {}
-        require(len(examples) > 0, f"{where}: no usable rows (read 0); it is empty, so name another one.")
+        require(len(examples) > 0, f"{where}: no usable rows (read 0): the data is empty.")
         require(
             len(kept) > 0,
-            f"{where}: no usable rows (read {len(examples)}, all without an answer); name its field in data.answer.",
+            f"{where}: no usable rows (read {len(examples)}, all without answer); name its field in data.answer.",
         )
         return Dataset(tuple(kept), name, dropped)
 
 
 class NoField(Exception):
-    """A template asks for a field that a row does not have; the sentence lacks only the name of the data."""
+    """A template names a field that a row does not have. The message lacks only the name of the data."""
 
 
 def fill(template: str, row: Mapping[str, Any], setting: str) -> Any:
-    whole = _FIELD.fullmatch(template)
-    if whole:
-        return look_up(whole[1], row, setting)
+    """The template with the row's fields filled in; a template of one field returns its value."""
+    single = _FIELD.fullmatch(template)
+    if single:
+        return look_up(single[1], row, setting)
     return _FIELD.sub(lambda match: str(look_up(match[1], row, setting)), template)
 
 
@@ -102,15 +103,15 @@ def look_up(path: str, row: Mapping[str, Any], setting: str) -> Any:
 
 
 def no_field(path: str, outer: list[str], fields: Mapping[str, Any], setting: str) -> NoField:
-    """`fields` are those that there are inside of `outer`; the one likeliest to be meant is the way out."""
+    """The error for an unknown field; hints at the closest of `fields`, which are those inside `outer`."""
     other = "answer" if setting == "prompt" else "prompt"
-    near = get_close_matches(path.split(".")[-1], list(fields), n=1)
-    guess = [*near, *(name for name in fields if name != other), "field"][0]
-    way = f'data.{setting}="{{{".".join([*outer, guess])}}}" in a recipe'
+    matches = get_close_matches(path.split(".")[-1], list(fields), n=1)
+    guess = [*matches, *(name for name in fields if name != other), "field"][0]
+    hint = f'data.{setting}="{{{".".join([*outer, guess])}}}" in a recipe'
     if setting == "prompt":
-        way += ", --prompt on the command line"
+        hint += ", --prompt on the command line"
     known = ", ".join(sorted(fields)) or "none"
-    return NoField(f"unknown field {path!r} of the {setting} template (known: {known}); name another with {way}.")
+    return NoField(f"unknown field {path!r} of the {setting} template (known: {known}); name another with {hint}.")
 
 
 def empty(answer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""From an example to the tokens a model reads: chat template, system prompt, length limit."""
+"""Prompts to tokens: chat template, system prompt, length limit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +19,9 @@ def prepare(
 ) -> Dataset:
     """The same examples with `prompt_ids`, without those longer than `max_prompt_tokens` (counted in `dropped`).
 
-    `chat` applies the tokenizer's chat template (default: where it has one), with a generation prompt at the end
-    and `system` in front; `template_options` go to the template (enable_thinking=False, say). Without chat, a
-    prompt is tokenized as it stands, with the tokenizer's own special tokens.
+    `chat` applies the tokenizer's chat template (default: if it has one), with a generation prompt at the end and
+    `system` in front; `template_options` go to the template, such as enable_thinking=False. Without chat, a prompt is
+    tokenized as it is, with the tokenizer's special tokens.
     """
     use_chat = tokenizer.chat_template is not None if chat is None else chat
     if use_chat and tokenizer.chat_template is None:
@@ -36,10 +36,10 @@ def prepare(
         ]
     else:
         texts = [plain(example) for example in dataset]
-    # A chat template writes its special tokens itself; adding them again would double the first one.
+    # A chat template adds special tokens itself; adding them again would double the first one.
     ids = tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]
     if dataset.name.startswith("task:"):
-        refuse_unknown_symbols(dataset, tokenizer, ids)
+        check_known_symbols(dataset, tokenizer, ids)
     kept = [
         replace(example, prompt_ids=tuple(row))
         for example, row in zip(dataset, ids)
@@ -55,17 +55,17 @@ def prepare(
     return Dataset(tuple(kept), dataset.name, dropped)
 
 
-def refuse_unknown_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence[int]]) -> None:
-    """A symbol of a generated task that the model never saw would be one unknown token, and the score meaningless."""
+def check_known_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence[int]]) -> None:
+    """Raise for symbols of a generated task that the tokenizer does not know: scores would be meaningless."""
     unknown = tokenizer.unk_token_id
     for example, row in zip(dataset, ids):
         if unknown is None or unknown not in row:
             continue
-        for word in plain(example).split():  # a chat template's own words are not the task's
+        for word in plain(example).split():  # not the words that a chat template adds
             if unknown in tokenizer(word, add_special_tokens=False)["input_ids"]:
                 raise SettingError(
-                    f"data {dataset.name}: the model's tokenizer does not know the symbol {word!r}; give the task's "
-                    "options that the model was trained with (--option symbols=4, or data.options in a recipe)."
+                    f"data {dataset.name}: the model's tokenizer does not know the symbol {word!r}; give the "
+                    "task options that the model was trained with (--option symbols=4, or data.options in a recipe)."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Rows of plain fields from files, Hugging Face datasets and reasoning-gym."""
+"""Reads rows from files, Hugging Face datasets and reasoning-gym."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from alula.errors import SettingError, require, unknown
 
 Row = Mapping[str, Any]
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-"""What bytes that are not UTF-8 become with `errors="surrogateescape"`, which keeps the lines countable."""
+"""Bytes that are not UTF-8, as decoded with `errors="surrogateescape"`, which keeps line numbers correct."""
 
 
 def read_file(path: Path) -> list[Row]:
@@ -19,7 +19,7 @@ def read_file(path: Path) -> list[Row]:
 
         return pyarrow.parquet.read_table(path).to_pylist()
     if path.suffix != ".jsonl":
-        raise SettingError(f"data file {path}: only .jsonl and .parquet are read; convert it.")
+        raise SettingError(f"data file {path}: must be .jsonl or .parquet; convert it.")
     rows = []
     with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in numbered(lines, f"data file {path}"):
@@ -35,9 +35,9 @@ def read_file(path: Path) -> list[Row]:
 
 
 def numbered(lines: Iterable[str], file: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers from 1 on; `lines` escape what is not UTF-8, and the first of it is refused."""
+    """Lines with their numbers, from 1. Raises at the first line that is not UTF-8 (escaped in `lines`)."""
     for number, line in enumerate(lines, 1):
-        require(_NOT_UTF8.search(line) is None, f"{file}, line {number}: not UTF-8; convert the file to it.")
+        require(_NOT_UTF8.search(line) is None, f"{file}, line {number}: not UTF-8; convert the file to UTF-8.")
         yield number, line
 
 
@@ -55,9 +55,9 @@ def read_folder(path: Path, split: str) -> list[Row]:
     for file in (path / f"{split}.jsonl", path / f"{split}.parquet"):
         if file.exists():
             return read_file(file)
-    found = sorted(file.stem for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
-    if found:
-        raise unknown(f"split of {path}", split, found)
+    splits = sorted(file.stem for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
+    if splits:
+        raise unknown(f"split of {path}", split, splits)
     raise SettingError(f"data folder {path}: holds no .jsonl or .parquet files and no saved Hugging Face data set.")
 
 

@@ -1,4 +1,4 @@
-"""Prompts without end, shuffled anew every epoch, from a position that can be saved and restored."""
+"""An endless stream of prompts, shuffled again every epoch, with a position that can be saved and restored."""
 
 from functools import cached_property
 from typing import Any
@@ -8,7 +8,7 @@ from alula.errors import SettingError, require
 
 
 class PromptStream:
-    """Every epoch visits every example once, in an order that depends on (seed, epoch) only.
+    """Every epoch visits every example once, in an order that depends only on (seed, epoch).
 
     A batch may span two epochs: nothing is dropped at the boundary and nothing is visited twice.
     """
@@ -21,14 +21,14 @@ class PromptStream:
 
     @property
     def seen(self) -> int:
-        """Examples handed out since the beginning."""
+        """Examples returned since the beginning."""
         return self.epoch * len(self.dataset) + self.position
 
     def next(self, count: int) -> list[Example]:
         taken: list[Example] = []
         while len(taken) < count:
             if self.position == len(self.dataset):
-                self._go(self.epoch + 1, 0)
+                self._seek(self.epoch + 1, 0)
             end = min(self.position + count - len(taken), len(self.dataset))
             taken += [self.dataset[i] for i in self._order[self.position : end]]
             self.position = end
@@ -49,16 +49,16 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["data"] != self.fingerprint:
             raise SettingError(
-                "the training data differs from the checkpoint's, so its position means nothing; "
+                "the training data differs from the checkpoint's, so its position is not valid; "
                 "restore the data and its settings, or start a new run."
             )
         require(
             state["seed"] == self.seed,
-            f"seed={self.seed} but the checkpoint's data order has seed {state['seed']}; use that one.",
+            f"seed={self.seed}: the checkpoint's data order has seed {state['seed']}; use that one.",
         )
-        self._go(state["epoch"], state["position"])
+        self._seek(state["epoch"], state["position"])
 
-    def _go(self, epoch: int, position: int) -> None:
+    def _seek(self, epoch: int, position: int) -> None:
         if epoch != self.epoch:
             self._order = shuffled(len(self.dataset), self.seed, epoch)
         self.epoch, self.position = epoch, position

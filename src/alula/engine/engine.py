@@ -64,7 +64,7 @@ class Engine:
     ) -> None:
         check_counts(page, max_rows, prefill_tokens, max_length, lookahead, buckets)
         self.model = share_weights(loaded.model)
-        self.tokenizer, self.name, self.eos_ids = loaded.tokenizer, loaded.name, loaded.eos_ids
+        self.name = loaded.name
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         cuda = self.device.type == "cuda"
@@ -72,7 +72,7 @@ class Engine:
         self.geometry = Geometry.of(self.model)
         self.page, self.prefill_tokens = page, prefill_tokens
         self.lookahead = lookahead or (8 if cuda else 1)
-        self.inputs = InputProcessor(self.name, self.tokenizer, self.model.config.vocab_size, self.eos_ids, page)
+        self.inputs = InputProcessor(loaded, page)
         self._allocate(kv_memory, min(max_rows, max(buckets)) if buckets else max_rows, max_length)
         self.sparse_model: PreTrainedModel | None = None
         """The model with its own linear layers, into which the sparse adapter is merged; None without an adapter."""
@@ -208,6 +208,10 @@ class Engine:
     def need(self, request: Request) -> KVNeed:
         """KV tokens and pages of a request, and the limits above which it raises."""
         return self._new_scheduler().need(request)
+
+    @property
+    def tokenizer(self) -> Any | None:
+        return self.inputs.tokenizer
 
     @property
     def max_length(self) -> int:

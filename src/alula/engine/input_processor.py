@@ -10,13 +10,17 @@ import numpy as np
 from alula.engine.rollout import Prompt, Rollout, Sampling
 from alula.engine.sequence import Request
 from alula.errors import SettingError, require
+from alula.models.load import LoadedModel
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
 
 
 class InputProcessor:
-    def __init__(self, name: str, tokenizer: Any | None, vocabulary: int, eos_ids: tuple[int, ...], page: int) -> None:
-        self.name, self.tokenizer, self.vocabulary = name, tokenizer, vocabulary
-        self.eos_ids, self.page = eos_ids, page
+    """Tokenizes prompts for a model and rejects invalid input. `page` is the engine's page size."""
+
+    def __init__(self, loaded: LoadedModel, page: int) -> None:
+        self.name, self.tokenizer, self.eos_ids = loaded.name, loaded.tokenizer, loaded.eos_ids
+        self.vocabulary: int = loaded.model.config.vocab_size
+        self.page = page
         self._ids = count()
 
     def next_id(self) -> int:

@@ -1,4 +1,4 @@
-"""Evaluation: how often a model is right, how long its answers are, how much KV they took."""
+"""Evaluation: accuracy, answer lengths and KV use."""
 
 from alula.evals.evaluate import evaluate
 from alula.evals.result import EvalResult

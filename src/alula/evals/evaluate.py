@@ -1,4 +1,4 @@
-"""Generate, grade, summarise."""
+"""Evaluates a model: generate, grade, summarise."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,23 +33,23 @@ def evaluate(
     sparsity: str = "dense",
     keep_samples: int = 0,
 ) -> EvalResult:
-    """k answers to every problem, graded.
+    """Generate and grade k answers to every problem.
 
-    An answer is right where the reward `correct` (default: the first one) reaches `threshold`. `decode` turns
-    tokens into text for rollouts that carry none; `answer_of` reads the answer that votes in maj@k; `batch`
-    problems are generated at a time (default: all); the first `keep_samples` answers are kept for reading.
+    An answer is correct if the reward `correct` (default: the first one) reaches `threshold`. `decode` turns tokens
+    into text for rollouts without text; `answer_of` extracts the answer that votes in maj@k; `batch` problems are
+    generated at a time (default: all); the first `keep_samples` answers are kept for reading.
     """
     require(k >= 1, f"k={k}: ask for at least one answer per problem.")
     judge = correct or rewards.names[0]
     if judge not in rewards.names:
-        raise unknown("reward that says what is correct", judge, rewards.names)
+        raise unknown("reward for correct=", judge, rewards.names)
     rollouts: list[Rollout] = []
     size = batch or len(dataset)
     for start in range(0, len(dataset), size):
         prompts = [prompt_of(example) for example in dataset[start : start + size]]
-        found = generate(prompts, k)
-        assert len(found) == len(prompts) * k, f"{len(prompts)} prompts, k={k}, but {len(found)} rollouts"
-        rollouts += found
+        generated = generate(prompts, k)
+        assert len(generated) == len(prompts) * k, f"{len(prompts)} prompts, k={k}, but {len(generated)} rollouts"
+        rollouts += generated
     examples = [example for example in dataset for _ in range(k)]
     texts = [rollout.decoded(decode) for rollout in rollouts]
     graded = rewards.score(
@@ -58,8 +58,8 @@ def evaluate(
         finishes=[rollout.finish for rollout in rollouts],
         lengths=[len(rollout) for rollout in rollouts],
     )
-    right = [value >= threshold - 1e-9 for value in graded.parts[judge]]
-    by_problem = [right[i : i + k] for i in range(0, len(right), k)]
+    correct_answers = [value >= threshold - 1e-9 for value in graded.parts[judge]]
+    by_problem = [correct_answers[i : i + k] for i in range(0, len(correct_answers), k)]
     votes = [[answer_of(text) for text in texts[i : i + k]] for i in range(0, len(texts), k)]
     samples = [
         Sample(
@@ -67,7 +67,7 @@ def evaluate(
             examples[i].prompt,
             texts[i],
             examples[i].answer,
-            right[i],
+            correct_answers[i],
             graded.total[i],
             len(rollouts[i]),
             rollouts[i].finish,
@@ -106,7 +106,7 @@ def lengths_of(rollouts: Sequence["Rollout"]) -> Lengths:
 
 
 def kv_of(rollouts: Sequence["Rollout"]) -> KVSummary:
-    """`saved` weighs an answer by its length, as memory and time do."""
+    """`saved` weights answers by their length."""
     held = sum(rollout.kv.mean_tokens * len(rollout) for rollout in rollouts)
     dense = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
     return KVSummary(

@@ -1,4 +1,4 @@
-"""Pure metrics of graded samples: `graded[problem][sample]` says whether a sample is right."""
+"""Metrics of graded samples: `graded[problem][sample]` is whether a sample is correct."""
 
 import math
 from collections.abc import Sequence
@@ -9,47 +9,46 @@ Graded = Sequence[Sequence[bool]]
 
 
 def pass_at_1(graded: Graded) -> float:
-    """Share of problems whose first sample is right."""
+    """Fraction of problems whose first sample is correct."""
     return mean([float(samples[0]) for samples in graded])
 
 
 def avg_at_k(graded: Graded, k: int) -> float:
-    """Mean over problems of the share of their first k samples that is right."""
-    enough(graded, k)
+    """Mean over problems of the fraction of their first k samples that is correct."""
+    check_enough(graded, k)
     return mean([mean([float(sample) for sample in samples[:k]]) for samples in graded])
 
 
 def pass_at_k(graded: Graded, k: int) -> float:
-    """Probability that at least one of k samples is right, without bias from n >= k samples with c right ones:
+    """Unbiased probability that at least one of k samples is correct, from n >= k samples with c correct ones:
     1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
-    enough(graded, k)
+    check_enough(graded, k)
     return mean([1 - math.comb(len(s) - sum(s), k) / math.comb(len(s), k) for s in graded])
 
 
 def maj_at_k(graded: Graded, answers: Sequence[Sequence[str | None]], k: int) -> float:
-    """Share of problems where the most frequent answer of the first k samples is right.
+    """Fraction of problems where the most frequent answer of the first k samples is correct.
 
-    All right samples vote together, however they spell the answer; wrong ones vote by their text, so two
-    spellings of one wrong answer split its votes. A sample without an answer does not vote. Among n tied
-    answers each counts 1/n.
+    All correct samples vote together, however the answer is written. Wrong samples vote by their text, so two forms of
+    one wrong answer split its votes. A sample without an answer does not vote. Among n tied answers each counts 1/n.
     """
-    enough(graded, k)
+    check_enough(graded, k)
     return mean([majority(s[:k], a[:k]) for s, a in zip(graded, answers, strict=True)])
 
 
 def majority(samples: Sequence[bool], answers: Sequence[str | None]) -> float:
-    right = object()
+    correct = object()
     votes: dict[object, int] = {}
     for sample, answer in zip(samples, answers, strict=True):
         if sample or answer is not None:
-            choice = right if sample else "".join(str(answer).split())
+            choice = correct if sample else "".join(str(answer).split())
             votes[choice] = votes.get(choice, 0) + 1
     winners = [choice for choice, count in votes.items() if count == max(votes.values())]
-    return float(right in winners) / len(winners) if winners else 0.0
+    return float(correct in winners) / len(winners) if winners else 0.0
 
 
 def clustered_error(graded: Graded) -> float | None:
-    """Standard error of the share of right samples where the samples of a problem are no independent draws
+    """Standard error of the fraction of correct samples, clustered by problem: samples of a problem are correlated
     (arXiv 2411.00640): sqrt(P / (P-1) · Σ_p (Σ_s (x_ps - x̄))²) / N, for P problems and N samples in all.
     None for a single problem."""
     problems, count = len(graded), sum(len(samples) for samples in graded)
@@ -61,7 +60,7 @@ def clustered_error(graded: Graded) -> float | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed."""
+    """The smallest value that at least a fraction `share` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -70,6 +69,6 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def enough(graded: Graded, k: int) -> None:
+def check_enough(graded: Graded, k: int) -> None:
     fewest = min((len(samples) for samples in graded), default=k)
     require(1 <= k <= fewest, f"k={k}: every problem needs at least k samples, and one has {fewest}.")

@@ -1,4 +1,4 @@
-"""What an evaluation found."""
+"""The result of an evaluation."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,32 +14,32 @@ class Lengths:
     p99: float
     longest: int
     truncated: float
-    """Share of answers cut off by the limit."""
+    """Fraction of answers cut off by the token limit."""
 
 
 @dataclass(frozen=True)
 class KVSummary:
     saved: float
-    """Share of the dense policy's KV, tokens times steps, that was not held."""
+    """Fraction of the dense policy's KV (tokens × steps) that was not held."""
     mean_tokens: float
     """KV tokens held per answer, averaged over the answer's steps, then over answers."""
     mean_read_tokens: float
     peak_tokens: int
     peak_bytes: int
-    """Largest of any one answer."""
+    """Maximum over answers."""
     evictions: float
     """Mean per answer."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer, for reading."""
+    """One answer, kept for reading."""
 
     problem: int
     prompt: Any
     completion: str
     answer: Any
-    """The right answer."""
+    """The reference answer."""
     correct: bool
     reward: float
     tokens: int
@@ -57,7 +57,7 @@ class EvalResult:
     accuracy: float
     """avg@k: the mean over all samples. With k = 1 it is pass@1."""
     error: float | None
-    """Its standard error, clustered by problem; None for a single problem."""
+    """Standard error of the accuracy, clustered by problem; None for a single problem."""
     pass_at_1: float
     pass_at_k: float
     maj_at_k: float

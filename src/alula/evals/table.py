@@ -1,4 +1,4 @@
-"""Several results side by side: one row per model and sparsity, the columns of each data set together."""
+"""Tables of evaluation results: one row per model and sparsity, one group of columns per data set."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def table(results: Sequence[EvalResult]) -> "Table":
-    """For the terminal."""
+    """A table for the terminal."""
     from rich.box import SIMPLE
     from rich.table import Table
 
     head, rows = cells(results)
     view = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
     for i, title in enumerate(head):
-        # On a narrow terminal titles and the model's name are folded: a number must stay whole.
+        # On a narrow terminal titles and the model's name are folded; numbers are not.
         width = max(len(row[i]) for row in rows)
         view.add_column(
             title, justify="left" if i < 2 else "right", overflow="fold", min_width=min(width, 8) if i == 0 else width
@@ -35,24 +35,24 @@ def markdown(results: Sequence[EvalResult]) -> str:
 
 
 def cells(results: Sequence[EvalResult]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows. Accuracies are in percent, ± one standard error; with several answers per problem, majority
-    vote and pass@k stand beside them. The average is of the accuracies over data sets, only given where a row has all
-    of them. Length and KV are averages over the row's data sets, the peak the largest."""
+    """Head and rows. Accuracies are in percent, ± one standard error, followed by majority vote and pass@k if there are
+    several samples per problem. The average over data sets is given only for rows that have all of them. Length and KV
+    are averages over the row's data sets, the peak is the maximum."""
     data = list(dict.fromkeys((r.data, r.k) for r in results))
     rows = []
     for model, sparsity in dict.fromkeys((r.model, r.sparsity) for r in results):
-        mine = {(r.data, r.k): r for r in results if (r.model, r.sparsity) == (model, sparsity)}
+        of_row = {(r.data, r.k): r for r in results if (r.model, r.sparsity) == (model, sparsity)}
         row = [model, sparsity]
         for name, k in data:
-            found = mine.get((name, k))
-            row += ["-"] * len(titles(name, k)) if found is None else accuracies(found)
+            result = of_row.get((name, k))
+            row += ["-"] * len(titles(name, k)) if result is None else accuracies(result)
         if len(data) > 1:
-            whole = len(mine) == len(data)
-            row.append(f"{100 * mean([r.accuracy for r in mine.values()]):.1f}" if whole else "-")
+            complete = len(of_row) == len(data)
+            row.append(f"{100 * mean([r.accuracy for r in of_row.values()]):.1f}" if complete else "-")
         row += [
-            f"{mean([r.lengths.mean for r in mine.values()]):.0f}",
-            f"{100 * mean([r.kv.saved for r in mine.values()]):.0f} %",
-            str(max(r.kv.peak_tokens for r in mine.values())),
+            f"{mean([r.lengths.mean for r in of_row.values()]):.0f}",
+            f"{100 * mean([r.kv.saved for r in of_row.values()]):.0f} %",
+            str(max(r.kv.peak_tokens for r in of_row.values())),
         ]
         rows.append(row)
     average = ["average"] if len(data) > 1 else []
@@ -65,7 +65,7 @@ def titles(name: str, k: int) -> list[str]:
 
 
 def accuracies(result: EvalResult) -> list[str]:
-    """One cell for each of `titles`."""
+    """The cells under `titles`."""
     error = "" if result.error is None else f" ± {100 * result.error:.1f}"
     several = [] if result.k == 1 else [f"{100 * share:.1f}" for share in (result.maj_at_k, result.pass_at_k)]
     return [f"{100 * result.accuracy:.1f}{error}", *several]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from alula.rewards.scoring import Answers
 
 
-def check_there(folder: str) -> None:
+def check_exists(folder: str) -> None:
     """Refuse a folder that does not exist, where the name can mean nothing else."""
     there = os.path.isdir(os.path.expanduser(folder))
     require(
@@ -41,7 +41,7 @@ class ModelReward:
         dtype: str = "float32",
     ) -> None:
         require(batch_size >= 1, f"reward model: batch_size={batch_size} must be at least 1.")
-        check_there(folder)
+        check_exists(folder)
         folder = os.path.expanduser(folder)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

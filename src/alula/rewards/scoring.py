@@ -117,9 +117,9 @@ def check(terms: Sequence[RewardTerm]) -> None:
     for term in terms:
         kind, _, folder = term.name.partition(":")
         if kind == "model" and folder:
-            from alula.rewards.model import check_there
+            from alula.rewards.model import check_exists
 
-            check_there(folder)
+            check_exists(folder)
         elif in_process(term) is None:
             graders.build(term.name, term.options)
 

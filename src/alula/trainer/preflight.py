@@ -26,7 +26,7 @@ from alula.errors import SettingError, require
 from alula.models.load import SHAPE, TOKENIZER_FILES, find_pretrained
 from alula.models.lora import Adapter, check_fits
 from alula.models.shapes import SHAPES, shape
-from alula.models.supported import refuse_unsupported
+from alula.models.supported import check_config
 from alula.rewards.scoring import try_out
 from alula.run.checkpoint import Checkpoints
 from alula.run.run_dir import check_folder
@@ -242,7 +242,7 @@ def load_model_config(source: str) -> PreTrainedConfig:
                 f"model.source={source!r}: its configuration cannot be read ({reason.rstrip('.')}); name a folder on "
                 f"disk, or {hint}"
             ) from error
-    refuse_unsupported(config)
+    check_config(config)
     return config
 
 

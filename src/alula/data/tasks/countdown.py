@@ -15,8 +15,8 @@ OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b
 class Countdown(Task):
     """`2 3 4 > 20 :` is answered by `2 + 3 = 5 ; 5 * 4 = 20`; every intermediate lies in 0 to `limit`.
 
-    The careful trace makes up to `tries` attempts that fail, each followed by `|`, before the right one; the
-    shortcut is a single attempt at random. The last attempt counts.
+    The careful trace contains up to `tries` failed attempts, each followed by `|`, before the correct one. The
+    shortcut is a single random attempt. The last attempt counts.
     """
 
     name: ClassVar[str] = "countdown"
@@ -39,12 +39,12 @@ class Countdown(Task):
 
     @property
     def chance(self) -> float:
-        """Measured on problems of a fixed seed: how often the shortcut is right."""
+        """Accuracy of the shortcut, measured on problems of a fixed seed."""
         sample = self.dataset(500)
         return sum(self.score(e.fields["shortcut"], e.record()) for e in sample) / len(sample)
 
     def attempt(self, numbers: list[int], generator: random.Random) -> tuple[str, int]:
-        """One random way to combine all the numbers, as words, and what it gives."""
+        """One random combination of all numbers, as words, and its result."""
         left, steps = list(numbers), []
         while len(left) > 1:
             a, b = generator.sample(left, 2)
@@ -75,7 +75,7 @@ class Countdown(Task):
 
     @staticmethod
     def score(completion: str, example: Mapping[str, Any]) -> float:
-        """1 where the last attempt uses every number once, computes rightly and ends at the target."""
+        """1 if the last attempt uses every number once, computes correctly and ends at the target."""
         left = example["prompt"].split(" > ")[0].split()
         for step in completion.rsplit("|", 1)[-1].split(";"):
             match step.split():

@@ -1,4 +1,4 @@
-"""Pointer chasing: every step of the chain looks something up far back, which is what eviction endangers."""
+"""Pointer chasing: every step of the chain reads something far back, which eviction can destroy."""
 
 import random
 import string
@@ -12,11 +12,11 @@ from alula.errors import require
 
 @dataclass(frozen=True)
 class Pointer(Task):
-    """`b> c a> b c> a ; a 3 :` asks where 3 hops from a lead; carefully: `3 a> b 2 b> c 1 c> a = a`.
+    """`b> c a> b c> a ; a 3 :` asks for the letter 3 hops after a. The careful trace is `3 a> b 2 b> c 1 c> a = a`.
 
-    Three tokens a hop, counted down, then `=` and the answer: 8 to 10 hops make 26 to 32 tokens, 200 hops 602.
-    The map is one cycle through all letters in random order, so the answer cannot be had without the hops.
-    The shortcut is `=` and a random letter.
+    Three tokens per hop, counted down, then `=` and the answer: 8 to 10 hops take 26 to 32 tokens, 200 hops 602. The
+    map is one cycle through all letters in random order, so the answer requires the hops. The shortcut is `=` and a
+    random letter.
     """
 
     name: ClassVar[str] = "pointer"
@@ -63,5 +63,5 @@ class Pointer(Task):
 
     @staticmethod
     def score(completion: str, example: Mapping[str, Any]) -> float:
-        """1 where the completion ends with `=` and the answer."""
+        """1 if the completion ends with `=` and the answer."""
         return float(completion.split()[-2:] == ["=", example["answer"]])

@@ -1,4 +1,4 @@
-"""Trivial tasks on letters, where chance is known: does anything learn at all?"""
+"""Trivial tasks on letters with known chance level: does training work at all?"""
 
 import random
 import string
@@ -39,7 +39,7 @@ class SymbolTask(Task):
 
     @staticmethod
     def score(completion: str, example: Mapping[str, Any]) -> float:
-        """The share of the answer's letters found in place; what follows the answer does not count."""
+        """Fraction of the answer's letters in the correct position; text after the answer does not count."""
         answer = example["answer"].split()
         return sum(given == right for given, right in zip(completion.split(), answer)) / len(answer)
 

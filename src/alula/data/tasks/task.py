@@ -1,4 +1,4 @@
-"""What a generated task is: problems in words, the careful way to write the answer, a lossy one, a verifier."""
+"""Generated tasks: problems in words, a careful solution, a shortcut, and a verifier."""
 
 import random
 from abc import ABC, abstractmethod
@@ -11,14 +11,14 @@ from alula.data.dataset import Dataset, Example
 
 @dataclass(frozen=True)
 class Problem:
-    """All texts are words with single spaces between them."""
+    """A problem and its solutions. All texts are words separated by single spaces."""
 
     prompt: str
     answer: str
     trace: str
-    """A careful, right solution, to warm a model up on."""
+    """A careful, correct solution, for supervised warm-up."""
     shortcut: str
-    """A solution in the right form that saves the work and is mostly wrong."""
+    """A solution in the right format that skips the work and is mostly wrong."""
 
 
 class Task(ABC):
@@ -27,12 +27,12 @@ class Task(ABC):
     @property
     @abstractmethod
     def words(self) -> list[str]:
-        """Every word that prompts and solutions use."""
+        """All words of prompts and solutions."""
 
     @property
     @abstractmethod
     def chance(self) -> float:
-        """How often a policy is right that knows the form and guesses the answer."""
+        """Accuracy of a policy that knows the format and guesses the answer."""
 
     @abstractmethod
     def problem(self, generator: random.Random) -> Problem: ...
@@ -40,10 +40,10 @@ class Task(ABC):
     @staticmethod
     @abstractmethod
     def score(completion: str, example: Mapping[str, Any]) -> float:
-        """In [0, 1]; 1 only for a right answer."""
+        """A score in [0, 1]; 1 only for a correct answer."""
 
     def dataset(self, size: int, seed: int = 0) -> Dataset:
-        """`size` problems; the i-th depends on (seed, i) only. Fields: task, trace, shortcut."""
+        """`size` problems; the i-th depends only on (seed, i). Fields: task, trace, shortcut."""
         problems = [self.problem(random.Random(f"{self.name}/{seed}/{i}")) for i in range(size)]
         examples = (
             Example(p.prompt, p.answer, {"task": self.name, "trace": p.trace, "shortcut": p.shortcut}) for p in problems

@@ -1,4 +1,4 @@
-"""A real tokenizer for a generated task: one token a word, saved and loaded like any other."""
+"""A Hugging Face tokenizer for a generated task: one token per word."""
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -29,7 +29,7 @@ def task_tokenizer(task: Task) -> PreTrainedTokenizerFast:
 def supervised_ids(
     tokenizer: PreTrainedTokenizerFast, example: Example, shortcut: bool = False
 ) -> tuple[list[int], list[int]]:
-    """(prompt, solution with <eos>) in tokens, to warm a model up on the careful trace or on the shortcut."""
+    """Tokens of (prompt, solution with <eos>) for supervised warm-up on the careful trace or on the shortcut."""
     require(isinstance(example.prompt, str), "supervised_ids: a generated task's prompt is plain text.")
     solution = tokenizer(example.fields["shortcut" if shortcut else "trace"], add_special_tokens=False)["input_ids"]
     return tokenizer(example.prompt)["input_ids"], [*solution, tokenizer.eos_token_id]
