@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that `alula --help` and configuration checks do not wait for torch.
+    # Lazy, so that `alula --help` and configuration checks do not import torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'alula' has no attribute {name!r}")
     from importlib import import_module

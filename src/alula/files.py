@@ -11,7 +11,7 @@ from alula.errors import SettingError
 def write_atomically(path: Path, text: str) -> None:
     """Write next to `path`, then rename: a reader sees the old text or the new one, never half of it."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 

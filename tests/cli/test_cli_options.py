@@ -54,7 +54,9 @@ def test_distill_refuses_a_used_folder_in_its_own_words_before_it_loads(tmp_path
     monkeypatch.setattr("alula.models.load.load_model", None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     said = alula_says(capsys, "distill", SHAPE, *COMMANDS["distill"], "--out", tmp_path)
-    assert said.rstrip().endswith("continue it with --resume, or choose another folder: --out FOLDER.")
+    assert str(tmp_path) in said
+    assert "--resume" in said
+    assert "--out FOLDER" in said
 
 
 @pytest.fixture

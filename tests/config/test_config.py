@@ -660,9 +660,9 @@ def test_check_looks_at_the_run_folder_and_makes_none(recipe, tmp_path, capsys):
     (held / "metrics.jsonl").write_text('{"step": 4}\n')
     before = sorted(tmp_path.rglob("*"))
     for out, more, said in (
-        ("file", [], "/file: is a file; name a folder."),
-        ("file/run", [], "/file is a file; name another folder."),
-        ("held", [], "/held already holds a run; continue it with --resume, or"),
+        ("file", [], "/file: is a file"),
+        ("file/run", [], "/file is a file"),
+        ("held", [], "/held already contains a run; continue it with --resume"),
         ("held", ["--resume", "steps=3"], "steps=3: "),
         ("held", ["--resume"], ""),
         ("held/new/run", [], ""),

@@ -11,7 +11,7 @@ import yaml
 from alula.cli.main import app
 from alula.config.load import load_config
 from alula.demo.problems import HintedPointer, write_problems
-from alula.demo.tiny_model import WarmUp, make_warm_model
+from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.mismatch.calibrate.file import Calibration
 from alula.mismatch.control.monitor import resolve_control
 from alula.sparsity.schedule import Schedule
@@ -225,7 +225,7 @@ def test_the_demo_model_from_calibration_to_report(tmp_path):
     """The demo's own model, problems and recipe: an evictor beside a selector, planned, checked and trained under."""
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     warm = WarmUp(problems=64, batch=8, careful_steps=8, mixture_steps=2)
-    model = make_warm_model(tmp_path / "model", task, warm, 0, lambda *_: None)
+    model = build_warm_model(tmp_path / "model", task, warm, 0, lambda *_: None)
     data = tmp_path / "train.jsonl"
     write_problems(task.dataset(128, 1000), data)
     asked = [model, "--data", data, "--length", 80, "--prompts", 32, "--kv-memory", "32MiB", "--max-rows", 128]

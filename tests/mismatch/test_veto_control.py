@@ -14,7 +14,7 @@ from alula import Engine, Evict, Sampling, Schedule, Sparsity
 from alula.cli.main import app
 from alula.config.settings import ControlSettings, MonitorSettings
 from alula.demo.problems import HintedPointer, write_problems
-from alula.demo.tiny_model import WarmUp, make_warm_model
+from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.errors import SettingError
 from alula.mismatch.control.controller import BudgetController
 from alula.mismatch.control.monitor import Monitor, resolve_control
@@ -208,7 +208,7 @@ def test_a_run_raises_its_budget_and_says_so(tmp_path):
     """From the command line: a sharp model, a budget that breaks it, one update without a dense scoring pass too."""
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     warm = WarmUp(problems=64, batch=8, careful_steps=8, mixture_steps=2)
-    folder = make_warm_model(tmp_path / "model", task, warm, 0, lambda *_: None)
+    folder = build_warm_model(tmp_path / "model", task, warm, 0, lambda *_: None)
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.model.norm.weight.mul_(12)

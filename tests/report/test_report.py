@@ -393,7 +393,7 @@ def test_broken_lines_are_counted_and_a_last_line_cut_off_is_not(tmp_path, capsy
     [
         (b"seed: 1\nmodel: {source: [\n x: }\n", "line 3 could not be read"),
         (b"seed: \xff\xfe\n", "it could not be read"),
-        (b"just words\n", "it does not hold names with values"),
+        (b"just words\n", "it is not a mapping"),
     ],
 )
 def test_broken_settings_and_status_cost_the_page_only_what_they_tell(tmp_path, capsys, text, fault):
@@ -406,12 +406,12 @@ def test_broken_settings_and_status_cost_the_page_only_what_they_tell(tmp_path, 
     assert [line.partition(", so")[0] for line in said] == [
         f"alula: {runs[0] / name}: {fault}" for name in ("status.json", "config.yaml")
     ]
-    assert page.count(f": {fault}, so the page does not tell") == 2
+    assert page.count(f": {fault}, so the page does not show") == 2
     assert "<h2>Settings</h2>" in page
     assert "so not compared: broken</p><details><summary>All 8 settings of whole</summary>" in page
     assert load_run(runs[0], "broken").settings == {}
     write_report(runs[:1], tmp_path / "report.html")
-    assert "No config.yaml that can be read in these folders." in (tmp_path / "report.html").read_text()
+    assert "No readable config.yaml in these folders." in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_of_less_than_a_second_does_not_take_0_s(tmp_path):
@@ -436,6 +436,6 @@ def test_the_command_writes_the_page_without_torch(three, tmp_path):
 
 
 def test_a_folder_is_no_place_for_the_page(three, tmp_path):
-    with pytest.raises(SettingError, match="is a folder; name a file"):
+    with pytest.raises(SettingError, match=r"--out .*: is a folder"):
         write_report(three, tmp_path)
     assert not list(tmp_path.parent.glob("*.tmp"))

@@ -129,7 +129,7 @@ def run(
     from alula.run.run_dir import MetricsWriter, check_folder
     from alula.sparsity.schedule import Schedule
 
-    check_folder(out, new=not resume, way="--out FOLDER")
+    check_folder(out, new=not resume, option="--out FOLDER")
     loaded, dataset = load_model_and_prompts(model, **input_options)
     training, aside = dataset.split(held_out, settings.seed)
     test = [list(example.prompt_ids or ()) for example in aside]

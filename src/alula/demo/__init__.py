@@ -1,1 +1,1 @@
-"""The demonstration: a tiny model made on the spot, trained three ways, compared on one page."""
+"""The demo: a tiny model, trained six ways and compared on one page."""

@@ -1,4 +1,4 @@
-"""Pointer chasing with a hint, the smallest problem on which a sparse policy tempts a model to stop thinking."""
+"""Pointer chasing with a hint: the smallest task on which a sparse policy teaches a model to stop reasoning."""
 
 import json
 import random
@@ -13,10 +13,10 @@ from alula.errors import require
 
 @dataclass(frozen=True)
 class HintedPointer(Pointer):
-    """`b> c a> b c> a ; a 3 ? b :` is `pointer` with a hint after `?`, which is right in a share `hint` of problems.
+    """`b> c a> b c> a ; a 3 ? b :` is `pointer` with a hint after `?`, which is correct in a share `hint` of problems.
 
-    The careful trace follows the map and is always right, as long as the map can still be read. The shortcut is
-    `=` and the hint: two tokens, nothing to look up, right with probability `hint`.
+    The careful trace follows the map and is always correct, as long as the map is still in the KV cache. The shortcut
+    is `=` and the hint: two tokens without a lookup, correct with probability `hint`.
     """
 
     hint: float = 0.45
@@ -42,6 +42,6 @@ class HintedPointer(Pointer):
 
 
 def write_problems(problems: Dataset, path: Path) -> None:
-    """One JSON object a line, as `alula train` and `alula eval` read them."""
+    """Write one JSON object per line, for `alula train` and `alula eval`."""
     rows = ({"prompt": p.prompt, "answer": p.answer, "trace": p.fields["trace"]} for p in problems)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""The demonstration from start to end: make a model, train it in several ways, compare the runs on one page."""
+"""Runs the demo: builds a model, trains it six ways, compares the runs on one page."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import torch
 
 from alula.config.load import load_config
 from alula.demo.problems import HintedPointer, write_problems
-from alula.demo.tiny_model import WarmUp, make_warm_model
+from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.errors import require
 from alula.report import write_report
 from alula.trainer.trainer import Trainer
@@ -27,12 +27,12 @@ ARMS = {
     "5-controlled": [SPARSE, "objective.correction=sparse-rl", CONTROL],
     "6-strict": [SPARSE, "objective.correction=strict"],
 }
-"""Run name -> settings on top of demo.yaml. The same model, prompts and seed for all."""
+"""Run name -> settings that override demo.yaml. Model, prompts and seed are the same for all."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What a run came to; accuracies are the dense policy's, on held-out problems."""
+    """Results of one run. Accuracies are those of the dense policy on held-out problems."""
 
     name: str
     before: float
@@ -53,11 +53,11 @@ def run_demo(
     warm: WarmUp | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Arm]:
-    torch.set_num_threads(1)  # of so small a model: more would only wait for each other
-    require(not (out / "report.html").exists(), f"--out {out}: there is a demo already; choose another folder.")
+    torch.set_num_threads(1)  # a tiny model is faster on one thread
+    require(not (out / "report.html").exists(), f"--out {out}: already contains a demo; choose another folder.")
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     say("A tiny Llama learns to chase pointers: careful chains first, then a mixture with a shortcut that guesses.")
-    model = make_warm_model(out / "model", task, warm or WarmUp(), seed, Steps(say))
+    model = build_warm_model(out / "model", task, warm or WarmUp(), seed, Steps(say))
     write_problems(task.dataset(2048, 1000 + seed), out / "train.jsonl")
     write_problems(task.dataset(256, 2000 + seed), out / "held.jsonl")
     recipe = out / "demo.yaml"
@@ -73,7 +73,7 @@ def run_demo(
     for name, settings in ARMS.items():
         say(f"\n{name.partition('-')[2]}: {' '.join(settings) or 'all KV'}")
         start, folder = time.perf_counter(), out / "runs" / name
-        shutil.rmtree(folder, ignore_errors=True)  # of a demo that was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted demo
         Trainer(load_config(recipe, [*common, *settings, f"out={folder}"])).run()
         arms.append(summary(name, folder, time.perf_counter() - start))
     write_report([out / "runs" / name for name in ARMS], out / "report.html")
@@ -82,7 +82,7 @@ def run_demo(
 
 
 class Steps:
-    """Says now and then how the warm-up goes."""
+    """Prints the progress of the warm-up every few seconds."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.last = say, 0.0

@@ -1,4 +1,4 @@
-"""A tiny Llama that knows how to chase pointers, and also knows the shortcut."""
+"""A tiny Llama that can follow pointers step by step and also knows the shortcut."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,21 +17,20 @@ from alula.learner.sft import Trace, warm_up
 from alula.run.export import export
 
 Progress = Callable[[str, int, int, float], None]
-"""(what is learned, step, at most how many steps, loss)"""
+"""(stage, step, maximum number of steps, loss)"""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Careful chains until they are mastered, then a mixture of careful chains and shortcuts.
+    """Two stages: careful chains until they are mastered, then a mixture of careful chains and shortcuts.
 
-    Looking something up in the map is learned all at once after a long plateau, which the mixture would only
-    lengthen.
+    The lookup is learned suddenly after a long plateau, which a mixture would make longer.
     """
 
     problems: int = 8192
     batch: int = 64
     careful_steps: int = 800
-    """At most; it ends when the loss falls below `mastered`."""
+    """Maximum; the stage ends when the loss falls below `mastered`."""
     mastered: float = 0.01
     careful_lr: float = 4e-3
     mixture_steps: int = 100
@@ -40,7 +39,7 @@ class WarmUp:
 
 
 def tiny_llama(vocabulary: int, tokenizer: Any, seed: int) -> LlamaForCausalLM:
-    """85,000 parameters: two layers, which is what looking up `a> ?` takes."""
+    """85,000 parameters in two layers, the minimum for the lookup of `a> ?`."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -59,8 +58,8 @@ def tiny_llama(vocabulary: int, tokenizer: Any, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def make_warm_model(folder: Path, task: HintedPointer, warm: WarmUp, seed: int, progress: Progress) -> Path:
-    """A Hugging Face folder with the warmed-up model and its tokenizer."""
+def build_warm_model(folder: Path, task: HintedPointer, warm: WarmUp, seed: int, progress: Progress) -> Path:
+    """Train the model and export it with its tokenizer as a Hugging Face folder."""
     tokenizer = task_tokenizer(task)
     model = tiny_llama(len(tokenizer), tokenizer, seed)
     learner = teach(model, tokenizer, task, warm, seed, progress)
@@ -70,7 +69,7 @@ def make_warm_model(folder: Path, task: HintedPointer, warm: WarmUp, seed: int, 
 def teach(
     model: PreTrainedModel, tokenizer: Any, task: HintedPointer, warm: WarmUp, seed: int, progress: Progress
 ) -> Learner:
-    """Both stages of the warm-up, in place; the learner that ends it holds the parameters."""
+    """Run both stages of the warm-up in place; returns the learner, which holds the parameters."""
     examples = task.dataset(warm.problems, seed)
     careful = [Trace(*supervised_ids(tokenizer, example)) for example in examples]
     shortcut = [Trace(*supervised_ids(tokenizer, example, shortcut=True)) for example in examples]
@@ -96,7 +95,7 @@ def teach(
 def mixed(
     careful: list[Trace], shortcut: list[Trace], share: float, batch: int, steps: int, generator: random.Random
 ) -> Iterator[list[Trace]]:
-    """`steps` batches of problems at random, each answered carefully with probability `share`."""
+    """`steps` batches of random problems, each with the careful answer with probability `share`."""
     for _ in range(steps):
         chosen = generator.choices(range(len(careful)), k=batch)
         yield [careful[i] if generator.random() < share else shortcut[i] for i in chosen]

@@ -1,4 +1,4 @@
-"""Which curves the page draws, and their data."""
+"""The charts of the page and their data."""
 
 import math
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Chart:
     format: Format = "number"
     log: bool = False
     limit: float | None = None
-    """A dashed line to read the curves against."""
+    """Value of a dashed line to compare the curves with."""
 
 
-REWARD = Chart("Reward", "reward/mean", "mean per rollout", "what training sees, under the sparse policy")
+REWARD = Chart("Reward", "reward/mean", "mean per rollout", "of the training rollouts, under the sparse policy")
 MAIN = (
     Chart("Response length", "response/length_mean", "tokens"),
     Chart("Policy entropy", "policy/entropy", "nats per token"),
@@ -41,26 +41,26 @@ MAIN = (
 )
 MORE = (
     Chart("Training accuracy", "reward/accuracy", "% of rollouts", format="percent"),
-    Chart("Answers cut off", "response/truncated", "% of rollouts", format="percent"),
+    Chart("Truncated answers", "response/truncated", "% of rollouts", format="percent"),
     Chart("Groups without signal", "groups/no_signal", "% of groups", format="percent"),
     Chart("Clip fraction", "policy/clip_fraction", "% of tokens", format="percent"),
     Chart("KL to the reference", "policy/kl_ref", "nats per token"),
-    Chart("Rejected rollouts", "mismatch/rejected", "% of rollouts", "dropped whole by the correction", "percent"),
+    Chart("Rejected rollouts", "mismatch/rejected", "% of rollouts", "dropped by the correction", "percent"),
     Chart("Vetoed tokens", "mismatch/veto_rate_token", "share of tokens", log=True),
     Chart("Consistency ξ, 1st percentile", "mismatch/xi_p01", "p dense / p sparse", log=True),
     Chart("Consistency ξ, 99th percentile", "mismatch/xi_p99", "p dense / p sparse", log=True),
-    Chart("KV budget", "schedule/budget/0", "tokens", "in force, of short sequences", log=True),
+    Chart("KV budget", "schedule/budget/0", "tokens", "current budget for short sequences", log=True),
     Chart("Distillation: KL(sparse ‖ dense)", "distill/kl", "nats per token", log=True),
     Chart("Distillation: tail acceptance", "distill/acceptance_tail", "5th percentile of overlap"),
     Chart("Distillation: cost", "speed/distill_cost", "% of the rest of the step", format="percent"),
-    Chart("KV cache at its peak", "kv/bytes_peak", "bytes", format="bytes"),
+    Chart("Peak KV cache", "kv/bytes_peak", "bytes", format="bytes"),
     Chart("Learner utilisation", "speed/mfu", "% of peak FLOPs", format="percent"),
     Chart("Time per step", "time/step", "seconds", format="seconds"),
 )
 
 
 def chart_data(runs: list[Run]) -> list[dict[str, Any]]:
-    """Every chart that at least one run has data for, in the page's order."""
+    """All charts with data from at least one run, in page order."""
     drawn = [metric_chart(runs, REWARD, "hero")]
     drawn += [eval_chart(runs, name) for name in eval_names(runs)]
     drawn += [metric_chart(runs, chart, "main") for chart in MAIN]

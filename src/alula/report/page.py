@@ -1,7 +1,6 @@
-"""Put the page together: one HTML file with its style, script and data inside and no request to anywhere."""
+"""Builds the page: one HTML file that contains its style, script and data and makes no requests."""
 
 import json
-import os
 import sys
 from datetime import datetime
 from html import escape
@@ -9,6 +8,7 @@ from pathlib import Path
 from string import Template
 
 from alula.errors import require
+from alula.files import write_atomically
 from alula.report import sections
 from alula.report.charts import chart_data, clock_data
 from alula.report.runs import Run, load_runs
@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 
 
 def write_report(runs: list[Path], out: Path) -> None:
-    """Compare the run folders `runs` in one page at `out`."""
-    require(not Path(out).is_dir(), f"--out {out}: is a folder; name a file, such as {Path(out) / 'report.html'}.")
+    """Write a page that compares the run folders `runs` to `out`."""
+    require(not Path(out).is_dir(), f"--out {out}: is a folder; choose a file, such as {Path(out) / 'report.html'}.")
     loaded = load_runs([Path(run) for run in runs])
     for run in loaded:
         for note in run.notes:
@@ -26,9 +26,7 @@ def write_report(runs: list[Path], out: Path) -> None:
     page = render(loaded)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(out.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, out)
+    write_atomically(out, page)
 
 
 def render(runs: list[Run]) -> str:
@@ -68,5 +66,5 @@ def run_data(runs: list[Run]) -> list[dict[str, object]]:
 
 
 def embed(data: object) -> str:
-    """JSON that cannot end the script element it stands in, whatever text it holds."""
+    """JSON that cannot close the script element that contains it, whatever its text."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Read a run's folder for the report: finished, still going, cut off in the middle of a line, or huge."""
+"""Reads run folders for the report, including unfinished, damaged and very large ones."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Run:
     name: str
     path: Path
     state: str | None = None
-    """running, finished, stopped or failed; None where the folder does not say."""
+    """running, finished, stopped or failed; None without a status file."""
     total_steps: int | None = None
     last_step: int = 0
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What of the folder could not be read, one sentence each."""
+    """One sentence for each file that could not be read in full."""
 
     def last(self, metric: str, steps: int = 10) -> float | None:
         """Mean of a metric over its last steps."""
@@ -47,13 +47,13 @@ class Run:
 
 def load_runs(paths: list[Path]) -> list[Run]:
     if not paths:
-        raise SettingError("runs: name at least one run folder to report on.")
+        raise SettingError("runs: name at least one run folder.")
     return [load_run(path, name) for path, name in zip(paths, names_of(paths))]
 
 
 def load_run(path: Path, name: str) -> Run:
     if not (path / "metrics.jsonl").is_file():
-        raise SettingError(f"run folder {path}: no metrics.jsonl there; name a folder that `alula train` wrote.")
+        raise SettingError(f"run folder {path}: contains no metrics.jsonl; name a folder that `alula train` wrote.")
     notes: list[str] = []
     curves = read_curves(path / "metrics.jsonl", notes)
     status = read_mapping(path / "status.json", "whether the run finished", notes)
@@ -73,7 +73,7 @@ def load_run(path: Path, name: str) -> Run:
 
 
 def names_of(paths: list[Path]) -> list[str]:
-    """Folder names; where two are alike, as many parent folders as tell them apart."""
+    """Folder names, with as many parent folders as make them distinct."""
     parts = [path.resolve().parts for path in paths]
     names = ["/".join(part[-1:]) for part in parts]
     for depth in range(2, max(map(len, parts)) + 1):
@@ -82,7 +82,7 @@ def names_of(paths: list[Path]) -> list[str]:
 
 
 def read_rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The lines that can be read; the others are counted in `notes`, except a last one that a kill cut short."""
+    """The readable lines. Others are counted in `notes`, except a last line that a kill cut off."""
     if not path.exists():
         return
     broken, number = [], 0
@@ -95,8 +95,8 @@ def read_rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 broken.append(number)
     if broken:
         notes.append(
-            f"{path}: {len(broken):,} of {number:,} lines could not be read (first: line {broken[0]:,}), so the page "
-            "leaves them out; mend or delete them and write the report again."
+            f"{path}: {len(broken):,} of {number:,} lines could not be read (first: line {broken[0]:,}) and are "
+            "left out; repair or delete them and write the report again."
         )
 
 
@@ -113,7 +113,7 @@ def read_curves(path: Path, notes: list[str]) -> dict[str, Curve]:
 
 
 def read_mapping(path: Path, what: str, notes: list[str]) -> dict[str, Any]:
-    """A file of YAML or JSON. One that is broken costs the page what it tells, not the run's curves."""
+    """A mapping from a YAML or JSON file. If it is broken, `notes` says so and the page goes without it."""
     if not path.exists():
         return {}
     try:
@@ -124,8 +124,8 @@ def read_mapping(path: Path, what: str, notes: list[str]) -> dict[str, Any]:
     else:
         if isinstance(tree, dict):
             return tree
-        fault = "it does not hold names with values"
-    notes.append(f"{path}: {fault}, so the page does not tell {what}; mend the file and write the report again.")
+        fault = "it is not a mapping"
+    notes.append(f"{path}: {fault}, so the page does not show {what}; repair the file and write the report again.")
     return {}
 
 
@@ -138,20 +138,20 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def read_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """A few completions of a few steps, spread over the run, in one pass and little memory."""
-    held: dict[int, list[dict[str, Any]]] = {}
+    """A few completions of a few steps, spread over the run, in one pass with little memory."""
+    kept: dict[int, list[dict[str, Any]]] = {}
     step, index, every = None, -1, 1
     for row in read_rows(path, notes):
         if row["step"] != step:
             step, index = row["step"], index + 1
             every *= 2 if index // every >= SAMPLED_STEPS else 1
-            held = {earlier: rows for earlier, rows in held.items() if earlier % every == 0} | {index: []}
-        held[index] = varied([*held[index], shorten(row)])
-    return [row for rows in held.values() for row in rows]
+            kept = {earlier: rows for earlier, rows in kept.items() if earlier % every == 0} | {index: []}
+        kept[index] = varied([*kept[index], shorten(row)])
+    return [row for rows in kept.values() for row in rows]
 
 
 def varied(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most four rows, of as many kinds (right, wrong, vetoed, cut off) as there are."""
+    """At most four rows, of as many kinds (correct, wrong, vetoed, truncated) as possible."""
     kinds: dict[tuple[Any, ...], int] = {}
     ranked = []
     for index, row in enumerate(rows):

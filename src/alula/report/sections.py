@@ -1,4 +1,4 @@
-"""The parts of the page that need no script: tables, bars, warnings, completions. All text is escaped here."""
+"""Static parts of the page: tables, bars, warnings, completions. All text is escaped here."""
 
 from html import escape
 from typing import Any
@@ -11,7 +11,7 @@ DASHES = ("", "9 4", "3 3", "9 3 2 3")
 
 
 def swatch(index: int) -> str:
-    """A short piece of the run's line: colour, and dash from the eighth run on."""
+    """A sample of the run's line: its colour, and a dash pattern from the eighth run on."""
     dash = DASHES[index // COLOURS % len(DASHES)]
     return (
         f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><line x1="1" y1="5" x2="25" y2="5" '
@@ -76,9 +76,9 @@ def settings_tables(runs: list[Run]) -> str:
     known = [(index, run) for index, run in enumerate(runs) if run.settings]
     names = list(dict.fromkeys(name for _, run in known for name in run.settings))
     branches = {name[:dot] for name in names for dot, letter in enumerate(name) if letter == "."}
-    names = [name for name in names if name not in branches]  # `a: null` says nothing beside another run's `a.b`
+    names = [name for name in names if name not in branches]  # `a: null` is redundant if another run has `a.b`
     if not names:
-        return '<p class="quiet">No config.yaml that can be read in these folders.</p>'
+        return '<p class="quiet">No readable config.yaml in these folders.</p>'
     differing = [name for name in names if len({run.settings.get(name) for _, run in known}) > 1]
     alike = [name for name in names if name not in differing]
     parts = []
@@ -92,10 +92,10 @@ def settings_tables(runs: list[Run]) -> str:
         )
         parts.append(f'<div class="scroll"><table class="settings differ"><tr><th></th>{head}</tr>{body}</table></div>')
     elif len(known) > 1:
-        parts.append('<p class="quiet">The runs have the same settings throughout.</p>')
-    if len(known) < len(runs):  # a run that does not tell its settings differs in none of them
-        silent = ", ".join(escape(run.name) for run in runs if not run.settings)
-        parts.append(f'<p class="quiet">No config.yaml that can be read, so not compared: {silent}</p>')
+        parts.append('<p class="quiet">All settings are the same.</p>')
+    if len(known) < len(runs):  # runs without settings are not compared
+        missing = ", ".join(escape(run.name) for run in runs if not run.settings)
+        parts.append(f'<p class="quiet">No readable config.yaml, so not compared: {missing}</p>')
     if alike:
         first = known[0][1].settings
         body = "".join(f"<tr><th>{dotted(name)}</th><td>{escape(first[name])}</td></tr>" for name in alike)
@@ -109,7 +109,7 @@ def settings_tables(runs: list[Run]) -> str:
 
 
 def dotted(name: str) -> str:
-    """A setting's name, which may break after its dots."""
+    """A setting's name with line breaks allowed after its dots."""
     return escape(name).replace(".", ".<wbr>")
 
 
@@ -149,7 +149,7 @@ def sample(row: dict[str, Any]) -> str:
     if reward is not None:
         badges.append(f'<b class="{"good" if reward > 0 else "bad"}">reward {reward:.3g}</b>')
     if row.get("finish") == "length":
-        badges.append('<b class="bad">cut off</b>')
+        badges.append('<b class="bad">truncated</b>')
     if row.get("vetoed"):
         badges.append('<b class="bad">vetoed</b>')
     opening = escape(" ".join(row["completion"].split())[:160])

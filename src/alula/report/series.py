@@ -1,4 +1,4 @@
-"""Curves made small enough to draw, without losing what they show."""
+"""Downsampling and smoothing of curves."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ MOST_POINTS = 500
 
 
 def thin(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """At most `most` points: the first, the last, and the lowest and highest of every stretch, so spikes stay."""
+    """At most `most` points: the first, the last, and the lowest and highest of every interval, so spikes stay."""
     count = len(curve.steps)
     if count <= most:
         return curve
@@ -19,7 +19,7 @@ def thin(curve: Curve, most: int = MOST_POINTS) -> Curve:
 
 
 def smooth(curve: Curve, most: int = MOST_POINTS // 2) -> Curve:
-    """Exponential mean over about a twentieth of the run, without the start's bias towards zero."""
+    """Exponential moving average over about a twentieth of the run, corrected for its start at zero."""
     decay = 1 - 2 / (span(curve) + 1)
     level = weight = 0.0
     levels = np.empty(len(curve.values))
@@ -35,7 +35,7 @@ def span(curve: Curve) -> int:
 
 
 def points(curve: Curve) -> dict[str, list[float]]:
-    """Plain numbers for the page, five digits each."""
+    """Plain numbers for the page, with five digits."""
     return {"x": curve.steps.tolist(), "y": [float(f"{value:.5g}") for value in curve.values]}
 
 

@@ -1,4 +1,4 @@
-"""The numbers of the headline table."""
+"""Numbers of the headline table."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Cell:
     value: str = "—"
     detail: str = ""
     tone: str = ""
-    """good, bad or nothing."""
+    """good, bad or empty."""
 
 
 COLUMNS = (
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def headline(run: Run) -> list[Cell]:
-    """One row: a cell for each of `COLUMNS`."""
+    """One row of the table: a cell for each of `COLUMNS`."""
     reward = run.last("reward/mean")
     lengths = run.curves.get("response/length_mean")
     saved = mean(run, "kv/saved")
@@ -50,7 +50,7 @@ def headline(run: Run) -> list[Cell]:
 
 
 def held_out(run: Run, policy: str) -> list[tuple[float, float]]:
-    """(accuracy, standard error) of each evaluated step: the mean over the sets that were evaluated there."""
+    """(accuracy, standard error) of each evaluated step, averaged over its data sets."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in run.evals:
         if row.get("policy", "dense") == policy and row.get("accuracy") is not None:
@@ -65,7 +65,7 @@ def held_out(run: Run, policy: str) -> list[tuple[float, float]]:
 
 
 def vetoed_cell(vetoed: float | None, rejected: float | None) -> Cell:
-    """Beside the share vetoed what the correction rejected, which may be nothing of it, or more."""
+    """The share of vetoed rollouts, and the share that the correction rejected, which may be smaller or larger."""
     if vetoed is None:
         return Cell()
     many = max(vetoed, rejected or 0.0) > TOO_MANY
@@ -86,7 +86,7 @@ def accuracy_cell(evals: list[tuple[float, float]]) -> Cell:
 
 
 def phases(run: Run) -> dict[str, float]:
-    """Mean seconds per step of each phase; `other` is what of the step no phase accounts for."""
+    """Mean seconds per step of each phase; `other` is the rest of the step."""
     means = {name: mean(run, f"time/{name}") for name in ("rollout", "reward", "score", "update")}
     known = {name: value for name, value in means.items() if value is not None}
     step = mean(run, "time/step")

@@ -1,4 +1,4 @@
-"""What a person sees while a run is going: one live line on a terminal, one plain line per step in a log."""
+"""Live progress of a run: one updating line on a terminal, one plain line per step in a log."""
 
 import sys
 import time
@@ -14,13 +14,13 @@ from rich.text import Text
 
 RECENT_STEPS = 20
 WIDE = 140
-"""Columns that a terminal needs for the bar beside the numbers."""
+"""Terminal columns that are needed to show the progress bar next to the numbers."""
 
 
 class LiveLine:
     """Progress of a run: reward, length, rollouts vetoed and rejected, KV saved, tokens/s, time left.
 
-    `step` counts from 1 to `total_steps`; `first_step` is the checkpoint's step where a run continues.
+    `step` counts from 1 to `total_steps`; `first_step` is the step of the checkpoint of a resumed run.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LiveLine:
         self.step = first_step
         self.console = Console(file=stream or sys.stdout)
         self.clock = clock
-        # The clock at the end of each recent step, so that work between steps counts in the time left.
+        # Clock at the end of each recent step, so that the time left includes work between steps.
         self._ends: deque[float] = deque([clock()], maxlen=RECENT_STEPS + 1)
         self._metrics: Mapping[str, float] = {}
         self._phase = "starting"
@@ -52,11 +52,11 @@ class LiveLine:
             print(line, file=self.console.file, flush=True)
 
     def phase(self, name: str) -> None:
-        """Say what the run is doing now; shown on a terminal only."""
+        """Show what the run is doing now, on a terminal only."""
         self._phase = name
 
     def message(self, text: str) -> None:
-        """Print a line of its own, above the live one: warnings, checkpoints."""
+        """Print a line above the live one, such as a warning."""
         if self._live is None:
             print(text, file=self.console.file, flush=True)
         else:
@@ -94,7 +94,7 @@ class LiveLine:
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """The numbers of one step in one line; those that were not measured are left out."""
+    """The main numbers of one step as one line; missing ones are left out."""
     shown = (
         ("reward", "reward/mean", lambda value: f"{value:.3f}"),
         ("length", "response/length_mean", lambda value: f"{value:.0f}"),
@@ -107,12 +107,12 @@ def describe(metrics: Mapping[str, float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 42 s, 3 min 05 s, 2 h 07 min, 1 d 03 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+    """Seconds as text: 42 s, 3 min 05 s, 2 h 07 min, 1 d 03 h."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 86400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86400} d {total % 86400 // 3600:02d} h"

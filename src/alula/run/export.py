@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder that transformers loads."""
+"""Exports a trained model as a Hugging Face folder that transformers loads."""
 
 import shutil
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ def export(
     tokenizer: Any | None = None,
     world: World | None = None,
 ) -> Path:
-    """Write `parameters` (see `Learner.full_parameters`) under the config of `model`, in the dtype they have.
+    """Write `parameters` (see `Learner.full_parameters`) with the config of `model`, in their dtype.
 
-    Every rank must call it, the first writes. A folder of that name is replaced once the new one is whole.
+    Every rank must call it; the first one writes. An existing folder is replaced once the new one is complete.
     """
     world, final = world or World(), Path(folder)
     state: dict[str, Tensor] = {}

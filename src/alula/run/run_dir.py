@@ -1,14 +1,14 @@
-"""The record of a run: a folder of JSON lines that a person, a report and a resumed run can all read.
+"""Files of a run folder: JSON lines that people, the report and a resumed run read.
 
     metrics.jsonl      one object per training step: `step` and flat numbers (docs/metrics.md explains each)
     evals.jsonl        one object per held-out evaluation: step, name, policy (dense | sparse), n, accuracy, …
     completions.jsonl  sampled completions: step, prompt, completion, reward, finish, vetoed
     events.jsonl       health warnings and other notes: step, kind, message, advice
-    status.json        whether the run is going, finished or stopped, and how many steps it wants
+    status.json        state of the run (running, finished, stopped, failed) and its total number of steps
 
-A line is written whole and at once. A run that continues from the checkpoint of step k first drops every line
-after step k, and every line that the checkpoint does not count: an evaluation of step k that came later is done again.
-Then the files end as an uninterrupted run's do, apart from clocks: the keys under `time/` and `speed/`.
+A line is written in one call. A run that resumes from the checkpoint of step k first drops all lines after step k, and
+all lines that were written after that checkpoint: an evaluation of step k that came later is repeated. Its files then
+end like those of an uninterrupted run, except for clocks: the keys under `time/` and `speed/`.
 """
 
 import json
@@ -27,27 +27,27 @@ LINES = ("metrics.jsonl", "evals.jsonl", "completions.jsonl", "events.jsonl")
 State = Literal["running", "finished", "stopped", "failed"]
 
 
-def check_folder(run_dir: Path, *, new: bool, way: str = "out=FOLDER") -> None:
-    """Refuse a run's folder that cannot be made, and for a new run one that holds a run."""
-    place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.exists(path))
-    require(place.is_dir() or place != run_dir, f"out={run_dir}: is a file; name a folder.")
-    require(place.is_dir(), f"out={run_dir}: cannot be made, as {place} is a file; name another folder.")
+def check_folder(run_dir: Path, *, new: bool, option: str = "out=FOLDER") -> None:
+    """Raise if the run folder cannot be created or, for a new run, already contains a run."""
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.exists(path))
+    require(existing.is_dir() or existing != run_dir, f"out={run_dir}: is a file; choose a folder.")
+    require(existing.is_dir(), f"out={run_dir}: cannot be created, since {existing} is a file; choose another folder.")
     require(
-        os.access(place, os.W_OK | os.X_OK),
-        f"out={run_dir}: cannot be written, as {place} may only be read; name another folder.",
+        os.access(existing, os.W_OK | os.X_OK),
+        f"out={run_dir}: cannot be written, since {existing} is read-only; choose another folder.",
     )
     if new and any(os.path.exists(path) and path.stat().st_size for path in (run_dir / name for name in LINES)):
         raise SettingError(
-            f"run folder {run_dir} already holds a run; continue it with --resume, or choose another folder: {way}."
+            f"run folder {run_dir} already contains a run; continue it with --resume, or choose another: {option}."
         )
 
 
 class MetricsWriter:
-    """Writes a run's folder, and the same numbers to `sinks`: any of tensorboard, wandb, trackio.
+    """Writes the files of a run folder, and the same numbers to `sinks`: any of tensorboard, wandb, trackio.
 
-    `resume_from` is the step of the checkpoint that the run continues from; -1 starts again in a folder whose
-    run had no checkpoint yet; None is a new run, which refuses a folder that already holds one. `lines` is what
-    `MetricsWriter.lines` was when that checkpoint was made.
+    `resume_from` is the step of the checkpoint that the run resumes from; -1 starts again in a folder without a
+    checkpoint; None is a new run, which raises if the folder already contains one. `lines` is the value of
+    `MetricsWriter.lines` at that checkpoint.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class MetricsWriter:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SettingError(f"out={run_dir}: cannot be made ({error.strerror}); name another folder.") from error
+            raise SettingError(f"out={run_dir}: cannot be created ({error.strerror}); choose another one.") from error
         paths = [self.run_dir / name for name in LINES]
         last, most = -1 if resume_from is None else resume_from, lines or {}
         self.lines = {path.name: drop_after(path, last, most.get(path.name)) for path in paths}
-        """How many each file holds."""
+        """Number of lines in each file."""
         self.sinks: list[Sink] = [open_sink(name, self.run_dir, resume_from, settings or {}) for name in sinks]
         self._files = {path.name: path.open("ab") for path in paths}
         self._total_steps = total_steps
         self._write_status("running")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One training step. Values are numbers or 0-d tensors; one that is not finite is written as null."""
+        """Log one training step. Values are numbers or 0-d tensors; non-finite ones are written as null."""
         row = {name: _number(value) for name, value in metrics.items() if name != "step"}
         self._append("metrics.jsonl", {"step": step} | row)
         self._send(step, row)
@@ -92,14 +92,14 @@ class MetricsWriter:
         stderr: float,
         **numbers: float,
     ) -> None:
-        """One held-out evaluation under one policy; `length` is the usual further number."""
+        """Log one held-out evaluation under one policy. `numbers` are further results, such as `length`."""
         measured = {"accuracy": accuracy, "stderr": stderr} | numbers
         row = {key: _number(value) for key, value in measured.items()}
         self._append("evals.jsonl", {"step": step, "name": name, "policy": policy, "n": n} | row)
         self._send(step, {f"eval/{name}/{policy}/{key}": value for key, value in row.items()})
 
     def log_completions(self, step: int, completions: Iterable[Mapping[str, Any]]) -> None:
-        """Sampled completions: prompt, completion, reward, finish, vetoed."""
+        """Log sampled completions: prompt, completion, reward, finish, vetoed."""
         for completion in completions:
             self._append("completions.jsonl", {"step": step} | dict(completion))
 
@@ -136,8 +136,8 @@ class MetricsWriter:
 
 
 def drop_after(path: Path, step: int, most: int | None = None) -> int:
-    """Cut a file of JSON lines before its first line that is later than `step` or was not written whole, and after
-    `most` lines; how many are left."""
+    """Truncate a file of JSON lines before its first line that is later than `step` or incomplete, and after `most`
+    lines. Returns the number of lines left."""
     if not path.exists():
         return 0
     lines = size = 0
@@ -152,7 +152,7 @@ def drop_after(path: Path, step: int, most: int | None = None) -> int:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """A line's object, or None for a line that a kill cut short."""
+    """The object of a line, or None for a line that a kill cut off."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Where metrics go besides the run's own folder: TensorBoard, Weights & Biases, trackio."""
+"""Metric sinks in addition to the run folder: TensorBoard, Weights & Biases, trackio."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ class Sink(Protocol):
 class TensorBoard:
     def __init__(self, run_dir: Path, resume_from: int | None, settings: Mapping[str, Any]) -> None:
         module = import_module("torch.utils.tensorboard")
-        # What an earlier process wrote after the checkpoint is hidden, as it is cut from the JSON lines.
+        # Hide what an earlier process wrote after the checkpoint, as in the JSON lines.
         purge = None if resume_from is None else resume_from + 1
         self.writer = module.SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
 
@@ -32,20 +32,20 @@ class TensorBoard:
 
 
 class Hosted:
-    """Weights & Biases or trackio: the same calls. The project is `alula`, the run is named after its folder.
+    """Weights & Biases or trackio, which have the same API. The project is `alula`, the run is named after its folder.
 
-    A resumed run continues the same curves; steps after its checkpoint may show twice there, since neither
-    service lets go of a step once it has it.
+    A resumed run continues the same curves. Steps after its checkpoint may appear twice, since neither service can
+    delete a step.
     """
 
     def __init__(self, module: str, run_dir: Path, resume_from: int | None, settings: Mapping[str, Any]) -> None:
         self.service = import_module(module)
         options: dict[str, Any] = {"project": "alula", "name": run_dir.name, "config": dict(settings)}
         if module == "wandb":
-            kept = run_dir / "wandb.id"
-            if resume_from is None or not kept.exists():
-                kept.write_text(secrets.token_hex(4))
-            options |= {"dir": str(run_dir), "id": kept.read_text(), "resume": "allow"}
+            id_file = run_dir / "wandb.id"
+            if resume_from is None or not id_file.exists():
+                id_file.write_text(secrets.token_hex(4))
+            options |= {"dir": str(run_dir), "id": id_file.read_text(), "resume": "allow"}
         else:
             options |= {"resume": "never" if resume_from is None else "allow"}
         self.run = self.service.init(**options)

@@ -11,13 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alula.distributed import World
 from alula.errors import RunFailed
-from alula.learner.learner import Update
-from alula.run.run_log import RunLogger
-from alula.trainer.batch import RolloutBatch
 from alula.trainer.health_checks import (
     STEP_CHECKS,
     Evaluation,
@@ -27,8 +23,13 @@ from alula.trainer.health_checks import (
     dense_falling,
     sparse_ahead,
 )
-from alula.trainer.step_metrics import whole_sum
-from alula.trainer.update import StepResult
+
+if TYPE_CHECKING:  # the monitor works without torch
+    from alula.distributed import World
+    from alula.learner.learner import Update
+    from alula.run.run_log import RunLogger
+    from alula.trainer.batch import RolloutBatch
+    from alula.trainer.update import StepResult
 
 REARM = 20
 WATCHED = (
@@ -128,7 +129,7 @@ class HealthMonitor:
 class StepAlerts:
     """Reports a problem at the first of the consecutive steps that have it."""
 
-    def __init__(self, logger: RunLogger, world: World, max_skipped: int) -> None:
+    def __init__(self, logger: "RunLogger", world: "World", max_skipped: int) -> None:
         self.logger, self.world, self.max_skipped = logger, world, max_skipped
         self.idle = False
         """Whether the last step had nothing to learn from."""
@@ -143,17 +144,16 @@ class StepAlerts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.idle, self.ungraded, self.not_finite = state["idle"], state["ungraded"], state["not_finite"]
 
-    def check(self, step: int, batch: RolloutBatch, result: StepResult) -> None:
+    def check(self, step: int, batch: "RolloutBatch", result: "StepResult") -> None:
         """Report the problems of a step; raise TrainingFailed if the run must end."""
         self._nothing_learned(step, batch, result)
         self._not_graded(step, batch)
         self._not_finite(step, result.updates)
 
-    def _nothing_learned(self, step: int, batch: RolloutBatch, result: StepResult) -> None:
-        taught, rejected, rollouts = (
-            whole_sum(self.world, count) for count in (result.trained, sum(result.rejected), len(batch.rollouts))
-        )
-        if not taught and not self.idle:
+    def _nothing_learned(self, step: int, batch: "RolloutBatch", result: "StepResult") -> None:
+        counts = self.world.all_gather((result.trained, sum(result.rejected), len(batch.rollouts)))
+        trained, rejected, rollouts = map(sum, zip(*counts))
+        if not trained and not self.idle:
             if rejected == rollouts:
                 reason = "every rollout was rejected"
                 advice = "Raise the KV budget, keep sinks and a window, widen a mask, or use the reroll correction."
@@ -161,9 +161,9 @@ class StepAlerts:
                 reason = "no group had kept rollouts with different rewards"
                 advice = "Use easier or harder prompts, more rollouts per prompt, or sampling.dynamic=true."
             self.logger.event(step, "nothing-learned", f"Step {step} taught nothing: {reason}.", advice)
-        self.idle = not taught
+        self.idle = not trained
 
-    def _not_graded(self, step: int, batch: RolloutBatch) -> None:
+    def _not_graded(self, step: int, batch: "RolloutBatch") -> None:
         failed = [why for share in self.world.all_gather(batch.failures) for why in share if why]
         reasons = Counter(reason for why in failed for reason in why)
         if failed and not self.ungraded:
@@ -175,7 +175,7 @@ class StepAlerts:
             self.logger.event(step, "not-graded", message, advice)
         self.ungraded = bool(failed)
 
-    def _not_finite(self, step: int, updates: list[Update]) -> None:
+    def _not_finite(self, step: int, updates: "list[Update]") -> None:
         for update in updates:
             self.not_finite = 0 if update.taken else self.not_finite + 1
         if self.not_finite:
