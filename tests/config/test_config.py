@@ -14,6 +14,7 @@ from alula.cli.main import COMMANDS, app
 from alula.config import docs as config_docs
 from alula.config.load import all_settings, load_config, read_tree, to_yaml
 from alula.config.run import RunConfig
+from alula.config.settings import fields_of
 from alula.errors import SettingError
 from alula.files import size_text
 from alula.models.load import load_model
@@ -165,13 +166,13 @@ def test_a_budget_may_be_a_schedule(recipe):
         (["sampling.top_p=0.9"], "which top_p cuts"),
         (["sampling.top_k=40"], "which top_k cuts"),
         (["objective.correction=sparse_rl"], "did you mean 'sparse-rl'?"),
-        (["objective.correction=off"], "objective.correction: preset=False: must be the name of a preset; none"),
-        (["objective.correction=null"], "objective.correction: preset=None: must be"),
-        (["objective.correction=2"], "objective.correction: preset=2: must be"),
-        (["objective.correction=[tis]"], "objective.correction: preset=['tis']: must be"),
-        (["objective.correction.preset=no"], "objective.correction: preset=False: must be"),
-        (["objective.correction.preset={cap: 2}"], "objective.correction: preset={'cap': 2}: must be"),
-        (["objective.correction.capp=2"], "did you mean 'cap'?"),
+        (["objective.correction=off"], "objective.correction.preset=False: must be"),
+        (["objective.correction=null"], "objective.correction.preset=None: must be"),
+        (["objective.correction=2"], "objective.correction.preset=2: must be"),
+        (["objective.correction=[tis]"], "objective.correction.preset=['tis']: must be"),
+        (["objective.correction.preset=no"], "objective.correction.preset=False: must be"),
+        (["objective.correction.preset={cap: 2}"], "objective.correction.preset={'cap': 2}: must be"),
+        (["objective.correction.capp=2"], "did you mean 'objective.correction.cap'?"),
         (["objective.correction={preset: tis, cap: -1}"], "cap=-1"),
         (["objective.correction.cap=two"], "objective.correction.cap='two'"),
         (["objective.loss=gspo"], "belongs to the whole rollout"),
@@ -327,7 +328,7 @@ def test_the_papers_recipes_have_the_papers_numbers():
 
 def test_every_setting_has_a_description():
     def bare(model, path=""):
-        for name, field in model.model_fields.items():
+        for name, field in fields_of(model).items():
             if not field.description:
                 yield path + name
             from alula.config.load import sections_in

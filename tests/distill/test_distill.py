@@ -323,8 +323,8 @@ def test_settings_are_refused_in_words(made):
         ({"weight": -1}, "weight=-1"),
         ({"targets": ()}, "targets"),
         ({"max_grad_norm": 0}, "max_grad_norm=0"),
-        ({"loss": "both"}, "unknown setting 'loss'"),
-        ({"first": {"minibatches": 5, "prompts": 4}}, "first: minibatches=5: a batch has only 4 rollouts"),
+        ({"loss": "both"}, "unknown setting of DistillSettings: 'loss'"),
+        ({"first": {"minibatches": 5, "prompts": 4}}, r"first\.minibatches=5: a batch has only 4 rollouts"),
         ({"move": {"sparsity": "rkv:64", "tau": 1.5}}, r"move\.tau=1\.5"),
     ):
         with pytest.raises(SettingError, match=words):
@@ -754,7 +754,7 @@ def test_recipes_that_cannot_work_are_refused():
         ({"sparsity": {}}, "the rollouts are dense"),
         ({"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}}, "cannot be replayed"),
         ({"distill": {"first": {"steps": 0}}}, r"distill\.first\.steps=0"),
-        ({"distill": {"first": {"prompts": 3}}}, r"distill\.first: minibatches=4: a batch has only 3 rollouts"),
+        ({"distill": {"first": {"prompts": 3}}}, r"distill\.first\.minibatches=4: a batch has only 3 rollouts"),
         ({"distill": {"first": {}, "weight": 0.0}}, r"distill\.first .*distill\.weight=0"),
         (
             {"distill": {"move": {"sparsity": "snapkv:8+2,window=2,sinks=1", "prompts": 19}}},

@@ -430,7 +430,7 @@ def test_learning_rate_by_hand():
 def test_bad_settings_are_named():
     with pytest.raises(SettingError, match=r"decay='cosin': .*'cosine'"):
         LearnerSettings(decay="cosin")
-    with pytest.raises(SettingError, match="unknown setting 'lrr'; did you mean 'lr'"):
+    with pytest.raises(SettingError, match="unknown setting of LearnerSettings: 'lrr'; did you mean 'lr'"):
         LearnerSettings(lrr=1)
     with pytest.raises(SettingError, match=r"decay=linear .*warmup_steps=5.* has 5"):
         Learner(tiny(), LearnerSettings(decay="linear", warmup_steps=5), total_steps=5)

@@ -284,7 +284,7 @@ def test_percentiles_are_those_of_all_ranks_together_with_one_collective():
         ({"veto": 1e-4, "reroll": True, "prefix_only": True}, "choose"),
         ({"weight": "tokens"}, "'token'"),
         ({"inner": "acepted"}, "'accepted'"),
-        ({"veto": 0.0}, "above 0"),
+        ({"veto": 0.0}, "veto=0.0"),
     ],
 )
 def test_a_correction_that_contradicts_itself_is_refused(settings_, says):

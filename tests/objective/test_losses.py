@@ -80,9 +80,9 @@ def by_loop(
         policy, kl = leaf.sum() * 0, leaf.sum() * 0
         rollout_log_ratio = sum(new[t] - old[i][t] for t in range(length)) / max(length, 1)
         for t in range(length):
-            ratio = torch.exp(rollout_log_ratio if loss.kind == "gspo" else new[t] - old[i][t])
+            ratio = torch.exp(rollout_log_ratio if loss.loss == "gspo" else new[t] - old[i][t])
             clipped = torch.clamp(ratio, 1 - low, 1 + high)
-            if loss.kind == "cispo":
+            if loss.loss == "cispo":
                 objective = clipped.detach() * advantage * new[t]
             else:
                 objective = torch.min(ratio * advantage, clipped * advantage)
@@ -96,12 +96,12 @@ def by_loop(
                 k3 = torch.clamp(k3, -loss.kl_clamp, loss.kl_clamp)
             if weights[i][t] > 0 or not mask_kl:
                 kl = kl + k3
-        if loss.kind in ("grpo", "gspo"):
+        if loss.loss in ("grpo", "gspo"):
             total = total + policy / max(counted[i], 1) / rollouts
             kl_total = kl_total + (
                 kl / max(counted[i], 1) / rollouts if mask_kl else kl / max(length, 1) / batch.rollouts
             )
-        elif loss.kind == "dr_grpo":
+        elif loss.loss == "dr_grpo":
             total = total + policy / MAX_LENGTH / rollouts
             kl_total = kl_total + kl / MAX_LENGTH / (rollouts if mask_kl else batch.rollouts)
         else:
@@ -357,8 +357,8 @@ def test_meaningful_combinations_pass():
 @pytest.mark.parametrize(
     ("settings_", "says"),
     [
-        ({"kind": "gsp"}, "'gspo'"),
-        ({"kind": "cispo", "dual_clip": 9.0}, "cispo"),
+        ({"loss": "gsp"}, "'gspo'"),
+        ({"loss": "cispo", "dual_clip": 9.0}, "cispo"),
         ({"dual_clip": 1.1}, "above 1"),
         ({"clip_low": 1.5}, "clip_low"),
         ({"clip_high": -0.1}, "clip_high"),

@@ -1,15 +1,14 @@
 """The settings as tables for docs/training.md: `python -m alula.config.docs docs/training.md` writes them there."""
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from alula.config.load import sections_in
-from alula.config.run import CorrectionSettings, RunConfig
+from alula.config.run import RunConfig
+from alula.config.settings import fields_of
 from alula.objective.settings import Correction
 
 DEFAULTS = {"out": "`runs/<recipe name>`"}
@@ -17,19 +16,18 @@ DEFAULTS = {"out": "`runs/<recipe name>`"}
 BEGIN, END = "<!-- settings -->\n", "<!-- end of settings -->\n"
 
 
-def tables(model: type[BaseModel] = RunConfig, path: str = "") -> str:
+def tables(section: Any = RunConfig, path: str = "") -> str:
     """A table of every section, its name in front: the run's own settings first, then section by section."""
     rows, inner = [], ""
-    for name, field in model.model_fields.items():
+    for name, field in fields_of(section).items():
         full = f"{path}.{name}" if path else name
         if sections := sections_in(field.annotation):
-            inner += f"\n### {full}\n\n{text(field)}\n\n" + "".join(tables(section, full) for section in sections)
+            inner += f"\n### {full}\n\n{text(field)}\n\n" + "".join(tables(one, full) for one in sections)
         else:
-            rows.append(f"| `{full}` | {DEFAULTS.get(full) or default(field)} | {text(field)} |\n")
-    if model is CorrectionSettings:
-        rows += [
-            f"| `{path}.{f.name}` | the preset's | see [corrections](corrections.md) |\n" for f in fields(Correction)
-        ]
+            shown = DEFAULTS.get(full) or default(field)
+            if section is Correction:  # documented with its presets
+                shown = "`sparse-rl`" if name == "preset" else "the preset's"
+            rows.append(f"| `{full}` | {shown} | {text(field)} |\n")
     head = "| setting | default | |\n|---|---|---|\n" if rows else ""
     return head + "".join(rows) + inner
 
@@ -42,7 +40,7 @@ def default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value: Any = field.get_default(call_default_factory=True)
-    if value is None or value in ({}, []):
+    if value is None or value in ({}, [], ()):
         return "–"
     return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value}`"
 

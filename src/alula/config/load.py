@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from alula.config.run import RunConfig, spelt_sparsity
-from alula.config.settings import first_error
+from alula.config.settings import UNKNOWN, fields_of, first_error, is_section
 from alula.errors import SettingError, require
 
 SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
@@ -103,7 +103,7 @@ def parse_yaml(text: str, what: str) -> Any:
 def describe(error: ValidationError, tree: dict[str, Any]) -> SettingError:
     """The first error as one sentence: setting, value and hint."""
     for one in error.errors():
-        if one["type"] == "extra_forbidden":
+        if one["type"] in UNKNOWN:
             return unknown_setting(one, tree)
     return first_error(error, RunConfig)
 
@@ -140,22 +140,22 @@ def unknown_setting(error: ErrorDetails, tree: dict[str, Any]) -> SettingError:
     return SettingError(f"unknown setting '{here}{name}'; {hint}")
 
 
-def all_settings(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+def all_settings(section: Any = RunConfig, prefix: str = "") -> list[str]:
     """Every setting's dotted name, sections included."""
-    found = []
-    for name, field in model.model_fields.items():
-        found.append(prefix + name)
-        for section in sections_in(field.annotation):
-            found += all_settings(section, f"{prefix}{name}.")
-    return found
+    names = []
+    for name, field in fields_of(section).items():
+        names.append(prefix + name)
+        for inner in sections_in(field.annotation):
+            names += all_settings(inner, f"{prefix}{name}.")
+    return names
 
 
-def fields_at(sections: Sequence[str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
-    for name in sections:
-        if name in model.model_fields:  # a position in a list is no field
-            model = next(iter(sections_in(model.model_fields[name].annotation)), model)
-    return list(model.model_fields)
+def fields_at(path: Sequence[str]) -> list[str]:
+    section: Any = RunConfig
+    for name in path:
+        if name in fields_of(section):  # an index of a list is not a field
+            section = next(iter(sections_in(fields_of(section)[name].annotation)), section)
+    return list(fields_of(section))
 
 
 def with_own(fields: list[str], method: Any) -> list[str]:
@@ -167,8 +167,8 @@ def with_own(fields: list[str], method: Any) -> list[str]:
     return [field for field in fields if field != "options"] + [f"options.{name}" for name in own_settings(method)]
 
 
-def sections_in(annotation: Any) -> list[type[BaseModel]]:
+def sections_in(annotation: Any) -> list[Any]:
     """Section classes inside `Section`, `Section | None` or `list[Section]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if is_section(annotation):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections_in(part)]

@@ -7,10 +7,9 @@ docs/training.md lists them all.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from alula.config.settings import (
     CheckpointSettings,
@@ -31,7 +30,7 @@ from alula.config.settings import (
 )
 from alula.errors import SettingError, require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
-from alula.objective.settings import Correction, Loss, LossName, check
+from alula.objective.settings import Correction, Loss, ObjectiveSettings
 from alula.rewards.scoring import distinct
 from alula.sparsity.policy import Sparsity
 from alula.sparsity.schedule import Schedule
@@ -142,62 +141,6 @@ def _named_in(section: str, given: EvictSettings | SelectSettings) -> Iterator[N
         raise SettingError(f"{section}.{error}") from error
 
 
-class CorrectionSettings(Section):
-    """A preset of docs/corrections.md, and any setting of `alula.objective.settings.Correction` that should differ."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
-
-    preset: str = "sparse-rl"
-    """`none`, `sparse-rl`, `sparse-rl-code`, `strict`, `tis`, `mis`, `icepop`, `geometric`, `reroll` or
-    `prefix-only`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, given: Any) -> Any:
-        """Every setting of the preset, so that a run's config.yaml says them all."""
-        options = dict(given) if isinstance(given, dict | Section) else {"preset": given}
-        preset = options.pop("preset", "sparse-rl")
-        named = isinstance(preset, str)
-        require(named, f"preset={preset!r}: must be the name of a preset; none switches the correction off.")
-        changed = asdict(Correction.named(preset)) | options
-        if unknown_names := set(options) - set(asdict(Correction())):
-            Correction.named(preset, **{unknown_names.pop(): None})
-        return {"preset": preset} | asdict(TypeAdapter(Correction).validate_python(changed))
-
-    def build(self) -> Correction:
-        return Correction(**(self.model_extra or {}))
-
-
-class ObjectiveSettings(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Advantage of a rollout against its group: mean and std, mean only, or the mean of the others."""
-    loss: LossName = "grpo"
-    """Policy loss: `grpo`, `dr_grpo`, `dapo`, `gspo` or `cispo`."""
-    clip_low: float | None = None
-    """The ratio is clipped below at 1 - clip_low; by default the loss's published value."""
-    clip_high: float | None = None
-    """And above at 1 + clip_high."""
-    dual_clip: float | None = None
-    """Bounds the loss of tokens with negative advantage."""
-    kl: float = 0.0
-    """Coefficient of the KL to the initial policy; above 0 that policy is kept in memory (not under LoRA)."""
-    kl_clamp: float | None = None
-    """Cut a token's KL here."""
-    correction: CorrectionSettings = CorrectionSettings()
-    """What is done about the difference between sparse and dense policy: a preset's name, or `preset` and the
-    settings that differ from it."""
-    one_update: bool = False
-    """Take old log-probs from the training forward itself and save the scoring pass; one update per batch."""
-    skip_no_signal: bool = True
-    """Leave rollouts that add exactly nothing (equal rewards, all tokens dropped) out of the update. The divisors
-    still count them. Without effect where `kl` is above 0."""
-    mask_truncated: bool = False
-    """Answers cut off by `max_new_tokens` teach nothing; they still count in their group's mean."""
-
-    def build_loss(self) -> Loss:
-        return Loss(self.loss, self.clip_low, self.clip_high, self.dual_clip, self.kl, self.kl_clamp)
-
-
 class RunConfig(Section):
     out: str
     """The run's folder."""
@@ -237,11 +180,11 @@ class RunConfig(Section):
 
     @property
     def loss(self) -> Loss:
-        return self.objective.build_loss()
+        return self.objective
 
     @property
     def correction(self) -> Correction:
-        return self.objective.correction.build()
+        return self.objective.correction
 
     @property
     def total_updates(self) -> int:
@@ -252,7 +195,6 @@ class RunConfig(Section):
     def _check(self) -> "RunConfig":
         """Refuse what means nothing together, before anything is loaded."""
         one_update, updates = self.objective.one_update, self.learner.updates
-        check(self.loss, self.correction, one_update=one_update)
         require(
             not one_update or updates == 1,
             f"objective.one_update=true with learner.updates={updates}: after the first update the old log-probs "

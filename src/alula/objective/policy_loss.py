@@ -49,9 +49,9 @@ def divisors(
     Rollouts that are later left out of the update (no signal) still count. Without `corrected`, no rollout counts as
     dropped. `max_length` is the generation limit, for losses that divide by it (`dr_grpo`).
     """
-    kind = LOSSES[loss.kind].divisor
+    kind = LOSSES[loss.loss].divisor
     if kind == "max_length" and (max_length is None or max_length < 1):
-        raise SettingError(f"max_length={max_length}: {loss.kind} divides by it; set it to the generation limit.")
+        raise SettingError(f"max_length={max_length}: {loss.loss} divides by it; set it to the generation limit.")
     step = torch.zeros(sequences, dtype=torch.int64, device=sequence.device) if step is None else step
     lengths = ragged.count(sequence, sequences).double()
     everyone = torch.ones_like(lengths)
@@ -102,7 +102,7 @@ def policy_loss(
         f"kl={loss.kl} needs the reference's log-probs; set kl to 0.",
     )
     active = weights > 0
-    kind, rollouts = LOSSES[loss.kind], len(divisors.policy)
+    kind, rollouts = LOSSES[loss.loss], len(divisors.policy)
     objective = kind.objective(
         LossInputs(
             logprobs=torch.where(active, logprobs, 0),
@@ -151,7 +151,7 @@ def _k3(distance: Tensor) -> Tensor:
 def _ratio_metrics(
     log_ratio: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, loss: Loss
 ) -> dict[str, Tensor]:
-    kind, (low, high) = LOSSES[loss.kind], loss.clip
+    kind, (low, high) = LOSSES[loss.loss], loss.clip
     ratio = _ratio(log_ratio, sequence, sequences, kind.ratio)
     below, above = ratio < 1 - low, ratio > 1 + high
     if kind.pessimistic:  # the minimum lets a clip bind on one side only, by the advantage's sign

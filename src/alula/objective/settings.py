@@ -1,8 +1,15 @@
-"""The objective's settings, free of torch: what is done about ξ (`Correction`) and the loss (`Loss`)."""
+"""Settings of the objective: the policy loss (`Loss`), the correction of ξ (`Correction`), and the whole section.
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+Does not import torch.
+"""
 
+from dataclasses import asdict, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import ArgsKwargs
+
+from alula.config.settings import Positive, settings_type
 from alula.errors import SettingError, require, unknown
 from alula.objective.losses import LOSSES
 
@@ -10,28 +17,36 @@ Level = Literal["none", "token", "sequence", "geometric"]
 Counted = Literal["all", "accepted"]
 
 
-@dataclass(frozen=True)
+@settings_type
 class Correction:
-    """What is done about ξ. The plain constructor does nothing; see the presets, or `named`."""
+    """What is done about ξ = p_dense / p_sparse. The plain constructor does nothing; see the presets, or `named`.
 
+    A recipe gives a preset's name, or `preset` and the settings that differ from it.
+    """
+
+    preset: str = field(default="none", compare=False)
+    """`none`, `sparse-rl`, `sparse-rl-code`, `strict`, `tis`, `mis`, `icepop`, `geometric`, `reroll` or
+    `prefix-only`."""
     weight: Level = "none"
     """Level of the importance weight that multiplies the clipped objective."""
-    cap: float | None = None
-    """Largest weight (truncated importance sampling); None leaves it raw."""
+    cap: Positive | None = None
+    """Largest weight (truncated importance sampling); null leaves it unbounded."""
     batch_normalise: bool = False
     """Divide the weights by their mean over the optimizer step and all ranks, dropped tokens included:
     a mean over tokens at level `token`, over rollouts at the others."""
     mask: Level = "none"
     """Level at which tokens or rollouts outside the band are dropped."""
-    mask_low: float | None = None
-    mask_high: float | None = None
-    veto: float | None = None
+    mask_low: Positive | None = None
+    """Lower end of the band."""
+    mask_high: Positive | None = None
+    """Upper end of the band."""
+    veto: Positive | None = None
     """Drop the whole rollout when any ξ_t is below this."""
     prefix_only: bool = False
     """A control, not a method: a veto drops only the first vetoed token and what follows. The prefix keeps an
     advantage that the corrupted suffix earned."""
     reroll: bool = False
-    """Vetoed rollouts are regenerated densely from `first_vetoed` on before they are rewarded."""
+    """Vetoed rollouts are regenerated densely from the first vetoed token on before they are rewarded."""
     vetoed_in_baseline: bool = True
     """Whether dropped rollouts enter the mean and the std of their group."""
     inner: Counted = "all"
@@ -40,16 +55,22 @@ class Correction:
     """What the batch divisor counts: every rollout, or those not dropped."""
     mask_kl: bool = False
     """Whether the KL to the reference leaves out dropped tokens too (and shares the divisors)."""
-    clamp: float = 20.0
+    clamp: Positive = 20.0
     """|log ξ| is cut here before exp, at whatever level it is taken."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, given: Any) -> Any:
+        """From a recipe: a preset's name, or a mapping of the settings that differ from the preset."""
+        if isinstance(given, ArgsKwargs | Correction):
+            return given
+        changes = dict(given) if isinstance(given, dict) else {"preset": given}
+        preset = changes.pop("preset", "sparse-rl")
+        is_name = isinstance(preset, str)
+        require(is_name, f"preset={preset!r}: must be the name of a preset; none switches the correction off.")
+        return asdict(cls.named(preset)) | changes
+
     def __post_init__(self) -> None:
-        for setting, names in (("weight", Level), ("mask", Level), ("inner", Counted), ("outer", Counted)):
-            if getattr(self, setting) not in get_args(names):
-                raise unknown(f"value of {setting}", getattr(self, setting), get_args(names))
-        for setting in ("cap", "mask_low", "mask_high", "veto", "clamp"):
-            value = getattr(self, setting)
-            require(value is None or value > 0, f"{setting}={value}: a ratio's bound must be above 0.")
         low, high = self.mask_low, self.mask_high
         weighted, masked = self.weight != "none", self.mask != "none"
         banded = low is not None or high is not None
@@ -76,12 +97,13 @@ class Correction:
     @classmethod
     def sparse_rl(cls) -> "Correction":
         """Sparse-RL as its paper describes it (arXiv 2601.10079): raw ξ_t outside the clip, veto at 1e-4."""
-        return cls(weight="token", veto=1e-4)
+        return cls("sparse-rl", weight="token", veto=1e-4)
 
     @classmethod
     def sparse_rl_code(cls) -> "Correction":
         """Sparse-RL as released: ξ_t capped at 1.5 and normalised, band [0.5, 1.5], veto, accepted means."""
         return cls(
+            "sparse-rl-code",
             weight="token",
             cap=1.5,
             batch_normalise=True,
@@ -95,62 +117,62 @@ class Correction:
 
     @classmethod
     def strict(cls) -> "Correction":
-        """Rejection alone, as if a spoilt rollout had never been sampled: veto at 1e-3, out of its group's baseline."""
-        return cls(veto=1e-3, vetoed_in_baseline=False)
+        """Rejection alone, as if the rejected rollout had never been sampled: veto at 1e-3, out of its group's
+        baseline."""
+        return cls("strict", veto=1e-3, vetoed_in_baseline=False)
 
     @classmethod
     def tis(cls, cap: float = 2.0) -> "Correction":
         """Truncated importance sampling, min(ξ_t, cap): what Sparrow trains with, cap not stated there."""
-        return cls(weight="token", cap=cap)
+        return cls("tis", weight="token", cap=cap)
 
     @classmethod
     def mis(cls, high: float = 3.0, low: float | None = None) -> "Correction":
         """Masked importance sampling, of sequences: weight Π ξ_t, rollouts outside the band dropped."""
-        return cls(weight="sequence", mask="sequence", mask_low=low, mask_high=high)
+        return cls("mis", weight="sequence", mask="sequence", mask_low=low, mask_high=high)
 
     @classmethod
     def icepop(cls, low: float = 0.5, high: float = 5.0) -> "Correction":
         """IcePop (arXiv 2510.18855): weight ξ_t, tokens outside the band dropped."""
-        return cls(weight="token", mask="token", mask_low=low, mask_high=high)
+        return cls("icepop", weight="token", mask="token", mask_low=low, mask_high=high)
 
     @classmethod
     def geometric(cls, low: float = 0.99, high: float = 1.01) -> "Correction":
         """Rollouts whose geometric mean ξ is outside the band dropped, the others not weighted."""
-        return cls(mask="geometric", mask_low=low, mask_high=high)
+        return cls("geometric", mask="geometric", mask_low=low, mask_high=high)
 
     @classmethod
     def rerolled(cls) -> "Correction":
         """`sparse-rl`, but a vetoed rollout is regenerated densely from its first vetoed token."""
-        return replace(cls.sparse_rl(), reroll=True)
+        return replace(cls.sparse_rl(), preset="reroll", reroll=True)
 
     @classmethod
     def prefix(cls) -> "Correction":
         """`sparse-rl`, but a veto keeps the tokens before it: the control that shows why not to."""
-        return replace(cls.sparse_rl(), prefix_only=True)
+        return replace(cls.sparse_rl(), preset="prefix-only", prefix_only=True)
 
     @classmethod
     def named(cls, name: str, **options: Any) -> "Correction":
         """A preset, with any of its settings changed: `Correction.named("tis", cap=5.0)`."""
         if name not in PRESETS:
             raise unknown("correction", name, PRESETS)
-        known = [field.name for field in fields(cls)]
-        for option in options:
-            if option not in known:
-                raise unknown("correction setting", option, known)
         return replace(PRESETS[name], **options)
 
 
 PRESETS: dict[str, Correction] = {
-    "none": Correction.none(),
-    "sparse-rl": Correction.sparse_rl(),
-    "sparse-rl-code": Correction.sparse_rl_code(),
-    "strict": Correction.strict(),
-    "tis": Correction.tis(),
-    "mis": Correction.mis(),
-    "icepop": Correction.icepop(),
-    "geometric": Correction.geometric(),
-    "reroll": Correction.rerolled(),
-    "prefix-only": Correction.prefix(),
+    correction.preset: correction
+    for correction in (
+        Correction.none(),
+        Correction.sparse_rl(),
+        Correction.sparse_rl_code(),
+        Correction.strict(),
+        Correction.tis(),
+        Correction.mis(),
+        Correction.icepop(),
+        Correction.geometric(),
+        Correction.rerolled(),
+        Correction.prefix(),
+    )
 }
 
 
@@ -160,34 +182,30 @@ else:
     LossName = Literal[tuple(LOSSES)]
 
 
-@dataclass(frozen=True)
+@settings_type
 class Loss:
     """The policy loss; formulas in `alula.objective.losses`."""
 
-    kind: LossName = "grpo"
-    clip_low: float | None = None
-    """None: the published value, as registered."""
-    clip_high: float | None = None
+    loss: LossName = "grpo"
+    """Policy loss: `grpo`, `dr_grpo`, `dapo`, `gspo` or `cispo`."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The ratio is clipped below at 1 - clip_low; by default the loss's published value."""
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above at 1 + clip_high; by default the loss's published value."""
     dual_clip: float | None = None
-    """Bounds a token of negative advantage: its loss is at most dual_clip · |A| (arXiv 1912.09729)."""
-    kl: float = 0.0
-    """Coefficient β of the KL to the reference (k3)."""
-    kl_clamp: float | None = None
-    """Cut a token's k3 here, as slime and verl do at 10."""
+    """Bound for tokens of negative advantage: their loss is at most dual_clip · |A| (arXiv 1912.09729)."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient β of the KL to the initial policy (k3). Above 0 that policy is kept in memory (not under LoRA)."""
+    kl_clamp: Positive | None = None
+    """Upper bound of a token's k3, as in slime and verl (10)."""
 
     def __post_init__(self) -> None:
-        if self.kind not in LOSSES:
-            raise unknown("loss", self.kind, LOSSES)
-        low, high = self.clip
-        require(0 <= low <= 1, f"clip_low={low}: must lie in [0, 1].")
-        require(high >= 0, f"clip_high={high}: must be 0 or above.")
-        require(self.kl >= 0, f"kl={self.kl}: the KL coefficient must be 0 or above.")
-        require(self.kl_clamp is None or self.kl_clamp > 0, f"kl_clamp={self.kl_clamp}: must be above 0, or null.")
         if self.dual_clip is not None:
             require(
-                LOSSES[self.kind].pessimistic,
-                f"dual_clip={self.dual_clip}: {self.kind} has no clipped minimum to bound; set it to null.",
+                LOSSES[self.loss].pessimistic,
+                f"dual_clip={self.dual_clip}: {self.loss} has no clipped minimum to bound; set it to null.",
             )
+            high = self.clip[1]
             require(
                 self.dual_clip > 1 + high,
                 f"dual_clip={self.dual_clip}: must lie above 1 + clip_high = {1 + high}.",
@@ -195,19 +213,42 @@ class Loss:
 
     @property
     def clip(self) -> tuple[float, float]:
-        low, high = LOSSES[self.kind].clip
+        """(clip_low, clip_high), with the published values filled in."""
+        low, high = LOSSES[self.loss].clip
         return (
             low if self.clip_low is None else self.clip_low,
             high if self.clip_high is None else self.clip_high,
         )
 
 
+@settings_type
+class ObjectiveSettings(Loss):
+    """What is optimized: the loss, the correction and the advantages."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Advantage of a rollout relative to its group: mean and std, mean only, or the mean of the others."""
+    correction: Correction = PRESETS["sparse-rl"]
+    """Correction of the mismatch between sparse and dense policy: a preset's name, or `preset` and the settings that
+    differ from it."""
+    one_update: bool = False
+    """Take old log-probs from the training forward itself and save the scoring pass; one update per batch."""
+    skip_no_signal: bool = True
+    """Leave rollouts that contribute exactly nothing (equal rewards, all tokens dropped) out of the update. The
+    divisors still count them. Without effect if `kl` is above 0."""
+    mask_truncated: bool = False
+    """Answers cut off by `max_new_tokens` are not trained on; they still count in their group's mean."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, self.correction, one_update=self.one_update)
+
+
 def check(loss: Loss, correction: Correction, *, one_update: bool = False) -> None:
-    """Refuse a loss and a correction that mean nothing together.
+    """Reject a loss and a correction that do not go together.
 
     `one_update`: old log-probs are the training forward's own, so ξ is not known before the update.
     """
-    kind = LOSSES[loss.kind]
+    kind = LOSSES[loss.loss]
     if kind.ratio == "geometric":
         for setting, per_token in (
             ("weight=token", correction.weight == "token"),
@@ -216,12 +257,12 @@ def check(loss: Loss, correction: Correction, *, one_update: bool = False) -> No
         ):
             if per_token:
                 raise SettingError(
-                    f"loss {loss.kind} with {setting}: its ratio belongs to the whole rollout, so a correction of "
+                    f"loss {loss.loss} with {setting}: its ratio belongs to the whole rollout, so a correction of "
                     "single tokens has no place in it; use level geometric or sequence, or another loss."
                 )
     if kind.divisor == "max_length" and correction.inner == "accepted":
         raise SettingError(
-            f"loss {loss.kind} with inner=accepted: it divides by max_length, not by tokens; set inner to all."
+            f"loss {loss.loss} with inner=accepted: it divides by max_length, not by tokens; set inner to all."
         )
     if one_update:
         for setting, needed in (
