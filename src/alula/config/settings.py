@@ -88,7 +88,10 @@ UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 def first_error(error: ValidationError, section: Any) -> SettingError:
     """The first error as one sentence: setting, value and hint."""
     first = min(error.errors(), key=lambda one: one["type"] not in UNKNOWN)  # a typo also leaves a gap
-    path = ".".join(str(part) for part in first["loc"])
+    location = list(first["loc"])
+    if location and isinstance(location[0], int):  # a value by position
+        location[0] = [*fields_of(section), "?"][min(location[0], len(fields_of(section)))]
+    path = ".".join(str(part) for part in location)
     if first["type"] in UNKNOWN:
         return unknown(f"setting of {section.__name__}:", path, fields_of(section))
     if first["type"] in ("missing", "missing_argument"):

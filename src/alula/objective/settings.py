@@ -4,9 +4,9 @@ Does not import torch.
 """
 
 from dataclasses import asdict, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import ArgsKwargs
 
 from alula.config.settings import Positive, settings_type
@@ -176,17 +176,17 @@ PRESETS: dict[str, Correction] = {
 }
 
 
-if TYPE_CHECKING:
-    LossName = str
-else:
-    LossName = Literal[tuple(LOSSES)]
+def _registered(name: str) -> str:
+    if name not in LOSSES:
+        raise unknown("loss", name, LOSSES)
+    return name
 
 
 @settings_type
 class Loss:
     """The policy loss; formulas in `alula.objective.losses`."""
 
-    loss: LossName = "grpo"
+    loss: Annotated[str, AfterValidator(_registered)] = "grpo"
     """Policy loss: `grpo`, `dr_grpo`, `dapo`, `gspo` or `cispo`."""
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
     """The ratio is clipped below at 1 - clip_low; by default the loss's published value."""
