@@ -21,7 +21,7 @@ from alula.mismatch.plan.cost import (
 )
 from alula.mismatch.plan.nnls import nnls
 from alula.models.geometry import Geometry
-from alula.sparsity.footprint import demand
+from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
 
@@ -169,7 +169,7 @@ def test_floors_of_the_published_schedules(size, batch, floor):
 
 def test_evictors_demand_by_hand():
     evict = Evict("streaming", Schedule((20, 40), width=50), buffer=8, window=2, sinks=1)
-    found = demand(Sparsity(evict=evict), prompt=10, new_tokens=70, layers=4)
+    found = footprint(Sparsity(evict=evict), prompt=10, new_tokens=70, layers=4)
     cached, held, moved = 10, [], []
     for length in range(10, 80):
         budget = 20 if length < 50 else 40
@@ -187,14 +187,14 @@ def test_evictors_demand_by_hand():
 
 def test_a_protected_prompt_is_outside_the_budget():
     evict = Evict("streaming", 20, buffer=8, window=2, sinks=1, protect_prompt=True)
-    found = demand(Sparsity(evict=evict), prompt=100, new_tokens=60, layers=4)
+    found = footprint(Sparsity(evict=evict), prompt=100, new_tokens=60, layers=4)
     assert found.held.max() == 127
     assert found.held[28] == 120
 
 
 def test_selectors_demand_by_hand():
     schedule = Schedule((64, 96), width=100)
-    found = demand(selecting(schedule, block=16, dense_layers=1), prompt=50, new_tokens=100, layers=4)
+    found = footprint(selecting(schedule, block=16, dense_layers=1), prompt=50, new_tokens=100, layers=4)
     for i, length in enumerate(range(50, 150)):
         budget = 64 if length < 100 else 96
         assert found.held[i] == length
@@ -207,7 +207,7 @@ def test_evict_and_select_together_read_less_than_they_hold():
         evict=Evict("streaming", 64, buffer=16, window=2, sinks=1),
         select=Select("block-topk", 48, block=16, dense_layers=0),
     )
-    found = demand(both, prompt=10, new_tokens=200, layers=2)
+    found = footprint(both, prompt=10, new_tokens=200, layers=2)
     assert found.held.max() == 79
     assert found.read.max() == 48
 
@@ -228,7 +228,7 @@ def test_memory_and_the_batch_that_fits():
         select = Sparsity(select=Select(method, 128))
         summarised = generation(cost, select, batch=1, **at)
         assert summarised.peak_kv_bytes == (999 + 63 * vectors / 2) * 114_688
-        assert demand(select, layers=28, **at).scored[-1] == pytest.approx(63 * vectors * 26 / 28)
+        assert footprint(select, layers=28, **at).scored[-1] == pytest.approx(63 * vectors * 26 / 28)
 
 
 def test_geometry_of_a_model():

@@ -18,7 +18,9 @@ from alula.engine.rollout import Sampling
 from alula.engine.sequence import Request, Sequence
 from alula.errors import require
 from alula.mismatch.plan.timings import timing_record
-from alula.sparsity.policy import DENSE, Sparsity, budget_at
+from alula.sparsity.footprint import selecting_layers, tokens_read, trigger
+from alula.sparsity.policy import DENSE, Sparsity
+from alula.sparsity.select import METHODS
 
 
 def weight_bytes(engine: Engine) -> int:
@@ -32,17 +34,14 @@ def weight_bytes(engine: Engine) -> int:
 def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int:
     """KV, and page summaries, that attention must read for one row of `context` tokens with `held` of them cached."""
     geometry = engine.geometry
-    per_layer = geometry.kv_token_bytes // geometry.layers
     select = sparsity.select
     if select is None:
         return held * geometry.kv_token_bytes
-    page = engine.page
-    budget = min(held, pages_for(budget_at(select.budget, context), page) * page)
-    dense = min(select.dense_layers, geometry.layers)
-    summaries = pages_for(held, page) * per_layer // 2 * BatchFeatures(selector=select.method).summary_kinds
-    if budget >= held:
-        summaries = 0
-    return dense * held * per_layer + (geometry.layers - dense) * (budget * per_layer + summaries)
+    per_layer = geometry.kv_token_bytes // geometry.layers
+    selecting = selecting_layers(select, geometry.layers)
+    read = int(tokens_read(select, context, held))
+    vectors = 0 if read == held else pages_for(held, engine.page) * METHODS[select.method].summary_kinds
+    return (geometry.layers - selecting) * held * per_layer + selecting * (read * per_layer + vectors * per_layer // 2)
 
 
 class StepBench:
@@ -52,7 +51,7 @@ class StepBench:
     def __init__(self, engine: Engine, batch: int, context: int, sparsity: Sparsity = DENSE) -> None:
         engine.check(sparsity)
         evict = sparsity.evict
-        self.held = min(context, budget_at(evict.budget, context) + evict.buffer) if evict else context
+        self.held = min(context, trigger(evict, 0, context)) if evict else context
         count = pages_for(self.held + engine.lookahead, engine.page)
         need, width = batch * count, engine.state.table.shape[1]
         require(

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alula.engine.sequence import UNLIMITED, Request, Sequence, evictor_for
+from alula.engine.sequence import Request, Sequence, evictor_for
 from alula.errors import require
+from alula.sparsity.footprint import UNLIMITED
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.select import METHODS as SELECTORS
 

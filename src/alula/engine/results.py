@@ -52,7 +52,7 @@ def account(part: Part, new_tokens: int, page: int) -> None:
         if new_tokens <= 0:
             break
         steps = min(new_tokens, segment.steps)
-        part.sequence.account(segment, steps, page)
+        part.sequence.account(segment, steps)
         new_tokens -= steps
 
 

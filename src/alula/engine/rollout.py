@@ -84,7 +84,7 @@ class KVUse:
     @property
     def saved(self) -> float:
         """Fraction of the dense policy's KV tokens that was not held."""
-        return 1 - self.mean_tokens / self.dense_mean_tokens if self.dense_mean_tokens else 0.0
+        return saved_share(self.mean_tokens, self.dense_mean_tokens)
 
 
 @dataclass
@@ -135,6 +135,18 @@ class Rollout:
                 "no log-prob under the policy; sample with top_p=1 and top_k=0 if log-probs are needed."
             )
         return self.logprobs
+
+
+def kv_tokens(rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """KV tokens held in all decode steps together, and those that the dense policy would have held."""
+    held = sum(rollout.kv.mean_tokens * len(rollout) for rollout in rollouts)
+    dense = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
+    return held, dense
+
+
+def saved_share(held: float, dense: float) -> float:
+    """Share of the dense policy's KV tokens that was not held; 0 if there were none."""
+    return 1 - held / dense if dense else 0.0
 
 
 @dataclass

@@ -11,10 +11,16 @@ from alula.engine.rollout import Finish, KVUse, Sampling
 from alula.ops.splitmix64 import splitmix64
 from alula.sparsity.evict import build
 from alula.sparsity.evict.base import Evictor
-from alula.sparsity.policy import Evict, Sparsity, budget_at
-from alula.sparsity.schedule import Schedule
-
-UNLIMITED = 1 << 30
+from alula.sparsity.footprint import (
+    UNLIMITED,
+    kept,
+    largest_kept,
+    most_generated,
+    most_held,
+    steps_to_eviction,
+    tokens_read,
+)
+from alula.sparsity.policy import Evict, Sparsity
 
 
 @dataclass(eq=False)
@@ -138,49 +144,31 @@ class Sequence:
     def keep(self) -> int:
         """KV tokens that an eviction now would leave."""
         evict = self.request.sparsity.evict
-        if evict is None:
-            return UNLIMITED
-        return budget_at(evict.budget, self.position) + (self.prompt if evict.protect_prompt else 0)
+        return UNLIMITED if evict is None else kept(evict, self.prompt, self.position)
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.request.sampling.max_new_tokens
 
     def steps_to_eviction(self, steps: int) -> int:
-        """The number of the next `steps` decode steps before an eviction fires; `steps` if none fires.
-
-        It fires before a step that starts with budget + buffer tokens. Only the sequence's own length matters.
-        """
-        evict = self.request.sparsity.evict
-        if evict is None:
-            return steps
-        if isinstance(evict.budget, int):
-            return min(steps, max(0, self.keep + evict.buffer - self.kv_len))
-        extra = evict.buffer + (self.prompt if evict.protect_prompt else 0)
-        for step in range(steps):
-            if self.kv_len + step >= evict.budget.at(self.position + step) + extra:
-                return step
-        return steps
+        """The number of the next `steps` decode steps before an eviction fires; `steps` if none fires."""
+        return steps_to_eviction(self.request.sparsity.evict, self.prompt, self.position, self.kv_len, steps)
 
     def largest_keep(self) -> int:
-        evict = self.request.sparsity.evict
-        if evict is None:
-            return UNLIMITED
-        largest = max(evict.budget.budgets) if isinstance(evict.budget, Schedule) else evict.budget
-        return largest + (self.prompt if evict.protect_prompt else 0)
+        return largest_kept(self.request.sparsity.evict, self.prompt)
 
     def ceiling(self) -> int:
         """The most KV tokens this sequence can ever hold."""
-        whole = self.prompt + self.request.sampling.max_new_tokens
-        evict = self.request.sparsity.evict
-        return whole if evict is None else min(whole, max(self.prompt, self.largest_keep() + evict.buffer))
+        return most_held(self.request.sparsity.evict, self.prompt, self.longest)
 
     def own(self) -> int:
-        """The most KV tokens in pages of its own: what an evicting sequence sets aside when it starts.
+        """The most KV tokens in pages of its own: what an evicting sequence reserves when it starts.
 
         A prompt past the limit is read from the group's pages and compacted before the first step.
         """
-        evict = self.request.sparsity.evict
-        whole = self.prompt + self.request.sampling.max_new_tokens
-        return whole if evict is None else min(whole, self.largest_keep() + evict.buffer)
+        return most_generated(self.request.sparsity.evict, self.prompt, self.longest)
 
-    def account(self, segment: Segment, steps: int, page: int) -> None:
+    def account(self, segment: Segment, steps: int) -> None:
         """Add `steps` of a segment's decode steps to the KV statistics."""
         kv, count = self.kv, steps
         if segment.evicted:
@@ -196,11 +184,8 @@ class Sequence:
         if select is None:
             self._read += count * (segment.kv_len + 1 + last) // 2
         else:
-            for i in range(count):
-                held = segment.kv_len + 1 + i
-                budget = -(-budget_at(select.budget, dense + 1 + i) // page)
-                pages = -(-held // page)
-                self._read += held if budget >= pages else (budget - 1) * page + held - (pages - 1) * page
+            step = np.arange(1, count + 1)
+            self._read += int(tokens_read(select, dense + step, segment.kv_len + step).sum())
         self._steps += count
 
     def finish_accounting(self, token_bytes: int) -> KVUse:

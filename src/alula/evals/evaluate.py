@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from alula.data.answers import final_answer
 from alula.data.dataset import Dataset, Example
+from alula.engine.rollout import kv_tokens, saved_share
 from alula.errors import require, unknown
 from alula.evals import metrics
 from alula.evals.result import EvalResult, KVSummary, Lengths, Sample
@@ -107,10 +108,8 @@ def lengths_of(rollouts: Sequence["Rollout"]) -> Lengths:
 
 def kv_of(rollouts: Sequence["Rollout"]) -> KVSummary:
     """`saved` weights answers by their length."""
-    held = sum(rollout.kv.mean_tokens * len(rollout) for rollout in rollouts)
-    dense = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
     return KVSummary(
-        saved=1 - held / dense if dense else 0.0,
+        saved=saved_share(*kv_tokens(rollouts)),
         mean_tokens=metrics.mean([rollout.kv.mean_tokens for rollout in rollouts]),
         mean_read_tokens=metrics.mean([rollout.kv.mean_read_tokens for rollout in rollouts]),
         peak_tokens=max(rollout.kv.peak_tokens for rollout in rollouts),

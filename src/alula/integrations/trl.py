@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from alula.engine.engine import Engine
 from alula.engine.kv_cache import default_memory
-from alula.engine.rollout import Rollout, Sampling
+from alula.engine.rollout import Rollout, Sampling, kv_tokens, saved_share
 from alula.errors import SettingError, require
 from alula.models.load import LoadedModel, share_weights
 from alula.models.supported import check_config, check_dry_run
@@ -187,12 +187,11 @@ class SparseGRPOTrainer(GRPOTrainer):
 
     def _log_kv(self, rollouts: list[Rollout]) -> None:
         """As docs/metrics.md defines them."""
-        held = sum(r.kv.mean_tokens * len(r) for r in rollouts)
-        dense = sum(r.kv.dense_mean_tokens * len(r) for r in rollouts)
+        held, dense = kv_tokens(rollouts)
         means = sum(r.kv.mean_tokens for r in rollouts)
         sums = torch.tensor([held, dense, means, len(rollouts)], device=self.accelerator.device)
         held, dense, means, count = self.accelerator.reduce(sums, "sum").tolist()
-        self._metrics["train"]["kv/saved"].append(1 - held / dense)
+        self._metrics["train"]["kv/saved"].append(saved_share(held, dense))
         self._metrics["train"]["kv/tokens_mean"].append(means / count)
 
 

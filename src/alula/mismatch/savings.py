@@ -7,7 +7,8 @@ which says nothing about the budget.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alula.engine.rollout import KVUse, Rollout
+from alula.engine.rollout import KVUse, Rollout, saved_share
+from alula.sparsity.footprint import selecting_layers
 from alula.sparsity.policy import Sparsity, budget_at
 
 
@@ -29,22 +30,22 @@ class Savings:
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], kv: Sequence[KVUse], policy: Sparsity, layers: int) -> "Savings":
         """`kv`: of each rollout, under `policy`; not its own where its tokens were decoded again."""
-        whole = 0 if policy.select is None else min(policy.select.dense_layers, layers)
+        selecting = selecting_layers(policy.select, layers)
         held = dense = read = sparse = 0.0
         for rollout, use in zip(rollouts, kv):
-            unread = (layers - whole) / layers * (use.mean_tokens - use.mean_read_tokens)
+            unread = selecting / layers * (use.mean_tokens - use.mean_read_tokens)
             held += len(rollout) * use.mean_tokens
             read += len(rollout) * (use.mean_tokens - unread)
             dense += len(rollout) * use.dense_mean_tokens
             sparse += use.evictions > 0 or unread > 0
         return cls(
-            1 - held / dense,
-            1 - read / dense,
+            saved_share(held, dense),
+            saved_share(read, dense),
             sum(use.evictions for use in kv),
             int(sparse),
             len(rollouts),
             max(len(r.prompt_ids) + len(r) for r in rollouts),
-            layers if policy.evict else layers - whole,
+            layers if policy.evict else selecting,
         )
 
     def describe(self) -> str:

@@ -24,8 +24,8 @@ from alula.models.geometry import Geometry
 from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
 from alula.rewards.scoring import check as check_rewards
-from alula.sparsity.policy import DENSE, Sparsity, check_schedules
-from alula.sparsity.schedule import Schedule
+from alula.sparsity.footprint import most_held
+from alula.sparsity.policy import DENSE, check_schedules
 from alula.trainer.build import Data
 from alula.trainer.preflight import (
     OTHER_MODEL_ADVICE,
@@ -145,7 +145,7 @@ def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> 
         prompt=prompt,
         kv_token=kv_token,
         kv_dense=running * longest * kv_token,
-        kv_sparse=running * max_held(sparsity, prompt, longest) * kv_token,
+        kv_sparse=running * most_held(sparsity.evict, prompt, longest) * kv_token,
         rollouts=rollouts,
         running=running,
         most_tokens=rollouts * s.max_new_tokens,
@@ -181,15 +181,6 @@ def adapter_parameters(model: Any, distill: DistillSettings | None, first: Adapt
 def dtype_of(config: RunConfig) -> str:
     device = config.model.device or resolve_device().type
     return config.model.dtype or ("bfloat16" if device == "cuda" else "float32")
-
-
-def max_held(sparsity: Sparsity, prompt: int, longest: int) -> int:
-    """The most KV tokens that one rollout holds: an evictor limits them, a selector keeps all."""
-    evict = sparsity.evict
-    if evict is None:
-        return longest
-    budget = max(evict.budget.budgets) if isinstance(evict.budget, Schedule) else evict.budget
-    return min(longest, max(prompt, budget + evict.buffer + (prompt if evict.protect_prompt else 0)))
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------

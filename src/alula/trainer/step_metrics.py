@@ -12,7 +12,7 @@ import torch
 
 from alula.config.run import RunConfig
 from alula.distributed import World
-from alula.engine.rollout import Rollout
+from alula.engine.rollout import Rollout, kv_tokens, saved_share
 from alula.learner.learner import Update
 from alula.trainer.batch import RolloutBatch
 from alula.trainer.update import StepResult
@@ -94,12 +94,13 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
         sums |= {f"reward/part/{name}": sum(values) for name, values in batch.reward_parts.items()}
     if batch.rerolled:
         sums["mismatch/rerolled"] = sum(batch.rerolled)
+    held, dense = kv_tokens(rollouts)
     extra = {
         "count": len(rollouts),
         "groups": batch.drawn_groups,
         "no_signal": batch.no_signal_groups,
-        "held": sum(r.kv.mean_tokens * len(r) for r in rollouts),
-        "dense": sum(r.kv.dense_mean_tokens * len(r) for r in rollouts),
+        "held": held,
+        "dense": dense,
         "bytes": peak_bytes,
         "dense_bytes": dense_peak_bytes(rollouts, config.engine.max_rows),
     }
@@ -108,7 +109,7 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
     metrics["groups/no_signal"] = total["no_signal"] / total["groups"]
     if config.sampling.dynamic:
         metrics["groups/drawn"] = total["groups"]
-    metrics["kv/saved"] = 1 - total["held"] / total["dense"] if total["dense"] else 0.0
+    metrics["kv/saved"] = saved_share(total["held"], total["dense"])
     metrics["kv/bytes_peak"] = total["bytes"]
     metrics["kv/bytes_saved"] = total["dense_bytes"] - total["bytes"]
     return metrics

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alula.engine.rollout import NEVER, Rollout
-from alula.engine.sequence import UNLIMITED
 from alula.errors import SettingError, require
 from alula.ops.append import summarise
 from alula.ops.select_pages import FIRST, LAST
-from alula.sparsity.footprint import budgets
+from alula.sparsity.footprint import UNLIMITED, pages_read
 from alula.sparsity.policy import Select, Sparsity
 from alula.sparsity.select import METHODS
 
@@ -171,4 +170,4 @@ def _pages(select: Select | None, width: int) -> np.ndarray:
     """Pages that the query at each position may read: the budget in force once that token is held."""
     if select is None:
         return np.full(width, UNLIMITED, np.int32)
-    return (-(-budgets(select.budget, np.arange(1, width + 1)) // select.block)).astype(np.int32)
+    return pages_read(select, np.arange(1, width + 1)).astype(np.int32)

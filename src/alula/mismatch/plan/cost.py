@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from alula.errors import SettingError, require, unknown
 from alula.mismatch.plan.nnls import nnls
 from alula.models.geometry import Geometry
-from alula.sparsity.footprint import demand
+from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
 
 Array = NDArray[Any]
@@ -44,7 +44,7 @@ class Cost(Protocol):
     def geometry(self) -> Geometry: ...
 
     def step_ms(self, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0) -> Array:
-        """Milliseconds of a step for rows that read, score and move this much (see `Demand`)."""
+        """Milliseconds of a step for rows that read, score and move this much (see `Footprint`)."""
         ...
 
 
@@ -189,11 +189,11 @@ class Generation:
 
 def generation(cost: Cost, sparsity: Sparsity, *, batch: int, prompt: int, new_tokens: int) -> Generation:
     """Integrate the step time over the lengths prompt … prompt + new_tokens − 1, all rows in step."""
-    ask = demand(sparsity, prompt, new_tokens, cost.geometry.layers)
-    ms = float(cost.step_ms(batch, ask.read, ask.scored, ask.moved).sum())
+    per_step = footprint(sparsity, prompt, new_tokens, cost.geometry.layers)
+    ms = float(cost.step_ms(batch, per_step.read, per_step.scored, per_step.moved).sum())
     dense_read = np.arange(prompt, prompt + new_tokens).sum()
-    peak = float((ask.held + ask.summaries).max()) * cost.geometry.kv_token_bytes * batch
-    return Generation(ms, batch, 1e3 * batch * new_tokens / ms, float(ask.read.sum() / max(dense_read, 1)), peak)
+    peak = float((per_step.held + per_step.summaries).max()) * cost.geometry.kv_token_bytes * batch
+    return Generation(ms, batch, 1e3 * batch * new_tokens / ms, float(per_step.read.sum() / max(dense_read, 1)), peak)
 
 
 def largest_batch(cost: Cost, sparsity: Sparsity, *, kv_bytes: float, prompt: int, new_tokens: int) -> int:

@@ -11,7 +11,7 @@ from alula.mismatch.calibrate.file import Calibration, Forward, Measured
 from alula.mismatch.plan.cost import Cost, Generation, generation, largest_batch
 from alula.mismatch.tail import MIN_PROMPTS, Estimate
 from alula.sparsity.family import PolicyFamily
-from alula.sparsity.footprint import demand
+from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import DENSE, Sparsity, describe
 from alula.sparsity.schedule import Schedule
 
@@ -248,8 +248,8 @@ def _infeasible(
 
 def _ms_per_bin(calibration: Calibration, policy: Sparsity, cost: Cost, workload: Workload) -> Array:
     """Time that a whole generation under one budget spends in each bin, at the dense policy's batch."""
-    ask = demand(policy, workload.prompt, workload.new_tokens, cost.geometry.layers)
-    ms = cost.step_ms(workload.rows(cost, DENSE), ask.read, ask.scored, ask.moved)
+    per_step = footprint(policy, workload.prompt, workload.new_tokens, cost.geometry.layers)
+    ms = cost.step_ms(workload.rows(cost, DENSE), per_step.read, per_step.scored, per_step.moved)
     lengths = np.arange(workload.prompt, workload.prompt + workload.new_tokens)
     return np.bincount(
         np.minimum(lengths // calibration.width, calibration.bins - 1), weights=ms, minlength=calibration.bins

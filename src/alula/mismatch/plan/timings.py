@@ -9,7 +9,7 @@ from typing import Any
 from alula.errors import SettingError
 from alula.mismatch.plan.cost import FittedCost, fit
 from alula.models.geometry import Geometry
-from alula.sparsity.footprint import demand
+from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
 
 
@@ -18,12 +18,12 @@ def timing_record(geometry: Geometry, batch: int, context: int, sparsity: Sparsi
 
     An evictor decides what is held, not what a step reads of it: evictions come between steps.
     """
-    ask = demand(Sparsity(select=sparsity.select), context, 1, geometry.layers)
+    step = footprint(Sparsity(select=sparsity.select), context, 1, geometry.layers)
     return {
         "batch": batch,
         "context": context,
-        "kv_read": float(ask.read[0]),
-        "pages_scored": float(ask.scored[0]),
+        "kv_read": float(step.read[0]),
+        "pages_scored": float(step.scored[0]),
         "ms": ms,
         "shape": asdict(geometry),
     }
