@@ -461,7 +461,7 @@ def test_check_says_that_a_preset_is_another_models(recipe, capsys, monkeypatch,
     [
         (["rewards.use=[mth]"], "did you mean 'math'?"),
         (["rewards.use=[{name: math, options: {boxed: true}}]"], "did you mean 'boxed_only'?"),
-        (["rewards.use=['no_such_module:f']"], "no module 'no_such_module'"),
+        (["rewards.use=['no_such_module:f']"], "module 'no_such_module'"),
         (["data={source: 'task:succesor'}"], "did you mean 'successor'?"),
         (["data={source: 'task:successor', size: 100}"], "eval.size=128"),
         (["data={source: gsm8k, data_dir: /nowhere}"], "has no folder 'gsm8k'"),

@@ -257,7 +257,7 @@ def test_an_interrupted_batch_leaves_no_replies_behind(functions):
         (RewardTerm(name="length"), "max_tokens and buffer"),
         (RewardTerm(name="length", options={"maximum": 3}), "maximum"),
         (RewardTerm(name="task:pointr"), "did you mean 'pointer'"),
-        (RewardTerm(name="model:/nowhere/at/all"), "model:/nowhere/at/all: no such folder"),
+        (RewardTerm(name="model:/nowhere/at/all"), "model:/nowhere/at/all"),
     ],
 )
 def test_wrong_settings_are_named_at_once(spec, message):
@@ -268,7 +268,7 @@ def test_wrong_settings_are_named_at_once(spec, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (RewardTerm(name="no_such_module:f"), "no module 'no_such_module'"),
+        (RewardTerm(name="no_such_module:f"), "module 'no_such_module'"),
         (RewardTerm(name="my_rewards:behav"), "did you mean 'behave'"),
         (RewardTerm(name="math", options={"boxed": True}), "did you mean 'boxed_only'"),
         (RewardTerm(name="format", options={"pattern": "("}), "not valid"),

@@ -18,8 +18,7 @@ Head = Tensor | Callable[[Tensor], Tensor]
 def acceptance(p: Tensor, q: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """Exact α in fp32 from logits or log-probs [..., vocabulary] of the two policies.
 
-    Log-probs are logits too, so one function takes either; at a temperature other than 1 pass logits or
-    log-probs taken at temperature 1.
+    Log-probs are valid logits. For a temperature other than 1, pass logits or log-probs of temperature 1.
     """
     p, q = ((x.float() / temperature).softmax(-1) for x in (p, q))
     return torch.minimum(p, q).sum(-1).clamp_(max=1.0)
@@ -37,8 +36,8 @@ def chunked_acceptance(
 ) -> Tensor:
     """Exact α [tokens] from two last hidden states [tokens, hidden] and their heads.
 
-    Only `chunk` rows of logits exist at a time: 2 · chunk · vocabulary fp32 values (a DistillSparse adapter
-    can give the sparse policy a head of its own, hence two).
+    Only `chunk` rows of logits exist at a time: 2 · chunk · vocabulary fp32 values. The sparse policy may have its own
+    head (a DistillSparse adapter), hence two heads.
     """
     parts = [
         acceptance(_logits(a, p_head), _logits(b, q_head), temperature)

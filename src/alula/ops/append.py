@@ -1,4 +1,4 @@
-"""Write one new token per row into its page, its query into the ring, and a page's summary when it fills."""
+"""Writes one new token per row into its page, its query into the ring, and the page's summary when it is full."""
 
 import torch
 from torch import Tensor
@@ -20,9 +20,9 @@ def append(
     ring: Tensor | None,
     summaries: Tensor | None,
 ) -> None:
-    """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b (rows that are not live: to page 0, which
-    nobody reads); ring [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size;
-    summaries [P, Hkv, 1 (mean) or 2 (min, max), D]."""
+    """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b; inactive rows write to the scratch page 0. ring
+    [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size; summaries
+    [P, Hkv, 1 (mean) or 2 (min, max), D]."""
     if use_triton(q):
         append_triton(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries)
     else:

@@ -1,4 +1,4 @@
-"""Move KV between pages: read a sequence's keys as one piece, copy the kept tokens into fresh pages, use those."""
+"""Moves KV between pages: gather a sequence's keys, copy the kept tokens into new pages, switch to those."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from alula.ops.dispatch import tl, triton, use_triton
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """The first n keys of some sequences, where the cache holds them."""
+    """The first n keys of some sequences, as views of the cache's pages."""
 
     pool: Tensor
     """[L, P, Hkv, page, D]"""
@@ -26,7 +26,7 @@ class PagedKeys:
 
     @cached_property
     def gathered(self) -> Tensor:
-        """[R, Hkv, n, D]: copied together once, by the first who asks."""
+        """[R, Hkv, n, D]: gathered at the first use."""
         return gather_keys(self.pool, self.table, self.n).flatten(0, 1)
 
 

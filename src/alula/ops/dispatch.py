@@ -1,7 +1,7 @@
-"""Which implementation runs: Triton on CUDA tensors, the torch reference everywhere else.
+"""Selects the implementation: Triton on CUDA tensors, the torch reference elsewhere.
 
-`ALULA_TRITON_INTERPRET=1` (with `TRITON_INTERPRET=1`) sends CPU tensors through the Triton kernels too: that
-is how the tests check them without a GPU. An install without Triton works; its kernels are never called.
+`ALULA_TRITON_INTERPRET=1` (with `TRITON_INTERPRET=1`) runs CPU tensors through the Triton kernels too, so that tests
+can check them without a GPU. Alula works without Triton; its kernels are never called then.
 """
 
 import os
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class _Absent:
-    """Stands for Triton where it is not installed: kernels can be defined but not launched."""
+    """Stub if Triton is not installed: kernels can be defined but not launched."""
 
     constexpr = object
 

@@ -1,11 +1,11 @@
-"""How much attention recent queries pay to every key: SnapKV's score as R-KV computes it while decoding.
+"""Attention of recent queries to every key: SnapKV's score, as R-KV computes it while decoding.
 
     L[h,q,j] = max over the query heads g of KV head h of scaling · q_g · k_j   (logits, before the softmax)
     A[h,j]   = mean over the W queries of softmax over j < n − window of L[h,q,j]
     I[h,j]   = max of A[h,j'] over |j' − j| ≤ kernel // 2                       (max-pooling, stride 1)
 
 Source: R-KV (arXiv 2505.24133), `compute_attention_scores` and `update_kv`; everything is in fp32.
-The last `window` keys take no part and are kept in any case: their entries are finite but mean nothing.
+The last `window` keys are excluded, since they are always kept: their entries are finite but have no meaning.
 """
 
 import torch
@@ -30,7 +30,7 @@ def importance(queries: Tensor, keys: PagedKeys, scaling: float, window: int, ke
 
 
 def mean_attention_torch(queries: Tensor, keys: Tensor, scaling: float, window: int) -> Tensor:
-    # One sequence and layer at a time: the result cannot depend on how many others are in the batch.
+    # One sequence and layer at a time: the result is independent of the batch size.
     return torch.stack([_mean_attention(q, k, scaling, window) for q, k in zip(queries, keys)])
 
 

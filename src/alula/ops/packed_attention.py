@@ -1,7 +1,7 @@
 """Causal attention over sequences packed one after another, without padding and without a mask.
 
-Flash varlen on CUDA in half precision; scaled-dot-product attention per sequence everywhere else. Both have
-a backward pass. Keys and values may have fewer heads than queries.
+Flash attention (varlen) on CUDA in half precision; scaled-dot-product attention per sequence elsewhere. Both have a
+backward pass. Keys and values may have fewer heads than queries.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""torch 2.11 groups heads without being asked; later versions refuse unless told."""
+"""torch 2.11 groups heads by default; later versions need the argument."""
 
 
 def packed_attention(

@@ -1,9 +1,8 @@
 """Attention of one new token per row over its pages.
 
-`table[b, h, i]` is the i-th page that KV head h of row b reads and `tokens[b, h]` how many tokens those pages
-hold; a middle dimension of 1 serves all heads (dense reading), one of `kv_heads` gives each head its own list
-(selection). Both implementations reduce over fixed pieces of the context, so what a row gets does not depend
-on how long its neighbours are.
+`table[b, h, i]` is the i-th page that KV head h of row b reads, `tokens[b, h]` the number of tokens in those pages. A
+middle dimension of 1 serves all heads (dense), one of `kv_heads` gives each head its own list (selection). Both
+implementations reduce over fixed pieces of the context, so a row's result is independent of the other rows' lengths.
 """
 
 import torch
@@ -21,7 +20,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, D], keys/values [P, Hkv, page, D] -> (out [B, Hq, D], logsumexp fp32 [B, Hq]).
 
-    `most_tokens` bounds `tokens` from the host's side: it sizes the launch without reading the device.
+    `most_tokens` is an upper bound of `tokens` known to the host: it sizes the launch without a device sync.
     """
     if use_triton(q):
         return paged_attention_triton(q, keys, values, table, tokens, scaling, most_tokens)
@@ -49,7 +48,7 @@ def paged_attention_torch(
         valid = (first * page + offset) < tokens[..., None]  # [B, H or 1, chunk]
         key = keys[pages, head].reshape(batch, kv_heads, chunk, dim).float()
         value = values[pages, head].reshape(batch, kv_heads, chunk, dim).float()
-        value = value.masked_fill(~valid[..., None], 0)  # pages hold whatever was there before
+        value = value.masked_fill(~valid[..., None], 0)  # unused slots hold old values
         logits = (grouped @ key.transpose(-1, -2)).masked_fill(~valid[:, :, None], float("-inf"))
         peak = torch.maximum(top, logits.amax(-1, keepdim=True))
         weights = torch.exp(logits - peak)

@@ -1,24 +1,23 @@
-"""How much every key resembles the others of its head: the part of R-KV and KeyDiff that looks at keys only.
+"""R-KV's score: redundancy of keys (also used by KeyDiff), and its combination with importance.
 
 With unit keys k̂ = k / (‖k‖ + 1e-8) and n keys:
 
     alignment_j  = k̂_j · Σ_i k̂_i
     C_ij         = k̂_i · k̂_j, with C_ii = 0
-    last(i)      = max {j : C_ij > threshold}, 0 where there is none
+    last(i)      = max {j : C_ij > threshold}, 0 if there is none
     redundancy_j = mean_i C_ij after C[i, last(i)] = 0 in every row i
 
-Source: R-KV (arXiv 2505.24133), `cal_similarity` with `retain_direction="last"`, for every head of its own.
+Source: R-KV (arXiv 2505.24133), `cal_similarity` with `retain_direction="last"`, for each head separately.
 
-The kernels never build C. Its column sums are alignment_j − ‖k̂_j‖², exactly; only last(i) needs pairs, and
-a scan of the keys from the end stops as soon as every row of its tile has found one. Nothing is added
-atomically, so the same keys give the same bits in any batch.
+The kernels never build C. Its column sums are exactly alignment_j − ‖k̂_j‖²; only last(i) needs pairs, and a scan of the
+keys from the end stops as soon as every row of its tile has found one. No floats are added atomically, so the same keys
+give the same bits in any batch.
 
-
-R-KV's last step: pool the importance over neighbouring keys and set it against the redundancy.
+The last step pools the importance A over neighbouring keys and subtracts the redundancy's softmax P:
 
     score[j] = mix · max of A[j'] over |j' − j| ≤ kernel // 2  −  (1 − mix) · P[j]
 
-One kernel for what torch does in four. It rounds after every product as torch does, so that both give equal bits.
+One kernel replaces four of torch. It rounds after every product as torch does, so that both give equal bits.
 """
 
 import torch
@@ -30,7 +29,7 @@ from alula.ops.dispatch import tl, triton, use_triton
 EPSILON = 1e-8
 FIXED_POINT = 2.0**40
 TORCH_ROWS = 1024
-"""Rows of C that the torch reference holds at a time."""
+"""Rows of C that the torch reference computes at a time."""
 
 
 def redundancy(keys: Tensor, threshold: float) -> Tensor:
@@ -43,7 +42,7 @@ def alignment(keys: Tensor) -> Tensor:
     return alignment_triton(keys)[0] if use_triton(keys) else alignment_torch(keys)
 
 
-# One head at a time: memory stays small, and the result cannot depend on how many others are in the batch.
+# One head at a time: memory stays small, and the result is independent of the batch size.
 def redundancy_torch(keys: Tensor, threshold: float) -> Tensor:
     return torch.stack([_mean_similarity(_unit(head), threshold) for head in keys])
 
@@ -220,8 +219,8 @@ def _remove_last(
     DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Σ over {i : last(i) = j} of C_ij, by one tile of rows; a kernel of its own, since it would double the scan's
-    registers. The sum is in fixed point: whole numbers may be added atomically in any order, with equal bits."""
+    """Σ over {i : last(i) = j} of C_ij, by one tile of rows; a separate kernel, since it would double the
+    scan's registers. The sum is in fixed point: integers may be added atomically in any order with equal bits."""
     tiles = tl.cdiv(n, BLOCK)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     keys += head * n * DIM

@@ -1,8 +1,8 @@
-"""Draw the next token of every row, with its log-prob, from a counter-based random number.
+"""Samples the next token of every row, with its log-prob, from a counter-based random number.
 
-The number is Philox4x32-10 of (the rollout's key, the position of the token drawn), so that a rollout does not
-depend on what else is in the batch. The token is the inverse of the softmax's running sum at that number:
-one random number per token, and a log-prob from the very same fp32 logits.
+The number is Philox4x32-10 of (the rollout's key, the token's position), so that results are independent of batch
+composition. The token is found by inverting the softmax's cumulative sum at that number: one random number per token,
+and a log-prob from the same fp32 logits.
 """
 
 import torch
@@ -50,9 +50,9 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """fp32 logits [B, V] -> (token int64 [B], log-prob fp32 [B] of it under softmax(logits / temperature)).
 
-    Temperature 0 takes the most likely token and scores it at temperature 1. `forced` >= 0 gives the token
-    instead of drawing it. `proposal` [B, V], where given, is drawn from in place of `logits` (top-p, top-k,
-    suppressed stop tokens); the log-prob is always of the full distribution.
+    Temperature 0 takes the most likely token and scores it at temperature 1. `forced` >= 0 gives the token instead of
+    sampling it. If `proposal` [B, V] is given, tokens are sampled from it instead of `logits` (top-p, top-k, suppressed
+    stop tokens); the log-prob always refers to the full distribution.
     """
     if use_triton(logits):
         return sample_triton(logits, temperature, key, counter, forced, proposal)
@@ -213,7 +213,7 @@ def _draw(
 def proposal_logits(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, banned: Tensor) -> Tensor:
     """Logits with everything outside top-k and top-p at -inf, and `banned` token ids (int64 [B, S], -1 = none)."""
     vocabulary = logits.shape[-1]
-    padded = torch.nn.functional.pad(logits, (0, 1))  # one more column swallows the -1 entries
+    padded = torch.nn.functional.pad(logits, (0, 1))  # an extra column takes the -1 entries
     padded = padded.scatter(-1, torch.where(banned < 0, vocabulary, banned), float("-inf"))
     logits = padded[:, :vocabulary]
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None]

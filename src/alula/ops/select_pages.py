@@ -1,4 +1,4 @@
-"""Which pages a KV head reads: score the page summaries, keep the best `budget` pages.
+"""Selects the pages that a KV head reads: score the page summaries, keep the best `budget` pages.
 
 block-topk (Sparrow): score = (mean of the group's queries) · (mean of the page's keys).
 quest: score = mean over the group of Σ_d max(q_d · max_d, q_d · min_d), an upper bound of q·k in the page.
@@ -130,7 +130,7 @@ def _score_pages(
 ):
     row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = tl.cdiv(tl.load(tokens + row), PAGE)
-    # A row that reads everything anyway needs no scores.
+    # A row that reads all its pages needs no scores.
     if (block * BLOCK < held) & (tl.load(budget + row) < held):
         i = block * BLOCK + tl.arange(0, BLOCK)
         d = tl.arange(0, DIM_POW2)

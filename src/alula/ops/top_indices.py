@@ -1,6 +1,6 @@
-"""The k largest entries of every row, as ascending indices: one choice rule for eviction and selection.
+"""Top-k of every row as ascending indices: the same rule for eviction and selection.
 
-Ties go to the lower index and -0.0 equals 0.0, so that the choice is a pure function of the scores.
+Ties go to the lower index and -0.0 equals 0.0, so that the choice depends only on the scores.
 """
 
 import torch
@@ -67,7 +67,7 @@ def choose_largest(order, valid, count):
     return above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= room))
 
 
-# Lengths are never specialised on: the kernel must not be compiled again for another prompt or budget.
+# No specialisation on lengths: the kernel must not be compiled again for another prompt or budget.
 @triton.jit(do_not_specialize=["n", "count", "first", "window"])
 def _top_indices(scores, out, row_stride, n, count, first, window, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Rewards: what an answer is worth, scored in batches, with a hung or crashing grader costing one answer."""
+"""Rewards: answers graded in batches. A grader that hangs or crashes costs one answer only."""
 
 from alula.config.settings import RewardTerm
 from alula.rewards.scoring import RewardBatch, Rewards

@@ -1,4 +1,4 @@
-"""`format`: is the answer written in the asked form?"""
+"""`format`: does the answer have the required format?"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ def has_boxed(completion: str) -> bool:
 
 
 def has_thinking(completion: str) -> bool:
-    """One closed thinking part, then an answer. The opening tag may be missing: chat templates often write it."""
+    """One closed thinking part, then an answer. The opening tag may be missing, since chat templates often add it."""
     thought, tag, answer = completion.partition("</think>")
     thought = thought.strip().removeprefix("<think>")
     once = "<think>" not in thought + answer and tag not in answer
@@ -24,8 +24,8 @@ CHECKS: dict[str, Callable[[str], bool]] = {"boxed": has_boxed, "think": has_thi
 
 
 def build(options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], float]:
-    """1 where the completion has the form, else 0. Either `has` (boxed or think) or `pattern`, a regular
-    expression to be found in it (`.` matches line ends; anchor with \\A and \\Z to match the whole)."""
+    """The grader: 1 if the completion has the format, else 0. Either `has` (boxed or think) or `pattern`, a regular
+    expression to search for (`.` matches newlines; anchor with \\A and \\Z to match all of it)."""
     require(
         len(options) == 1 and set(options) <= {"has", "pattern"},
         f"reward format: give either has=boxed, has=think or pattern=<regular expression>, got {dict(options)}.",

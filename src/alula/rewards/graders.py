@@ -1,4 +1,4 @@
-"""Rewards that run in a worker process, because their code can hang, raise or crash."""
+"""Graders that run in worker processes, because their code may hang, raise or crash."""
 
 import inspect
 import re
@@ -40,7 +40,7 @@ def user_function(name: str, options: Mapping[str, Any]) -> Grader:
         if error.name is None or not module_name.startswith(error.name):
             raise
         raise SettingError(
-            f"reward {name}: there is no module {error.name!r}; install it, or run from its folder."
+            f"reward {name}: module {error.name!r} not found; install it, or run from its folder."
         ) from error
     function = getattr(module, function_name, None)
     if function is None:
@@ -52,20 +52,20 @@ def user_function(name: str, options: Mapping[str, Any]) -> Grader:
 def check_signature(name: str, function: Any, options: Mapping[str, Any]) -> None:
     require(callable(function), f"reward {name}: it is a {type(function).__name__} and not a function.")
     try:
-        taken = inspect.signature(function)
-    except ValueError:  # some that are written in C do not say
+        accepted = inspect.signature(function)
+    except ValueError:  # some C functions have no signature
         return
     try:
-        taken.bind("", {}, **options)
+        accepted.bind("", {}, **options)
     except TypeError as error:
         raise SettingError(
-            f"reward {name}: it is called as function(completion, example, **options), which does not fit {taken}: "
+            f"reward {name}: it is called as function(completion, example, **options), which does not fit {accepted}: "
             f"{error}."
         ) from error
 
 
 def reasoning_gym_grader(task: str) -> Grader:
-    """The task's own score, in [0, 1], of the text in <answer> tags, else in a box, else of everything."""
+    """The task's score in [0, 1] for the text in <answer> tags, else in the last box, else for all text."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

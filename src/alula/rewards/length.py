@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_tokens - buffer, then linearly
-    down to -1 at max_tokens, and -1 beyond."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_tokens - buffer, then linear to -1 at
+    max_tokens, and -1 beyond."""
     return -min(max((length - (max_tokens - buffer)) / buffer, 0.0), 1.0)
 
 
@@ -23,7 +23,7 @@ def target_penalty(length: int, target: int) -> float:
 def length_reward(
     max_tokens: int | None = None, buffer: int | None = None, target: int | None = None
 ) -> Callable[["Answers"], Sequence[float]]:
-    """Either `target`, or `max_tokens` with `buffer`, where an answer cut off by a limit costs the full -1."""
+    """Either `target`, or `max_tokens` with `buffer`; a truncated answer then gets -1."""
     if target is not None and max_tokens is None and buffer is None:
         require(target >= 1, f"reward length: target={target} must be at least 1.")
         return lambda answers: [target_penalty(length, target) for length in known_lengths(answers)]
@@ -47,5 +47,5 @@ def length_reward(
 
 def known_lengths(answers: "Answers") -> Sequence[int]:
     if answers.lengths is None:
-        raise SettingError("reward length: the number of tokens of each answer is needed; pass lengths=.")
+        raise SettingError("reward length: needs the number of tokens of each answer; pass lengths=.")
     return answers.lengths

@@ -1,4 +1,4 @@
-"""`model:<folder>`: a learned reward, any Hugging Face sequence classifier."""
+"""`model:<folder>`: a reward model, any Hugging Face sequence classifier."""
 
 import os
 from collections.abc import Mapping
@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 
 
 def check_exists(folder: str) -> None:
-    """Refuse a folder that does not exist, where the name can mean nothing else."""
-    there = os.path.isdir(os.path.expanduser(folder))
-    require(
-        there or not is_path(folder), f"reward model:{folder}: no such folder; name one that is there, or a hub id."
-    )
+    """Raise for a folder that does not exist, if the name can only be a path."""
+    exists = os.path.isdir(os.path.expanduser(folder))
+    require(exists or not is_path(folder), f"reward model:{folder}: no such folder; check the path, or give a hub id.")
 
 
 class ModelReward:
     """The score of prompt and completion: the logit of a model with one label, else the probability of `label`.
 
-    Where the tokenizer has a chat template, the prompt is a user turn and the completion the assistant's.
-    Longer texts lose their beginning at `max_tokens`. Weights are read from safetensors only and code in the
-    model's folder is never run.
+    If the tokenizer has a chat template, the prompt is a user turn and the completion the assistant's. Texts longer
+    than `max_tokens` are truncated at the beginning. Weights are read from safetensors only; remote code is never run.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class ModelReward:
         self.tokenizer.padding_side = self.tokenizer.truncation_side = "left"
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        if self.model.config.pad_token_id is None:  # classifiers on decoders find the last token by it
+        if self.model.config.pad_token_id is None:  # decoder classifiers use it to find the last token
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
         limits = [max_tokens, self.tokenizer.model_max_length, self._positions()]
         self.max_tokens = min(limit for limit in limits if limit)

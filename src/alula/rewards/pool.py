@@ -1,4 +1,4 @@
-"""A few grading processes that can be killed: an answer that hangs, raises or kills its worker costs only itself."""
+"""Killable grading processes: an answer that hangs, raises or crashes its worker affects no other answer."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ START_LIMIT = 120.0
 Job = tuple[int, str, Mapping[str, Any]]
 """Number of the grader, completion, example."""
 Outcome = tuple[float, str | None]
-"""Value and, where grading failed, why."""
+"""Value and, if grading failed, the reason."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Worker:
     ready: bool = False
 
     def end(self) -> str:
-        """Kill it with everything it started, and say how it ended. Killing before reaping: the id is still its own."""
+        """Kill it with all its children; returns how it ended. Kill before reaping, while its id is still valid."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
@@ -44,10 +44,10 @@ class Worker:
 
 
 class WorkerPool:
-    """Grades jobs in `size` processes that start at the first job, persist, and die with this one.
+    """Grades jobs in `size` processes that start at the first job, persist, and end with this process.
 
-    Plain subprocesses rather than `multiprocessing`: its children import the caller's main script again, which
-    may load torch or start training.
+    Plain subprocesses instead of `multiprocessing`, whose children import the caller's main script again, which may
+    load torch or start training.
     """
 
     def __init__(self, graders: Sequence[tuple[str, Mapping[str, Any]]], timeout: float, size: int) -> None:
@@ -78,7 +78,7 @@ class WorkerPool:
             try:
                 yield
             except BaseException:
-                end_all(self._workers)  # or their late replies would be taken for those of the next batch
+                end_all(self._workers)  # otherwise late replies would be read as those of the next batch
                 raise
 
     def _run(self, jobs: Sequence[Job]) -> list[Outcome]:
@@ -89,7 +89,7 @@ class WorkerPool:
             self._fill(min(self.size, busy + len(waiting)))
             for worker in [w for w in self._workers if w.ready and w.job is None]:
                 if waiting:
-                    self._give(worker, waiting, jobs)
+                    self._send(worker, waiting, jobs)
             self._collect(outcomes)
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -97,30 +97,30 @@ class WorkerPool:
         while len(self._workers) < size:
             self._workers.append(start_worker(self.graders, self.timeout))
 
-    def _give(self, worker: Worker, waiting: deque[int], jobs: Sequence[Job]) -> None:
+    def _send(self, worker: Worker, waiting: deque[int], jobs: Sequence[Job]) -> None:
         try:
             worker.channel.send(jobs[waiting[0]])
-        except OSError:  # it died while idle, which is no answer's fault
+        except OSError:  # it died while idle; no answer is to blame
             self._remove(worker)
             return
         worker.job = waiting.popleft()
         worker.deadline = time.monotonic() + self.timeout
 
     def _collect(self, outcomes: list[Outcome | None]) -> None:
-        """Wait for the next reply or deadline and settle what it concerns."""
+        """Wait for the next replies or deadline and record their outcomes."""
         active = [w for w in self._workers if w.job is not None or not w.ready]
         if not active:
             return
-        patience = max(0.0, min(w.deadline for w in active) - time.monotonic())
-        spoken = set(wait([w.channel for w in active], patience))
+        timeout = max(0.0, min(w.deadline for w in active) - time.monotonic())
+        readable = set(wait([w.channel for w in active], timeout))
         for worker in active:
-            if worker.channel in spoken:
-                self._settle(worker, outcomes)
+            if worker.channel in readable:
+                self._receive(worker, outcomes)
             elif time.monotonic() >= worker.deadline:
                 self._remove(worker)
                 self._fail(worker, f"no result within {self.timeout if worker.ready else START_LIMIT:g} s", outcomes)
 
-    def _settle(self, worker: Worker, outcomes: list[Outcome | None]) -> None:
+    def _receive(self, worker: Worker, outcomes: list[Outcome | None]) -> None:
         try:
             kind, value = worker.channel.recv()
         except (EOFError, OSError):
@@ -138,7 +138,7 @@ class WorkerPool:
 
     def _fail(self, worker: Worker, reason: str, outcomes: list[Outcome | None]) -> None:
         if worker.job is None:
-            raise SettingError(f"a grading worker did not start: {reason}; look at what the reward imports.")
+            raise SettingError(f"a grading worker did not start: {reason}; check what the reward imports.")
         outcomes[worker.job] = (0.0, reason)
 
     def _remove(self, worker: Worker) -> str:
@@ -148,7 +148,7 @@ class WorkerPool:
 
 def start_worker(graders: list[tuple[str, Mapping[str, Any]]], timeout: float) -> Worker:
     ours, theirs = socket.socketpair()
-    # The same import path as here, so that a user's module is found; one thread, as there are several workers.
+    # The same import path as this process, so that user modules are found; one thread, as there are several workers.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with theirs:
@@ -156,7 +156,7 @@ def start_worker(graders: list[tuple[str, Mapping[str, Any]]], timeout: float) -
             [sys.executable, "-m", "alula.rewards.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a user's function prints must not mix with our results
+            stdout=2,  # prints of user functions must not mix with our output
             start_new_session=True,
             env=environment,
         )

@@ -1,4 +1,4 @@
-"""Several weighted rewards as one: `Rewards(terms).score(completions, examples)`."""
+"""The weighted sum of several rewards: `Rewards(terms).score(completions, examples)`."""
 
 import inspect
 import math
@@ -23,12 +23,12 @@ class RewardBatch:
     parts: dict[str, list[float]]
     """Unweighted value of each reward. A second reward of the same name is called `name#2`."""
     failures: list[tuple[int, str]]
-    """Answers that could not be graded, with the reason; that reward counts 0 for them."""
+    """Index and reason of answers that could not be graded; that reward is 0 for them."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What is scored: one completion, example, finish and length in tokens for each answer."""
+    """The answers to score: completion, example, finish and length in tokens of each."""
 
     completions: Sequence[str]
     examples: Sequence[Mapping[str, Any]]
@@ -41,8 +41,8 @@ Scorer = Callable[[Answers], Sequence[float]]
 
 
 class Rewards:
-    """Scores answers. Rewards that execute foreign code run in `workers` killable processes, where one answer
-    may take `timeout` seconds."""
+    """Scores answers. Rewards that execute third-party code run in `workers` killable processes, with `timeout` seconds
+    per answer."""
 
     def __init__(self, terms: Sequence[RewardTerm], *, timeout: float = 10.0, workers: int | None = None) -> None:
         require(len(terms) > 0, "rewards: name at least one reward.")
@@ -51,20 +51,20 @@ class Rewards:
         require(size >= 1, f"reward workers={workers}: must be at least 1.")
         self.terms = list(terms)
         self.names = distinct([term.name for term in terms])
-        self._here: dict[str, Scorer] = {}
-        self._away: list[str] = []
-        away: list[tuple[str, dict[str, Any]]] = []
+        self._local: dict[str, Scorer] = {}
+        self._remote: list[str] = []
+        graders_to_load: list[tuple[str, dict[str, Any]]] = []
         for name, term in zip(self.names, terms):
             scorer = in_process(term)
             if scorer is not None:
-                self._here[name] = scorer
+                self._local[name] = scorer
             else:
-                self._away.append(name)
-                away.append((term.name, dict(term.options)))
-        self._pool = WorkerPool(away, timeout, size) if away else None
+                self._remote.append(name)
+                graders_to_load.append((term.name, dict(term.options)))
+        self._pool = WorkerPool(graders_to_load, timeout, size) if graders_to_load else None
 
     def start(self) -> None:
-        """Load every grader now rather than at the first batch, so that a wrong name is reported early."""
+        """Load every grader now instead of at the first batch, so that a wrong name is reported early."""
         if self._pool:
             self._pool.start()
 
@@ -85,22 +85,22 @@ class Rewards:
         finishes: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> RewardBatch:
-        """`finishes` is how each rollout ended ("stop", "length", "error", …), `lengths` its tokens."""
+        """Grade all answers. `finishes` is how each rollout ended ("stop", "length", …), `lengths` its tokens."""
         count = len(completions)
-        for what, given in (("examples", examples), ("finishes", finishes), ("lengths", lengths)):
+        for name, given in (("examples", examples), ("finishes", finishes), ("lengths", lengths)):
             if given is not None and len(given) != count:
-                raise SettingError(f"rewards: {count} completions but {len(given)} {what}; give one for each.")
+                raise SettingError(f"rewards: {count} completions but {len(given)} {name}; give one for each.")
         failures: list[tuple[int, str]] = []
         parts: dict[str, list[float]] = {}
-        for name, scorer in self._here.items():
+        for name, scorer in self._local.items():
             parts[name] = list(scorer(Answers(completions, examples, finishes, lengths)))
-        if self._pool and self._away:
-            jobs = [(g, c, e) for g in range(len(self._away)) for c, e in zip(completions, examples)]
+        if self._pool and self._remote:
+            jobs = [(g, c, e) for g in range(len(self._remote)) for c, e in zip(completions, examples)]
             outcomes = self._pool.run(jobs)
-            for g, name in enumerate(self._away):
-                mine = outcomes[g * count : (g + 1) * count]
-                parts[name] = [value for value, _ in mine]
-                failures += [(i, f"{name}: {why}") for i, (_, why) in enumerate(mine) if why is not None]
+            for g, name in enumerate(self._remote):
+                graded = outcomes[g * count : (g + 1) * count]
+                parts[name] = [value for value, _ in graded]
+                failures += [(i, f"{name}: {reason}") for i, (_, reason) in enumerate(graded) if reason is not None]
         for name, values in parts.items():
             for i, value in enumerate(values):
                 if not math.isfinite(value):
@@ -113,7 +113,7 @@ class Rewards:
 
 
 def check(terms: Sequence[RewardTerm]) -> None:
-    """Refuse here and now what the workers would refuse when they start; a reward model's weights are not loaded."""
+    """Raise for rewards that the workers could not load, without starting workers or loading reward models."""
     for term in terms:
         kind, _, folder = term.name.partition(":")
         if kind == "model" and folder:
@@ -124,35 +124,35 @@ def check(terms: Sequence[RewardTerm]) -> None:
             graders.build(term.name, term.options)
 
 
-TRIED = 3
-"""Examples that a reward is tried on: one of them may be odd."""
+TRIAL_EXAMPLES = 3
+"""Examples that a reward is tried on; some of them may be unusual."""
 
 
 def try_out(terms: Sequence[RewardTerm], examples: Sequence[Mapping[str, Any]], timeout: float) -> None:
-    """Refuse a reward that can grade the reference answer of none of the first examples (the empty text where there is
-    no reference), with its own error. A reward model's weights are not loaded."""
-    some = examples[:TRIED]
-    answers = ["" if example.get("answer") is None else reference_text(example["answer"]) for example in some]
+    """Raise if a reward can grade none of the first examples, each with its reference answer as completion (empty text
+    without a reference). Reward models are not loaded."""
+    trial = examples[:TRIAL_EXAMPLES]
+    answers = ["" if example.get("answer") is None else reference_text(example["answer"]) for example in trial]
     for term in terms:
         if term.name.startswith("model:"):
             continue
         with Rewards([term], timeout=timeout, workers=1) as rewards:
             try:
                 lengths = [len(answer.split()) for answer in answers]
-                failures = rewards.score(answers, some, ["stop"] * len(some), lengths).failures
+                failures = rewards.score(answers, trial, ["stop"] * len(trial), lengths).failures
             except SettingError:
                 raise
-            except Exception as error:  # of one that runs here
-                failures = [(i, f"{term.name}: {type(error).__name__}: {error}") for i in range(len(some))]
+            except Exception as error:  # from a reward in this process
+                failures = [(i, f"{term.name}: {type(error).__name__}: {error}") for i in range(len(trial))]
         require(
-            len(failures) < len(some),
+            len(failures) < len(trial),
             f"reward {failures[0][1] if failures else ''} (tried on the reference answers of the first examples, such "
             f"as {answers[0]!r}); correct it.",
         )
 
 
 def in_process(term: RewardTerm) -> Scorer | None:
-    """The scorer of a reward that runs here; None for one that belongs into a worker."""
+    """The scorer of a reward that runs in this process; None for one that runs in a worker."""
     kind, _, rest = term.name.partition(":")
     if term.name in ("math", "format") or (kind == "reasoning-gym" and rest):
         return None
@@ -178,13 +178,15 @@ def in_process(term: RewardTerm) -> Scorer | None:
     raise unknown("reward", term.name, known)
 
 
-def configured(term: RewardTerm, make: Callable[..., Scorer], *arguments: str) -> Scorer:
+def configured(term: RewardTerm, build: Callable[..., Scorer], *arguments: str) -> Scorer:
+    """The scorer with the term's options; unknown options raise."""
     try:
-        inspect.signature(make).bind(*arguments, **term.options)
+        inspect.signature(build).bind(*arguments, **term.options)
     except TypeError as error:
         raise SettingError(f"reward {term.name}: {error}.") from error
-    return make(*arguments, **term.options)
+    return build(*arguments, **term.options)
 
 
 def distinct(names: Sequence[str]) -> list[str]:
+    """Names with `#2`, `#3`, … appended to repetitions."""
     return [f"{n}#{k}" if (k := names[: i + 1].count(n)) > 1 else n for i, n in enumerate(names)]

@@ -1,4 +1,4 @@
-"""A grading process: builds its graders once, then grades one answer at a time until its parent is gone."""
+"""A grading process: builds its graders once, then grades one answer at a time until its parent exits."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ from alula.rewards.graders import Grader, build, is_function
 from alula.terminal import broken_pipe_safe
 
 MEMORY = 4 << 30
-"""Address space of a worker without user functions: 9^9^9^9 must not fill the machine."""
+"""Address space limit of a worker without user functions: 9^9^9^9 must not exhaust the machine's memory."""
 
 
 def main(channel: Connection) -> None:
-    """Protocol: receives [(name, options), …] and a time limit, sends 'ready' or why not; then for each
-    (grader, completion, example) sends ('value', float) or ('failed', reason)."""
+    """Protocol: receives [(name, options), …] and a time limit, sends ('ready', None) or ('broken', reason); then for
+    each (grader, completion, example) sends ('value', float) or ('failed', reason)."""
     threading.Thread(target=die_with_parent, args=(os.getppid(),), daemon=True).start()
     # a closed pipe must not change a reward
     sys.stdout, sys.stderr = broken_pipe_safe(sys.stdout), broken_pipe_safe(sys.stderr)
@@ -37,8 +37,8 @@ def main(channel: Connection) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             grader, completion, example = channel.recv()
-            # The parent kills a worker that hangs. Should the parent be dead by then, the kernel does it: no
-            # Python code would run in a worker stuck in a regular expression, which holds the interpreter.
+            # The parent kills a worker that hangs. If the parent is dead, the kernel does: a worker stuck in a regular
+            # expression holds the interpreter and runs no Python code.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, timeout + 1)
             reply = answer(graders[grader], completion, example)
@@ -60,7 +60,7 @@ def describe(error: Exception) -> str:
 def die_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    os.killpg(0, signal.SIGKILL)  # with whatever a user's function has started
+    os.killpg(0, signal.SIGKILL)  # including processes that user functions started
 
 
 if __name__ == "__main__":
