@@ -288,7 +288,7 @@ def test_pages_are_chosen_as_the_reference_chooses_them():
     scores = torch.where((kind == 2) & (draw < 0.8), torch.nan, scores)
     scores = torch.where((kind == 3) & (scores.abs() > 1), scores * torch.inf, scores)
     scores = torch.where(kind == 4, torch.where(draw < 0.5, 0.0, -0.0), scores).to(DEVICE)
-    words = torch.full((2, 2, len(visibility.place)), -1, dtype=torch.int32, device=DEVICE)
+    words = torch.full((2, 2, len(visibility.position)), -1, dtype=torch.int32, device=DEVICE)
     for first in range(0, visibility.width, 37):
         choose(visibility, scores[:, :, first : first + 37].contiguous(), first, words)
     held = torch.arange(pages, device=DEVICE) <= at[:, None] // 2

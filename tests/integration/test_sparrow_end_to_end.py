@@ -205,13 +205,13 @@ def test_a_schedule_that_does_not_fit_is_refused(what, calibration, folder, caps
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("sparrow-*.yaml")), ids=lambda path: path.stem)
-def test_recipes_say_what_they_mean(path):
-    """Every setting is known and fits the others, and the controller has a tau (a schedule of one's own brings it)."""
+def test_recipes_say_what_they_mean(path, tmp_path, monkeypatch):
+    """Every setting is known and fits the others, and the controller has a tau (a planned schedule brings its own)."""
+    monkeypatch.chdir(tmp_path)
+    Schedule((512, 1024), notes={"tau": 0.86}).save("schedule.json")
     config = load_config(path)
     assert config.control.enabled
-    if config.sparsity.select.budget != "schedule.json":
-        control = resolve_control(config.control, config.sparsity.build(), 32000)
-        assert control.tau in (0.95, 0.86)
+    assert resolve_control(config.control, config.sparsity, 32000).tau in (0.95, 0.86)
 
 
 def test_the_toy_recipe_moves_its_budgets(folder):

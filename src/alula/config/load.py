@@ -10,13 +10,14 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from alula.config.run import RunConfig, spelt_sparsity
+from alula.config.run import RunConfig
 from alula.config.settings import UNKNOWN, fields_of, first_error, is_section
 from alula.errors import SettingError, require
+from alula.sparsity.policy import Evict, sparsity_settings
 
 SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
     ("objective", "correction"): lambda preset: {"preset": preset},
-    ("sparsity",): spelt_sparsity,
+    ("sparsity",): sparsity_settings,
 }
 """Sections that may be written as one word, and the settings that the word stands for."""
 PRESET = ("objective", "correction", "preset")
@@ -105,7 +106,9 @@ def describe(error: ValidationError, tree: dict[str, Any]) -> SettingError:
     for one in error.errors():
         if one["type"] in UNKNOWN:
             return unknown_setting(one, tree)
-    return first_error(error, RunConfig)
+    message = str(first_error(error, RunConfig))
+    options = rf"^sparsity\.evict\.(?!({'|'.join(fields_of(Evict))})\b)"  # a method's option, named without its section
+    return SettingError(re.sub(options, "sparsity.evict.options.", message))
 
 
 ELSEWHERE = {

@@ -4,12 +4,7 @@ Checks that need a registry or several sections are here. The text of every sett
 docs/training.md lists them all.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import BeforeValidator, model_validator
+from pydantic import model_validator
 
 from alula.config.settings import (
     CheckpointSettings,
@@ -28,117 +23,11 @@ from alula.config.settings import (
     SamplingSettings,
     Section,
 )
-from alula.errors import SettingError, require, unknown
+from alula.errors import require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.objective.settings import Correction, Loss, ObjectiveSettings
 from alula.rewards.scoring import distinct
-from alula.sparsity.policy import Sparsity
-from alula.sparsity.schedule import Schedule
-from alula.sparsity.text import budget, settings_of
-
-if TYPE_CHECKING:
-    from alula.sparsity.policy import Sparsity
-
-
-def _tokens_or_schedule(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"{value!r} is neither a whole number of KV tokens (512, 2k) nor a schedule's name or file.")
-    return int(value) if isinstance(value, str) and value.isdigit() else value  # one value, however it was written
-
-
-BudgetSetting = Annotated[int | str, BeforeValidator(_tokens_or_schedule)]
-
-
-def _budget(given: int | str) -> int | Schedule:
-    return given if isinstance(given, int) else budget(given)
-
-
-class EvictSettings(Section):
-    method: str
-    """`rkv`, `snapkv`, `streaming`, `h2o`, `tova`, `keydiff`, `knorm` or `random`."""
-    budget: BudgetSetting
-    """KV tokens kept per layer and head, or a schedule: a file or a preset's name."""
-    buffer: int = 128
-    """Tokens that may pile up before the next eviction."""
-    window: int = 8
-    """Most recent tokens, always kept."""
-    sinks: int = 4
-    """First tokens, always kept; 0 is the papers' setting."""
-    protect_prompt: bool = False
-    """Keep the prompt whole and outside the budget."""
-    options: dict[str, Any] = {}  # noqa: RUF012
-    """Settings of the method itself, such as `mix` of `rkv`."""
-
-
-class SelectSettings(Section):
-    method: str
-    """`block-topk` or `quest`."""
-    budget: BudgetSetting
-    """KV tokens read per layer and head, or a schedule: a file or a preset's name."""
-    block: int = 16
-    """Tokens per block; the engine's page takes this size."""
-    dense_layers: int = 2
-    """First layers, which read everything."""
-
-
-def spelt_sparsity(text: str) -> dict[str, Any]:
-    """The sections that the command line's spelling stands for."""
-    evict, select = settings_of(text)
-    if evict:
-        own = {name: evict.pop(name) for name in [*evict] if name not in EvictSettings.model_fields}
-        evict["options"] = own
-    return {name: part for name, part in (("evict", evict), ("select", select)) if part}
-
-
-class SparsitySettings(Section):
-    evict: EvictSettings | None = None
-    """Drop KV for good during rollouts."""
-    select: SelectSettings | None = None
-    """Keep all KV and read a part of it during rollouts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spelt(cls, given: Any) -> Any:
-        return spelt_sparsity(given) if isinstance(given, str) else given or {}
-
-    def build(self) -> "Sparsity":
-        from alula.sparsity.evict import check_settings
-        from alula.sparsity.policy import Evict, Select, Sparsity
-
-        evict = select = None
-        if e := self.evict:
-            with _named_in("sparsity.evict", e):
-                for name, value in e.options.items():
-                    own = name not in EvictSettings.model_fields
-                    require(own, f"{name}={value}: not the method's own; give it as sparsity.evict.{name}.")
-                check_settings(e.method, e.options, common=(), kind="option")
-                evict = Evict(
-                    e.method,
-                    _budget(e.budget),
-                    buffer=e.buffer,
-                    window=e.window,
-                    sinks=e.sinks,
-                    protect_prompt=e.protect_prompt,
-                    **e.options,
-                )
-        if s := self.select:
-            with _named_in("sparsity.select", s):
-                select = Select(s.method, _budget(s.budget), s.block, s.dense_layers)
-        return Sparsity(evict, select)
-
-
-@contextmanager
-def _named_in(section: str, given: EvictSettings | SelectSettings) -> Iterator[None]:
-    """A refused setting is called what the recipe calls it: `budget=8` is `sparsity.evict.budget=8`."""
-    try:
-        yield
-    except SettingError as error:
-        name = re.split(r"\W", str(error))[0]  # with which most messages begin
-        if name in getattr(given, "options", {}):
-            section += ".options"
-        elif name not in type(given).model_fields:
-            raise SettingError(f"{section}: {error}") from error
-        raise SettingError(f"{section}.{error}") from error
+from alula.sparsity.policy import DENSE, Sparsity
 
 
 class RunConfig(Section):
@@ -154,9 +43,9 @@ class RunConfig(Section):
     """What it is trained on."""
     rewards: RewardSettings
     """What an answer is worth."""
-    sparsity: SparsitySettings = SparsitySettings()
-    """What of the KV cache rollouts keep or read: these settings, or the command line's spelling of them, such as
-    `rkv:512+128` or `dense`; nothing here is a dense run."""
+    sparsity: Sparsity = DENSE
+    """Which part of the KV cache rollouts keep or read: these settings, or one text such as `rkv:512+128` or `dense`;
+    by default dense."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are drawn."""
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -220,13 +109,13 @@ class RunConfig(Section):
             self._check_distill(self.distill)
         return self
 
-    def policies(self) -> "list[Sparsity]":
+    def policies(self) -> list[Sparsity]:
         """What the run samples with, and what it may move to."""
         move = self.distill.move if self.distill else None
-        return [self.sparsity.build(), *([Sparsity.parse(move.sparsity)] if move else [])]
+        return [self.sparsity, *([Sparsity.parse(move.sparsity)] if move else [])]
 
     def _check_distill(self, distill: DistillSettings) -> None:
-        sparsity = self.sparsity.build()
+        sparsity = self.sparsity
         require(not sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
         require(
             distill.first is None or distill.weight > 0,
@@ -241,7 +130,7 @@ class RunConfig(Section):
             self._check_move(distill.move)
 
     def _check_move(self, move: MoveSettings) -> None:
-        candidate, present = Sparsity.parse(move.sparsity), self.sparsity.build()
+        candidate, present = Sparsity.parse(move.sparsity), self.sparsity
         said = f"distill.move.sparsity={move.sparsity}"
         require(not candidate.dense, f"{said}: the run moves to a sparser policy; name one with a smaller budget.")
         require_one_part(candidate, said)
@@ -263,7 +152,7 @@ class RunConfig(Section):
         )
 
 
-def require_one_part(sparsity: "Sparsity", said: str) -> None:
+def require_one_part(sparsity: Sparsity, said: str) -> None:
     require(
         sparsity.evict is None or sparsity.select is None,
         f"{said}: an evictor and a selector together cannot be replayed by the learner; use one of them.",

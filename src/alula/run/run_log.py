@@ -65,7 +65,7 @@ class RunLogger:
     def start(self, training: Dataset, held_out: Dataset | None) -> None:
         """Print a summary of the run and write config.yaml. Call it once nothing can reject the run any more: a
         rejected resume must leave the folder's settings as they are."""
-        c, sparsity = self.config, self.config.sparsity.build()
+        c, sparsity = self.config, self.config.sparsity
         preset = c.objective.correction.preset
         rollouts = "dense" if sparsity.dense else f"{sparsity.describe()}, correction {preset}"
         batch = f"{c.sampling.prompts} × {c.sampling.n} rollouts"

@@ -1,10 +1,17 @@
-"""What a sparse policy is: which KV is evicted for good, which part of the rest is read."""
+"""What a sparse policy is: which KV is evicted for good, which part of the rest is read.
 
-from dataclasses import dataclass, fields, replace
-from inspect import signature
-from typing import Any, Literal
+`Evict`, `Select` and `Sparsity` are the types of the Python API and the `sparsity` section of a recipe.
+"""
 
-from alula.errors import SettingError, named_settings, require, require_whole
+from dataclasses import replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
+from pydantic_core import ArgsKwargs
+
+from alula.config.settings import fields_of, settings_type
+from alula.errors import require, unknown
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.text import budget as parse_budget
 from alula.sparsity.text import part_text, settings_of
@@ -13,60 +20,95 @@ Budget = int | Schedule
 Kind = Literal["select", "evict"]
 
 
-@dataclass(frozen=True, init=False)
+def _as_budget(value: Any) -> Any:
+    if isinstance(value, str):
+        return parse_budget(value)
+    if isinstance(value, dict):
+        return Schedule.from_dict(value)
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    require(
+        whole or isinstance(value, Schedule),
+        f"{value!r} is neither a whole number of KV tokens (512, 2k) nor a schedule's name or file.",
+    )
+    return int(value) if whole else value
+
+
+def _budget_source(budget: Budget) -> Any:
+    """What a recipe writes for a budget, so that it reads back the same."""
+    return budget if isinstance(budget, int) else budget.source or budget.to_dict()
+
+
+def _as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def _as_pairs(options: Any) -> Any:
+    return tuple(sorted(options.items())) if isinstance(options, dict) else options or ()
+
+
+BudgetField = Annotated[int | InstanceOf[Schedule], BeforeValidator(_as_budget), PlainSerializer(_budget_source)]
+Count = Annotated[int, Field(strict=True, ge=1), BeforeValidator(_as_int)]
+Natural = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_as_int)]
+Options = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_as_pairs), PlainSerializer(dict)]
+
+
+@settings_type
 class Evict:
     """Keep at most `budget` KV tokens per layer and head, dropping the rest for good.
 
     An eviction fires when a sequence holds budget + buffer tokens, before the next token's attention, and
-    keeps the first `sinks`, the last `window` and the best-scored others: `budget` in all. The trigger looks
-    at the sequence's own length only. `protect_prompt` takes the prompt out of the budget: the prompt stays
-    whole and `budget` counts generated tokens. `sinks=0` gives the papers' own setting. Further keyword
-    arguments go to the method (see `alula.sparsity.evict`).
+    keeps the first `sinks`, the last `window` and the best-scored others: `budget` in all. The trigger depends
+    on the sequence's own length only. In Python, options of the method are further keyword arguments:
+    `Evict("rkv", 512, buffer=128, mix=0.1)`.
     """
 
     method: str
-    budget: Budget
-    buffer: int
-    window: int
-    sinks: int
-    protect_prompt: bool
-    options: tuple[tuple[str, Any], ...]
+    """`rkv`, `snapkv`, `streaming`, `h2o`, `tova`, `keydiff`, `knorm` or `random`."""
+    budget: BudgetField
+    """KV tokens kept per layer and head, or a schedule: a file or a preset's name."""
+    buffer: Count = 128
+    """Tokens that accumulate before the next eviction."""
+    window: Count = 8
+    """Most recent tokens, always kept."""
+    sinks: Natural = 4
+    """First tokens, always kept; 0 is the papers' setting."""
+    protect_prompt: bool = False
+    """Keep the whole prompt, outside the budget, which then counts generated tokens."""
+    options: Options = ()
+    """Options of the method, such as `mix` of `rkv`."""
 
-    def __init__(
-        self,
-        method: str,
-        budget: Budget,
-        *,
-        buffer: int = 128,
-        window: int = 8,
-        sinks: int = 4,
-        protect_prompt: bool = False,
-        **options: Any,
-    ) -> None:
-        require_whole(buffer=buffer, window=window, sinks=sinks)
-        require(buffer >= 1, f"buffer={buffer}: at least one token must pile up between evictions.")
-        require(window >= 1, f"window={window}: the newest token must be kept, so at least 1.")
-        require(sinks >= 0, f"sinks={sinks}: must be 0 or above.")
-        least = smallest(budget)
+    if TYPE_CHECKING:
+
+        def __init__(self, method: str, budget: Budget, **settings: Any) -> None: ...
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_options(cls, given: Any) -> Any:
+        """In Python, keyword arguments that are no fields are options of the method."""
+        if not isinstance(given, ArgsKwargs):
+            return given
+        settings = dict(given.kwargs or {})
+        options = {name: settings.pop(name) for name in [*settings] if name not in fields_of(cls)}
+        if options:
+            from alula.sparsity.evict import check_settings
+
+            check_settings(str(given.args[0] if given.args else settings.get("method")), options)
+            settings["options"] = options
+        return ArgsKwargs(given.args, settings)
+
+    def __post_init__(self) -> None:
+        least = smallest(self.budget)
         require(
-            least >= window + sinks,
-            f"budget={least} is smaller than window + sinks = {window} + {sinks}, which are always kept; "
+            least >= self.window + self.sinks,
+            f"budget={least} is smaller than window + sinks = {self.window} + {self.sinks}, which are always kept; "
             "raise the budget or lower them.",
         )
-        fields = {
-            "method": method,
-            "budget": budget,
-            "buffer": buffer,
-            "window": window,
-            "sinks": sinks,
-            "protect_prompt": protect_prompt,
-            "options": tuple(sorted(options.items())),
-        }
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        from alula.sparsity.evict import build
+        from alula.sparsity.evict import build, check_settings  # torch: only where something is evicted
 
-        build(self)  # an unknown method or option raises here, not at the first eviction
+        for name, value in self.options:
+            require(name not in fields_of(Evict), f"options.{name}={value}: a setting of every evictor; drop options.")
+        check_settings(self.method, dict(self.options), common=(), kind="option")
+        build(self)  # an invalid option raises here, not at the first eviction
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -78,30 +120,28 @@ class Evict:
         return Evict(self.method, budget, **self.settings)
 
 
-@named_settings
-@dataclass(frozen=True)
+@settings_type
 class Select:
     """Keep all KV, read the best `budget` tokens of it, in blocks, chosen per layer and KV head at every step.
 
-    The first block and the last two are always read and count in the budget; the first `dense_layers` layers
-    and the prompt's own forward pass read everything. `block` is the engine's page size.
+    The first block and the last two are always read and count in the budget. The prompt's own forward pass reads
+    everything.
     """
 
     method: str
-    budget: Budget
-    block: int = 16
-    dense_layers: int = 2
+    """`block-topk` or `quest`."""
+    budget: BudgetField
+    """KV tokens read per layer and head, or a schedule: a file or a preset's name."""
+    block: Count = 16
+    """Tokens per block; also the engine's page size."""
+    dense_layers: Natural = 2
+    """Number of first layers that read everything."""
 
     def __post_init__(self) -> None:
         from alula.sparsity.select import METHODS
 
         if self.method not in METHODS:
-            from alula.errors import unknown
-
             raise unknown("selector", self.method, METHODS)
-        require_whole(block=self.block, dense_layers=self.dense_layers)
-        require(self.block >= 1, f"block={self.block}: must be a positive number of tokens.")
-        require(self.dense_layers >= 0, f"dense_layers={self.dense_layers}: must be 0 or above.")
         least = smallest(self.budget)
         require(
             least >= 3 * self.block,
@@ -118,30 +158,26 @@ class Select:
         return replace(self, budget=budget)
 
 
-@named_settings
-@dataclass(frozen=True)
+@settings_type
 class Sparsity:
     """A sparse policy: an evictor, a selector, both (evict to a large budget, read a small one), or neither."""
 
     evict: Evict | None = None
+    """Drop KV for good during rollouts."""
     select: Select | None = None
+    """Keep all KV and read a part of it during rollouts."""
 
-    def __post_init__(self) -> None:
-        for name, kind, example in (("evict", Evict, "rkv"), ("select", Select, "block-topk")):
-            value = getattr(self, name)
-            require(
-                value is None or isinstance(value, kind),
-                f"{name}={value!r}: must be made by {kind.__name__}, as {kind.__name__}({example!r}, budget=512).",
-            )
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        """In a recipe: the text form, settings, or null for dense."""
+        return sparsity_settings(given) if isinstance(given, str) else given or {}
 
     @classmethod
     def parse(cls, text: str) -> "Sparsity":
         """From text: `dense`, `rkv:512+128,window=16`, `block-topk:1024`, or two joined by `&`."""
         evict, select = settings_of(text)
-        return cls(
-            Evict(**evict | {"budget": parse_budget(evict["budget"])}) if evict else None,
-            Select(**select | {"budget": parse_budget(select["budget"])}) if select else None,
-        )
+        return cls(Evict(**evict) if evict else None, Select(**select) if select else None)
 
     @property
     def dense(self) -> bool:
@@ -160,10 +196,15 @@ class Sparsity:
 DENSE = Sparsity()
 
 
-DEFAULTS = {
-    Evict: {name: one.default for name, one in signature(Evict.__init__).parameters.items()},
-    Select: {one.name: one.default for one in fields(Select)},
-}
+def sparsity_settings(text: str) -> dict[str, Any]:
+    """The text form as sections of a recipe."""
+    evict, select = settings_of(text)
+    if evict:
+        evict["options"] = {name: evict.pop(name) for name in [*evict] if name not in fields_of(Evict)}
+    return {name: part for name, part in (("evict", evict), ("select", select)) if part}
+
+
+DEFAULTS = {kind: {name: field.default for name, field in fields_of(kind).items()} for kind in (Evict, Select)}
 
 
 def describe(part: Evict | Select, *, full: bool = False) -> str:
@@ -189,11 +230,7 @@ def check_schedules(sparsity: Sparsity, model: str) -> None:
 
 
 def smallest(budget: Budget) -> int:
-    if isinstance(budget, Schedule):
-        return min(budget.budgets)
-    if isinstance(budget, bool) or not isinstance(budget, int):
-        raise SettingError(f"budget={budget!r}: must be a number of tokens or a Schedule.")
-    return budget
+    return min(budget.budgets) if isinstance(budget, Schedule) else budget
 
 
 def budget_at(budget: Budget, length: int) -> int:

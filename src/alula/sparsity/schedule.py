@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class Schedule:
     method: str | None = None
     block: int | None = None
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
+    source: str | None = field(default=None, compare=False)
+    """The file or preset that it was loaded from, as it was written."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budgets", tuple(int(b) for b in self.budgets))
@@ -65,14 +67,16 @@ class Schedule:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"budgets": list(self.budgets)}
+        data = asdict(self) | {"budgets": list(self.budgets)}
+        del data["source"]
+        return data
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Schedule":
-        known = set(cls.__dataclass_fields__)
+        known = set(cls.__dataclass_fields__) - {"source"}
         if extra := set(data) - known:
             raise SettingError(f"schedule: unknown field {sorted(extra)[0]!r}; known: {', '.join(sorted(known))}.")
         return cls(**(data | {"budgets": tuple(data["budgets"])}))
@@ -86,7 +90,7 @@ class Schedule:
         if not path.exists():
             raise not_found(str(source))
         try:
-            return cls.from_dict(json.loads(path.read_text()))
+            return replace(cls.from_dict(json.loads(path.read_text())), source=str(source))
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = str(error).removesuffix(".")
             raise SettingError(f"schedule file {path}: not a schedule ({why}); `alula plan` writes one.") from error

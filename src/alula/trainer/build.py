@@ -144,7 +144,7 @@ def build_learner_and_engine(
         compiled=e.compiled,
         sparse_adapter=None if distiller is None else distiller.adapter(),
     )
-    engine.check(config.sparsity.build())
+    engine.check(config.sparsity)
     return learner, engine, distiller
 
 
@@ -179,7 +179,7 @@ def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: W
     longest = max(len(example.prompt_ids or ()) for example in training) + config.sampling.max_new_tokens
     return Monitor(
         config.monitor,
-        config.sparsity.build(),
+        config.sparsity,
         engine,
         longest,
         config.control,

@@ -104,7 +104,7 @@ class MemoryPlan:
 def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> MemoryPlan:
     """The plan of a run. Also raises whatever the start of the run would reject. `data` is given if tokenized."""
     check_rewards(config.rewards.use)
-    sparsity = config.sparsity.build()
+    sparsity = config.sparsity
     for policy in config.policies():
         check_schedules(policy, short_name(config.model.source))
     model_config = load_model_config(config.model.source)
@@ -229,7 +229,7 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
     ):
         if size:
             table.add_row(what, size_text(size))
-    longest, sparsity = plan.prompt + config.sampling.max_new_tokens, config.sparsity.build()
+    longest, sparsity = plan.prompt + config.sampling.max_new_tokens, config.sparsity
     pool = config.engine.kv_memory or "twice what its rows need, if available"
     table.add_row(f"KV pool (engine.kv_memory: {pool})", "")
     table.add_row(f"  {plan.running} rollouts of {longest:,} tokens, dense", size_text(plan.kv_dense))
@@ -245,7 +245,7 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
 
 
 def sparsity_table(config: RunConfig) -> Table:
-    sparsity, every = config.sparsity.build(), config.eval.every
+    sparsity, every = config.sparsity, config.eval.every
     table = new_table("what is sparse")
     table.add_row("rollouts", sparsity.describe() if sparsity != DENSE else "nothing: a dense run")
     if evict := sparsity.evict:

@@ -62,7 +62,6 @@ class Trainer:
         self.config = config
         self.world = world = init_world(config.model.device)
         check_shares(config, world)
-        config.sparsity.build()  # an invalid policy raises before weights are loaded and a folder is created
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, printer(world, stream))
         self.resumed = self.checkpoints.begin(resume)
