@@ -101,7 +101,7 @@ def one_step(
         engine.sleep()
     sequences = rollouts
     with phases.phase("score"):
-        old = [s.logprobs.cpu() for s in learner.score(sequences, 1.0)]
+        old = [logprobs.cpu() for logprobs in learner.score(sequences, 1.0)]
     rewards = torch.tensor(np.random.default_rng(0).integers(0, 2, n), dtype=torch.float32)
     flat = torch.cat([torch.full((len(t),), i) for i, t in enumerate(old)])
     corrected = correct(torch.cat(old), torch.cat([r.logprobs for r in rollouts]), flat, correction, sequences=n)

@@ -463,7 +463,7 @@ def test_the_dense_policy_never_sees_the_adapter(models):
     before = {name: p.clone() for name, p in loaded.model.named_parameters()}
     distiller = distiller_of(loaded.model, adapter)
     learner = Learner(loaded.model)
-    scores = [s.logprobs for s in learner.score(dense, 0.8)]
+    scores = learner.score(dense, 0.8)
     batch = collate(dense, range(len(dense)))
     with torch.no_grad():
         logits = distiller.policy.dense(batch) @ distiller.policy.head[0].T / 0.8

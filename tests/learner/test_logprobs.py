@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alula.learner.logprobs import chunked_logprobs, topk_logprobs
+from alula.learner.logprobs import chunked_logprobs
 
 
 class LargestTensor(TorchDispatchMode):
@@ -88,16 +88,6 @@ def test_logits_never_exist_whole():
     assert whole.elements == 512 * 640
 
 
-def test_topk_and_given_tokens():
-    hidden, weight, targets = problem()
-    found = topk_logprobs(hidden, weight, targets, 5, temperature=0.8, chunk=10)
-    logp = (hidden @ weight.T / 0.8).log_softmax(-1).detach()
-    best, ids = logp.sort(-1, descending=True)
-    assert torch.equal(found.topk_ids, ids[:, :5])
-    torch.testing.assert_close(found.topk_logprobs, best[:, :5])
-    torch.testing.assert_close(found.logprobs, logp[torch.arange(len(targets)), targets])
-
-
 def test_no_targets():
     hidden, weight, _ = problem()
     none = torch.empty(0, dtype=torch.long)
@@ -105,4 +95,3 @@ def test_no_targets():
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     assert weight.grad.abs().max() == 0
-    assert topk_logprobs(hidden[:0], weight, none, 3).topk_ids.shape == (0, 3)

@@ -78,8 +78,8 @@ def main(out: Path) -> None:
     write("after-three", first.full_parameters())
     export(out / "exported", first.model, first.full_parameters(), world=world)
     mine = [rollouts()[i] for i in share(world)]
-    scored = zip(first.score(mine, topk=2), first.score(mine, reference=True))
-    pairs = [(a.logprobs.tolist(), b.logprobs.tolist()) for a, b in scored]
+    scored = zip(first.score(mine), first.score(mine, reference=True))
+    pairs = [(a.tolist(), b.tolist()) for a, b in scored]
     report["scores"] = [pair for part in world.all_gather(pairs) for pair in part]
 
     second = learner(world)

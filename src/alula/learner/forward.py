@@ -6,7 +6,7 @@ an attention without a mask function, and packed sequences need none.
 """
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alula.errors import SettingError, require
-from alula.learner.logprobs import chunked_logprobs, topk_logprobs
+from alula.learner.logprobs import chunked_logprobs
 from alula.learner.packing import Packed
 from alula.ops.packed_attention import packed_attention
 
@@ -63,15 +63,6 @@ def hidden_states(model: PreTrainedModel, batch: Packed, **options: Any) -> Tens
     ).last_hidden_state[0, batch.targets]
 
 
-class Scored(NamedTuple):
-    logprobs: Tensor
-    """float32 [N]: of every target token."""
-    entropy: Tensor | None = None
-    """float32 [N], without gradient"""
-    topk_ids: Tensor | None = None
-    topk_logprobs: Tensor | None = None
-
-
 class Policy(nn.Module):
     """Wraps a Hugging Face causal LM, sharing its modules and parameters.
 
@@ -89,15 +80,12 @@ class Policy(nn.Module):
     def layers(self) -> list[nn.Module]:
         return list(self.model.get_decoder().layers)  # type: ignore[arg-type]
 
-    def forward(self, batch: Packed, temperature: float, topk: int = 0, entropy: bool = True) -> Scored:
+    def forward(self, batch: Packed, temperature: float, entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        """float32 [N]: log-probs of the target tokens, and the entropy there (without gradient)."""
         hidden = hidden_states(self.model, batch)
         head = self.model.get_output_embeddings()
-        weight, bias = head.weight, getattr(head, "bias", None)
-        if topk:
-            best = topk_logprobs(hidden, weight, batch.target_ids, topk, temperature, self.chunk, bias)
-            return Scored(best.logprobs, None, best.topk_ids, best.topk_logprobs)
-        scored = chunked_logprobs(hidden, weight, batch.target_ids, temperature, self.chunk, bias, entropy=entropy)
-        return Scored(*scored)
+        bias = getattr(head, "bias", None)
+        return chunked_logprobs(hidden, head.weight, batch.target_ids, temperature, self.chunk, bias, entropy=entropy)
 
 
 NAME = "alula-packed"

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from alula.config.settings import Decay, LearnerSettings
 from alula.distributed import World, iter_full_params, shard_model
-from alula.engine.rollout import Scores
 from alula.errors import require
 from alula.learner.forward import Policy, checkpoint_activations
 from alula.learner.optimizer import MasterAdamW
@@ -128,10 +127,8 @@ class Learner:
         )
 
     @torch.no_grad()
-    def score(
-        self, sequences: Sequence[Tokens], temperature: float = 1.0, topk: int = 0, reference: bool = False
-    ) -> list[Scores]:
-        """Log-probs of every response token under the policy, or under the initial one (`reference`)."""
+    def score(self, sequences: Sequence[Tokens], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
+        """float32 [len(token_ids)] per sequence: log-probs under the policy, or under the initial one (`reference`)."""
         require(
             not reference or self.reference is not None or self.settings.lora is not None,
             "reference=True: the learner kept no initial policy; set objective.kl above 0 in a run, or "
@@ -139,18 +136,14 @@ class Learner:
         )
         policy = self.reference if reference and self.reference else self.policy
         without_adapter = reference and self.reference is None
-        scores = [_nothing_scored(self.world.device, topk) for _ in sequences]
+        logprobs = [torch.empty(0, device=self.world.device) for _ in sequences]
         with lora.disabled(self.model) if without_adapter else nullcontext():
             for batch, real in self._micro_batches(sequences):
-                scored = policy(batch, temperature, topk=topk, entropy=False)
+                packed_logprobs, _ = policy(batch, temperature, entropy=False)
                 if real:
-                    for i, logprobs in zip(batch.index, batch.split(scored.logprobs)):
-                        scores[i].logprobs = logprobs
-                    if topk:
-                        ids, best = batch.split(scored.topk_ids), batch.split(scored.topk_logprobs)
-                        for i, these, those in zip(batch.index, ids, best):
-                            scores[i].topk_ids, scores[i].topk_logprobs = these, those
-        return scores
+                    for i, sequence_logprobs in zip(batch.index, batch.split(packed_logprobs)):
+                        logprobs[i] = sequence_logprobs
+        return logprobs
 
     def update(self, sequences: Sequence[Tokens], loss_fn: LossFn, temperature: float = 1.0) -> Update:
         """One optimizer step on all sequences of all ranks."""
@@ -159,18 +152,18 @@ class Learner:
         logprobs = [torch.empty(0, device=self.world.device) for _ in sequences]
         counts = torch.zeros(3, dtype=torch.int64)
         for batch, real in self._micro_batches(sequences):
-            scored = self.policy(batch, temperature)
+            packed_logprobs, entropy = self.policy(batch, temperature)
             if not real:
-                self.optimizer.backward(scored.logprobs.sum() * 0.0)
+                self.optimizer.backward(packed_logprobs.sum() * 0.0)
                 continue
-            share, measured = loss_fn(scored.logprobs, scored.entropy, batch)
+            share, measured = loss_fn(packed_logprobs, entropy, batch)
             if not share.requires_grad:  # every rank must take part in the backward, even with a constant loss
-                share = share + scored.logprobs.sum() * 0.0
+                share = share + packed_logprobs.sum() * 0.0
             self.optimizer.backward(share)
             loss += share.detach()
             if measured:
                 parts.append(measured)
-            for i, sequence_logprobs in zip(batch.index, batch.split(scored.logprobs.detach())):
+            for i, sequence_logprobs in zip(batch.index, batch.split(packed_logprobs.detach())):
                 logprobs[i] = sequence_logprobs
             counts += torch.tensor([batch.input_ids.numel(), len(batch.targets), 1])
         total = float(self.world.all_sum(loss))
@@ -276,14 +269,6 @@ def trains_in_place(settings: LearnerSettings, world: World) -> bool:
 
 def _length(sequence: Tokens) -> int:
     return len(sequence.prompt_ids) + len(sequence.token_ids)
-
-
-def _nothing_scored(device: torch.device, topk: int) -> Scores:
-    """Scores of a rollout without tokens."""
-    if not topk:
-        return Scores(torch.empty(0, device=device))
-    ids = torch.empty(0, topk, dtype=torch.int64, device=device)
-    return Scores(torch.empty(0, device=device), ids, torch.empty(0, topk, device=device))
 
 
 def _on_cpu(parts: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

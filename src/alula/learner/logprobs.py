@@ -6,7 +6,7 @@ chunk's logits exist only while they are used, and the backward pass recomputes 
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +15,6 @@ from alula.models.load import lm_logits
 
 CHUNK = 2048
 """Positions per chunk: 1.2 GB of float32 logits at a vocabulary of 152k, large enough to keep a GPU busy."""
-
-
-class TopLogprobs(NamedTuple):
-    logprobs: Tensor
-    """float32 [N]: of the given tokens."""
-    topk_ids: Tensor
-    """int64 [N, K]: most likely first."""
-    topk_logprobs: Tensor
-    """float32 [N, K]"""
 
 
 def chunked_logprobs(
@@ -42,27 +33,6 @@ def chunked_logprobs(
     """
     logprobs, entropies = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, entropy)
     return logprobs, entropies
-
-
-@torch.no_grad()
-def topk_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    k: int,
-    temperature: float = 1.0,
-    chunk: int = CHUNK,
-    bias: Tensor | None = None,
-) -> TopLogprobs:
-    """Log-probs of `targets` and of the `k` most likely tokens at every position, without gradient."""
-    measured = fused(statistics, hidden)
-    parts = []
-    for rows in chunks(len(targets), chunk):
-        logits = lm_logits(hidden[rows], weight, bias)
-        given, normaliser, _ = measured(logits, targets[rows], temperature, False)
-        best, ids = logits.topk(k, dim=-1)
-        parts.append(TopLogprobs(given, ids, best / temperature - normaliser[:, None]))
-    return TopLogprobs(*(torch.cat(field) for field in zip(*parts)))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -150,7 +150,7 @@ class Collector:
         temperature, device = self.config.sampling.temperature, self.world.device
         self.show_phase("scoring")
         with clock.phase("score"), self.engine.asleep():
-            batch.dense = [scores.logprobs for scores in self.learner.score(batch.rollouts, temperature)]
+            batch.dense = self.learner.score(batch.rollouts, temperature)
         sampled = batch.sampled(device)
         batch.log_ratios_before_reroll = [dense - sparse for dense, sparse in zip(batch.dense, sampled)]
         corrected = correct(
@@ -173,8 +173,8 @@ class Collector:
         self.show_phase("scoring")
         with clock.phase("score"), self.engine.asleep():
             rescored = self.learner.score([batch.rollouts[i] for i in vetoed], temperature)
-            for i, scores in zip(vetoed, rescored):
-                batch.dense[i] = scores.logprobs
+            for i, logprobs in zip(vetoed, rescored):
+                batch.dense[i] = logprobs
 
     def _check_stop(self, rollout: Rollout) -> None:
         self.stop.raise_if_stop_requested(all_ranks=False)

@@ -1,6 +1,4 @@
-"""The numbers of one training step over all ranks; docs/metrics.md says what each means.
-
-Seconds per phase of a step."""
+"""Metrics of one training step over all ranks (docs/metrics.md), and the clock that times its phases."""
 
 import math
 import time
@@ -19,7 +17,7 @@ from alula.trainer.update import StepResult
 
 
 class Clock:
-    """Phases may come several times; their seconds add up. A phase inside another is not counted twice."""
+    """Seconds per phase. Repeated phases add up; time inside a nested phase counts only there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,19 +28,19 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._settle()
+        self._add_elapsed()
         self._open.append(name)
         try:
             yield
         finally:
-            self._settle()
+            self._add_elapsed()
             self._open.pop()
 
     @property
     def total(self) -> float:
         return self._now() - self._start
 
-    def _settle(self) -> None:
+    def _add_elapsed(self) -> None:
         now = self._now()
         if self._open:
             self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
@@ -65,14 +63,14 @@ def step_metrics(
     epoch: float,
     matrix_rate: float | None,
 ) -> dict[str, float]:
-    """The same on every rank, clocks aside, which are this rank's."""
+    """All metrics of a step, equal on every rank except for the times, which are this rank's."""
     metrics = rollout_metrics(config, batch, world, peak_bytes) | update_metrics(result.updates)
-    metrics["policy/taught"] = whole_sum(world, result.trained) / whole_sum(world, len(batch.rollouts))
+    metrics["policy/taught"] = sum_over_ranks(world, result.trained) / sum_over_ranks(world, len(batch.rollouts))
     metrics |= {f"mismatch/{name}": value for name, value in result.mismatch.items()}
     metrics["data/epoch"] = epoch
     metrics |= {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
     metrics["time/step"] = clock.total
-    metrics["speed/tokens_per_s"] = whole_sum(world, batch.drawn_tokens) / max(clock.seconds["rollout"], 1e-9)
+    metrics["speed/tokens_per_s"] = sum_over_ranks(world, batch.drawn_tokens) / max(clock.seconds["rollout"], 1e-9)
     if matrix_rate:
         metrics["speed/mfu"] = result.flops / max(clock.seconds["update"], 1e-9) / matrix_rate
     return metrics
@@ -81,10 +79,10 @@ def step_metrics(
 def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_bytes: int) -> dict[str, float]:
     rollouts = batch.rollouts
     judge = config.rewards.correct or next(iter(batch.reward_parts))
-    right = [value >= config.rewards.threshold - 1e-9 for value in batch.reward_parts[judge]]
+    correct = [value >= config.rewards.threshold - 1e-9 for value in batch.reward_parts[judge]]
     sums = {
         "reward/mean": sum(batch.rewards),
-        "reward/accuracy": sum(right),
+        "reward/accuracy": sum(correct),
         "reward/failed": sum(map(bool, batch.failures)),
         "response/length_mean": sum(len(r) for r in rollouts),
         "response/truncated": sum(r.finish == "length" for r in rollouts),
@@ -95,7 +93,7 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
     if batch.rerolled:
         sums["mismatch/rerolled"] = sum(batch.rerolled)
     held, dense = kv_tokens(rollouts)
-    extra = {
+    totals = {
         "count": len(rollouts),
         "groups": batch.drawn_groups,
         "no_signal": batch.no_signal_groups,
@@ -104,7 +102,7 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
         "bytes": peak_bytes,
         "dense_bytes": dense_peak_bytes(rollouts, config.engine.max_rows),
     }
-    total = added([*world.all_gather(sums | extra)])
+    total = summed(world.all_gather(sums | totals))
     metrics = {name: total[name] / total["count"] for name in sums}
     metrics["groups/no_signal"] = total["no_signal"] / total["groups"]
     if config.sampling.dynamic:
@@ -116,7 +114,7 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
 
 
 def dense_peak_bytes(rollouts: Sequence[Rollout], rows: int) -> float:
-    """KV of dense rollouts of the same answers, `rows` of them at their longest at once. Those of a prompt share it."""
+    """Estimated peak KV of dense rollouts with the same answers, at most `rows` at once, prompts shared."""
     if not rollouts:
         return 0.0
     prompts = {tuple(rollout.prompt_ids) for rollout in rollouts}
@@ -126,13 +124,13 @@ def dense_peak_bytes(rollouts: Sequence[Rollout], rows: int) -> float:
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the tokens of all optimizer steps; norms and losses are means over the steps that were taken."""
+    """Means over the tokens of all optimizer steps; losses and norms are means over the steps that were taken."""
     metrics: dict[str, float] = {}
-    measured = [update.metrics for update in updates if update.metrics]
-    tokens = sum(one["tokens"] for one in measured)
-    for name in measured[0] if measured else ():
+    parts = [update.metrics for update in updates if update.metrics]
+    tokens = sum(part["tokens"] for part in parts)
+    for name in parts[0] if parts else ():
         if name != "tokens":
-            metrics[f"policy/{name}"] = sum(one[name] * one["tokens"] for one in measured) / tokens
+            metrics[f"policy/{name}"] = sum(part[name] * part["tokens"] for part in parts) / tokens
     taken = [update for update in updates if update.taken]
     metrics["policy/loss"] = fmean(update.loss for update in taken) if taken else math.nan
     metrics["policy/grad_norm"] = fmean(update.grad_norm for update in taken) if taken else math.nan
@@ -141,9 +139,9 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     return metrics
 
 
-def added(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(one[name] for one in dictionaries) for name in dictionaries[0]}
+def summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
-def whole_sum(world: World, value: float) -> float:
+def sum_over_ranks(world: World, value: float) -> float:
     return sum(world.all_gather(value))

@@ -85,15 +85,13 @@ class Updater:
             uncorrected = self._uncorrected(batch)
             computed = self._computed(batch, uncorrected, self.advantages(batch, uncorrected))
             rows = (~computed).nonzero().squeeze(-1).tolist()
-            scores = self.learner.score([batch.rollouts[i] for i in rows], temperature)
             batch.dense = [torch.empty(0, device=self.world.device)] * len(batch.rollouts)
-            for i, score in zip(rows, scores):
-                batch.dense[i] = score.logprobs
+            for i, logprobs in zip(rows, self.learner.score([batch.rollouts[i] for i in rows], temperature)):
+                batch.dense[i] = logprobs
         elif not batch.dense:  # reroll has scored them already
-            batch.dense = [score.logprobs for score in self.learner.score(batch.rollouts, temperature)]
+            batch.dense = self.learner.score(batch.rollouts, temperature)
         if self.loss.kl > 0:
-            scores = self.learner.score(batch.rollouts, temperature, reference=True)
-            batch.reference = [score.logprobs for score in scores]
+            batch.reference = self.learner.score(batch.rollouts, temperature, reference=True)
 
     def assign_minibatches(self, batch: RolloutBatch, step: int) -> Tensor:
         """int64 [N]: the optimizer step of each rollout."""
