@@ -1,4 +1,4 @@
-"""Data: every source, every benchmark's form, chat templates, a stream that resumes anywhere, generated tasks."""
+"""Data: sources, benchmark formats, chat templates, resumable streams, generated tasks."""
 
 import inspect
 import json
@@ -45,7 +45,7 @@ def test_benchmark_rows_become_gradable_examples(tmp_path, name):
     assert grade("\\boxed{12345}", example.record()) == 0
 
 
-def test_the_papers_suite_is_there():
+def test_the_papers_benchmarks_are_available():
     """The evaluation suite of arXiv 2601.10079."""
     suite = ("gsm8k", "math500", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "amc23")
     assert [BENCHMARKS[name].samples for name in suite] == [1, 1, 1, 1, 1, 32, 32]
@@ -202,7 +202,7 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
         prepare(data, tokenizer, max_prompt_tokens=1)
 
 
-def test_chat_without_a_template_is_refused(tokenizer):
+def test_chat_without_a_template_raises(tokenizer):
     data = Dataset((Example([{"role": "user", "content": "a"}]),))
     with pytest.raises(SettingError, match="no chat template"):
         prepare(data, tokenizer, chat=True)
@@ -212,7 +212,7 @@ def test_chat_without_a_template_is_refused(tokenizer):
         prepare(data, tokenizer, system="be brief")
 
 
-def test_symbols_that_the_model_never_saw_are_refused():
+def test_symbols_unknown_to_the_tokenizer_raise():
     tokenizer = task_tokenizer(build("successor", symbols=4))
     assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000
     said = r"data task:successor.*: the model's tokenizer does not know the symbol '[e-h]'; .*--option symbols=4"
@@ -269,7 +269,7 @@ def test_every_epoch_and_seed_has_its_own_order():
     assert PromptStream(numbered(8), seed=0).next(8) == [numbered(8)[i] for i in (0, 3, 7, 4, 1, 5, 2, 6)]
 
 
-def test_a_stream_refuses_other_data_and_another_seed():
+def test_a_stream_rejects_other_data_and_another_seed():
     state = PromptStream(numbered(5), seed=1).state_dict()
     with pytest.raises(SettingError, match="differs"):
         PromptStream(numbered(6), seed=1).load_state_dict(state)

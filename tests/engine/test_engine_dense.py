@@ -66,7 +66,7 @@ def test_topk_ids_and_logprobs(loaded):
             torch.testing.assert_close(rollout.topk_logprobs, top.values, rtol=0, atol=2e-5)
 
 
-def test_alone_equals_in_company(loaded):
+def test_results_are_independent_of_batch_composition(loaded):
     """Invariant 3, dense: also when the others are longer, shorter, end earlier, or wait for a row."""
     sampling = Sampling(n=3, max_new_tokens=30, temperature=0.9, stop=(2, 3, 4, 5))
     for options in ({}, {"lookahead": 4, "max_rows": 5}, {"lookahead": 3, "buckets": (16,)}):

@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence, nothing half-done, and the engine goes on."""
+"""Invalid input raises with one sentence and leaves the engine usable."""
 
 import pytest
 import torch

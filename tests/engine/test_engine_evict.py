@@ -1,4 +1,4 @@
-"""Eviction inside the engine: what is dropped, when, and what the policy then says, against the slow oracle."""
+"""Eviction in the engine against a slow oracle: evicted tokens, when, and the resulting log-probs."""
 
 import pytest
 import torch
@@ -222,7 +222,7 @@ def test_a_budget_that_covers_everything_is_dense_to_the_bit(method, models):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_alone_equals_in_company(method, models):
+def test_results_are_independent_of_batch_composition(method, models):
     """Invariant 3: same tokens, same kept sets, and with the bucket pinned the same bits.
 
     knorm needs the pin: a repeated token's keys have equal norms in the first layer, so rounding decides.
@@ -240,7 +240,7 @@ def test_alone_equals_in_company(method, models):
                 assert engine is loose or torch.equal(alone.logprobs, same.logprobs)
 
 
-def test_pages_really_go_back(models):
+def test_pages_are_released(models):
     """Ceiling of pages per sequence, and long rollouts through a pool that could never hold them densely."""
     engine = engine_of(models[1], kv_memory=96 * 4 * 2 * 3 * 2 * 12 * 4, lookahead=4)
     assert engine.pool.count == 96
@@ -294,7 +294,7 @@ def test_every_evictor_has_a_formula_here():
     assert all(build(Evict(m, 64)) for m in METHODS)
 
 
-def test_h2o_beside_prompts_longer_than_what_it_sums(models):
+def test_h2o_with_prompts_longer_than_its_sums(models):
     """The running sums are as long as the longest evicting sequence, not as its neighbours."""
     engine = engine_of(models[1])
     prompts, policies = [[5, 6] * 30, [7, 8]], [Sparsity(), Sparsity(Evict("h2o", 6, buffer=2, window=2, sinks=1))]

@@ -1,4 +1,4 @@
-"""The whole engine under random load: every sequence gets what it would get alone, and every page comes back."""
+"""The engine under random load: every sequence gets the same result as alone, and every page is released."""
 
 from collections import Counter
 
@@ -122,7 +122,7 @@ def requests(draw, page):
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_result_never_depends_on_the_company(data, loaded, alone):
+def test_results_are_independent_of_batch_composition_under_random_load(data, loaded, alone):
     page = data.draw(st.sampled_from([2, 4]))
     wanted = data.draw(requests(page))
     pages = data.draw(st.integers(110 // page, 240 // page))

@@ -1,4 +1,4 @@
-"""The scheduler and the page pool on their own: every plan runs on a simulated device that checks each page."""
+"""Scheduler and block manager without a model: every plan runs on a simulated device that checks each page."""
 
 import pytest
 from hypothesis import given, settings
@@ -45,7 +45,7 @@ def arrivals(draw, page):
 
 @settings(max_examples=500, deadline=None)
 @given(st.data())
-def test_pages_are_conserved_and_everybody_finishes(data):
+def test_pages_are_conserved_and_all_sequences_finish(data):
     page = data.draw(PAGES)
     simulation = Simulation(
         pages=data.draw(st.integers(8, 60)),
@@ -70,7 +70,7 @@ def test_dense_sequences_are_swapped_out_and_come_back():
         assert simulation.refused == 0
 
 
-def test_the_last_sequence_takes_back_the_pages_of_a_waiting_prompt():
+def test_the_last_sequence_frees_the_pages_of_a_waiting_prompt():
     """It was swapped out while its own prompt stays cached for rollouts that have yet to start."""
     for pages in range(26, 45):
         simulation = Simulation(pages=pages, page=1, rows=3, lookahead=4, ahead=0)
@@ -86,7 +86,7 @@ def test_rollouts_of_one_token_do_not_push_out_the_old():
         assert simulation.swaps == simulation.refused == 0
 
 
-def test_what_is_let_in_is_not_thrown_out_at_once():
+def test_an_admitted_sequence_is_not_swapped_out_at_once():
     """Six rollouts whose prompt fills its pages exactly: they start only as fast as their next pages exist."""
     simulation = Simulation(pages=12, page=4, rows=8, lookahead=4, ahead=0)
     simulation.run([Arrival(0, 16, 5, [5] * 6, DENSE)])

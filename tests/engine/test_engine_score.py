@@ -127,7 +127,7 @@ def test_long_scores_in_small_pieces(engine, loaded, monkeypatch):
         assert torch.equal(a.topk_ids, b.topk_ids)
 
 
-def test_what_is_not_finite_has_the_score_nan_and_the_others_have_theirs(loaded):
+def test_tokens_after_non_finite_logits_score_nan(loaded):
     """From the broken token on; in the dense pass, which sees a sequence whole, all through it."""
     rollouts = Engine(loaded, page=4, kv_memory="2MiB").generate(PROMPTS, SAMPLING, POLICIES["rkv"])
     bad = next(t for t in rollouts[0].token_ids[5:] if all(t not in r.prompt_ids + r.token_ids for r in rollouts[2:]))

@@ -1,4 +1,4 @@
-"""Selection inside the engine: which blocks are read and what the policy then says, against the slow oracle."""
+"""Selection in the engine against a slow oracle: blocks read, and the resulting log-probs."""
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ def test_dense_layers_that_cover_the_model_are_dense_to_the_bit(method, models):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_alone_equals_in_company(method, models):
+def test_results_are_independent_of_batch_composition(method, models):
     policies = [
         Sparsity(select=Select(method, 20, block=4, dense_layers=1)),
         Sparsity(Evict("rkv", 24, buffer=3, window=3, sinks=2), Select(method, 16, block=4, dense_layers=1)),
@@ -182,7 +182,7 @@ def test_alone_equals_in_company(method, models):
                 assert engine is loose or torch.equal(alone.logprobs, same.logprobs)
 
 
-def test_what_is_read_is_counted(models):
+def test_read_tokens_are_counted(models):
     engine = engine_of(models[1], lookahead=4)
     policy = Sparsity(select=Select("quest", 12, block=4, dense_layers=0))
     (rollout,) = engine.generate([[5] * 14], Sampling(max_new_tokens=6, ignore_eos=True), policy)
@@ -201,7 +201,7 @@ def test_one_selector_after_another_on_the_same_pages(models):
         assert [r.token_ids for r in got] == [r.token_ids for r in expected]
 
 
-def test_evictions_pay_for_no_summaries_that_nobody_reads(models, monkeypatch):
+def test_evictions_compute_no_unused_summaries(models, monkeypatch):
     """Once an engine has served a selector its cache has summaries; later calls that only evict leave them alone."""
     engine, evict = engine_of(models[3]), Evict("rkv", 24, buffer=5, window=3, sinks=2)
     engine.generate(PROMPTS, SAMPLING, Sparsity(select=Select("quest", 16, 4, 1)))

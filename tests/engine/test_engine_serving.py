@@ -1,4 +1,4 @@
-"""Streams, aborts, new weights, sleep: the engine as something that other code lives with."""
+"""Streams, aborts, weight updates, sleep and wake."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_rollouts_come_as_they_end(engine):
 
 
 @pytest.mark.parametrize("policy", [None, EVICT, SELECT], ids=["dense", "evict", "select"])
-def test_abort_returns_what_there_is(engine, policy):
+def test_abort_returns_the_tokens_so_far(engine, policy):
     sampling = Sampling(n=2, max_new_tokens=40, ignore_eos=True)
     whole = engine.generate(PROMPTS, sampling, policy)
     requests = engine.requests(PROMPTS, sampling, policy)
@@ -75,7 +75,7 @@ def test_abort_of_the_waiting_and_of_everything(loaded):
     assert len(engine.generate(PROMPTS)) == 3
 
 
-def test_an_abort_in_the_last_moment_is_still_answered(engine):
+def test_an_abort_at_the_last_moment_still_yields_the_rollout(engine):
     """Two rollouts end in the same chunk; the caller aborts the second on seeing the first."""
     requests = engine.requests(PROMPTS[:2], Sampling(max_new_tokens=6, ignore_eos=True))
     seen = []
@@ -85,7 +85,7 @@ def test_an_abort_in_the_last_moment_is_still_answered(engine):
     assert seen == ["length", "aborted"]
 
 
-def test_a_stream_that_is_left_gives_everything_back(engine):
+def test_a_closed_stream_releases_everything(engine):
     for policy in (None, EVICT, SELECT):
         stream = engine.stream(engine.requests(PROMPTS, Sampling(n=3, max_new_tokens=30), policy))
         next(stream)
@@ -163,7 +163,7 @@ def test_joined_projections_stay_the_parameters_they_were(model_type):
     assert_all_follow(loaded.model)
 
 
-def test_weights_that_do_not_fit_are_refused(engine):
+def test_weights_that_do_not_fit_raise(engine):
     """All of them, and none is copied: also where the wrong one comes last."""
     before = {name: p.clone() for name, p in engine.model.named_parameters()}
     good = [(name, p + 1) for name, p in engine.model.named_parameters()]
@@ -190,7 +190,7 @@ def test_weights_can_come_one_by_one(engine):
     assert all(own.equal(new) for own, new in held)
 
 
-def test_sleep_lends_the_memory_and_wake_takes_it_back(engine):
+def test_sleep_releases_the_memory_and_wake_restores_it(engine):
     for policy in (None, EVICT, SELECT):
         before = engine.generate(PROMPTS, Sampling(max_new_tokens=16, ignore_eos=True), policy)
         engine.sleep()

@@ -1,4 +1,4 @@
-"""Evaluation: metrics against brute force, and a whole evaluation of rollouts with known outcomes."""
+"""Evaluation: metrics against brute force, and an evaluation of rollouts with known outcomes."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ def test_majority(samples, answers, expected):
     assert m.maj_at_k([samples], [answers], len(samples)) == pytest.approx(expected)
 
 
-def test_k_beyond_the_samples_is_refused():
+def test_k_beyond_the_samples_raises():
     with pytest.raises(SettingError, match="k=5"):
         m.pass_at_k(GRADED, 5)
 

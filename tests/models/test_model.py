@@ -162,7 +162,7 @@ def llama3_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_folder_loads_in_the_asked_dtype_with_exact_rope(llama3_folder: Path, dtype: str) -> None:
+def test_a_folder_loads_in_the_given_dtype_with_exact_rope(llama3_folder: Path, dtype: str) -> None:
     loaded = load_model(llama3_folder, dtype=dtype)
     assert loaded.name == "llama"
     assert loaded.tokenizer is None

@@ -1,4 +1,4 @@
-"""A 16-bit decoder with a float32 residual stream: what is wide, what stays 16 bits, and what comes of it."""
+"""A 16-bit decoder with a float32 residual stream: dtypes, accuracy, copies and training."""
 
 import copy
 from pathlib import Path
@@ -137,7 +137,7 @@ def by_hand(model, ids):
 
 
 @torch.no_grad()
-def test_it_is_the_formula_and_closer_to_float32():
+def test_it_follows_the_formula_and_is_closer_to_float32():
     model, before = wide(DEEP).model, load_model(DEEP, dtype="bfloat16").model
     exact = copy.deepcopy(before).float()
     hand = by_hand(model, IDS[0]).float()
@@ -147,7 +147,7 @@ def test_it_is_the_formula_and_closer_to_float32():
 
 
 @torch.no_grad()
-def test_a_copy_goes_its_own_way():
+def test_a_copy_is_independent():
     model = wide("shape:tiny-llama").model
     other, before = copy.deepcopy(model), model(IDS).logits
     for parameter in other.model.norm.parameters():

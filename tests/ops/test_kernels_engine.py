@@ -1,4 +1,4 @@
-"""The engine's kernels against their torch twins: on CUDA where there is one, else in Triton's interpreter."""
+"""The engine's kernels against their torch twins: on CUDA if available, else in Triton's interpreter."""
 
 import math
 
@@ -214,7 +214,7 @@ def test_select_pages(group, kinds, kernels):
 
 
 @pytest.mark.parametrize("kinds", [1, 2])
-def test_select_pages_breaks_ties_by_place(kinds, kernels):
+def test_select_pages_breaks_ties_by_index(kinds, kernels):
     """All summaries alike, zeros of both signs: the first pages win, in both."""
     table = shuffled_table(2, 30)
     summaries = torch.zeros(61, 1, kinds, 8, device=DEVICE)
@@ -411,7 +411,7 @@ def test_random_numbers_of_the_kernel_are_those_of_the_reference():
     close(logprob, torch.full((rows,), -math.log(vocabulary), device=DEVICE))
 
 
-def test_sample_reports_what_is_not_finite():
+def test_sample_reports_non_finite_logits():
     """NaN and +inf give a log-prob that is not finite and a token inside the vocabulary; neighbours are exact."""
     logits = noise(4, 5000)
     logits[1, 4500], logits[2, 17] = math.nan, math.inf

@@ -1,4 +1,4 @@
-"""The eviction kernels against their torch twins: on CUDA where there is one, else in Triton's interpreter."""
+"""The eviction kernels against their torch twins: on CUDA if available, else in Triton's interpreter."""
 
 import math
 
@@ -168,7 +168,7 @@ def test_every_evictor_chooses_alike_with_and_without_kernels(name, monkeypatch)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_sequence_is_scored_alike_in_any_company(name):
+def test_scores_are_independent_of_batch_composition(name):
     evictor, kv = cached(name, rows=2, layers=1, n=70)
     kv = on_device(kv)
     assert torch.equal(evictor.score(only(kv, 1)), evictor.score(kv)[1:])

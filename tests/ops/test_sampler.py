@@ -1,4 +1,4 @@
-"""The sampler: the right distribution, independent rollouts, and numbers that depend on nothing but their key."""
+"""The sampler: correct distribution, independent rollouts, random numbers that depend only on the key."""
 
 import numpy as np
 import pytest
@@ -159,7 +159,7 @@ def test_the_support_of_top_p_and_top_k(temperature, top_p, top_k):
         assert torch.equal(proposal[row][list(allowed)], logits[row][list(allowed)])
 
 
-def test_draws_from_a_cut_distribution_follow_it_but_are_scored_by_the_whole():
+def test_samples_follow_the_filtered_distribution_but_are_scored_by_the_full_one():
     logits = torch.randn(30, generator=torch.Generator().manual_seed(5))
     proposal = proposal_logits(logits[None], torch.ones(1), torch.ones(1), torch.tensor([10]), torch.full((1, 1), -1))
     tokens, logprobs = draw(logits, proposal=proposal, count=8000)
@@ -260,7 +260,7 @@ def test_top_p_and_top_k_reach_the_engine(engine, loaded):
     assert greedy == first
 
 
-def test_top_p_beside_plain_sampling_in_one_stream(engine):
+def test_top_p_and_plain_sampling_in_one_stream(engine):
     """A neighbour that cuts its distribution changes nothing for those who do not."""
     plain, cut = Sampling(n=2, max_new_tokens=10), Sampling(n=2, max_new_tokens=10, top_k=2, min_new_tokens=3)
     alone = engine.generate([[5, 6, 7]], plain)

@@ -1,4 +1,4 @@
-"""Rewards: known answers in every benchmark's form, and graders that hang, raise, crash or are misspelt."""
+"""Rewards: known answers in every benchmark's format, and graders that hang, raise, crash or have wrong names."""
 
 import math
 import os
@@ -83,7 +83,7 @@ def test_wrong_answers(reference, completion):
     assert grade(completion, {"answer": reference}) == 0
 
 
-def test_boxed_only_grants_nothing_outside_a_box():
+def test_boxed_only_scores_nothing_outside_a_box():
     strict = build({"boxed_only": True})
     assert strict("The answer is 42", {"answer": "42"}) == 0
     assert strict("The answer is \\boxed{42}", {"answer": "42"}) == 1
@@ -157,7 +157,7 @@ def gone_within(seconds: float, pid: int) -> bool:
     return not alive(pid)
 
 
-def test_a_bad_answer_costs_only_itself(functions):
+def test_a_bad_answer_affects_no_other(functions):
     answers = ["aa", "hang", "b", "raise", "exit", "ccc", "hold", "segfault", "nan", "none", "dd"] + ["e"] * 20
     with Rewards([RewardTerm(name=functions, weight=2.0, options={"scale": 10})], timeout=1.0, workers=2) as rewards:
         batch = rewards.score(answers, [{}] * len(answers))
@@ -389,7 +389,7 @@ def test_model_reward_equals_one_by_one_scoring(tmp_path, labels):
             Rewards([RewardTerm(name=f"model:{tmp_path}")])
 
 
-def test_model_reward_refuses_pickled_weights(tmp_path):
+def test_model_reward_rejects_pickled_weights(tmp_path):
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 

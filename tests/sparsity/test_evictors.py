@@ -198,7 +198,7 @@ def test_scores_are_fp32_finite_repeatable_and_leave_their_input_alone(name):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_is_scored_alike_in_any_company(name, dtype):
+def test_scores_are_independent_of_batch_composition(name, dtype):
     evictor, kv = cached(name, rows=3)
     queries = None if kv.queries is None else kv.queries.to(dtype)
     kv = replace(kv, paged=in_pages(kv.keys.to(dtype), kv.layers), queries=queries)

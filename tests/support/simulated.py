@@ -142,10 +142,10 @@ class Simulation:
         if evict is None:
             return
         budget = max(evict.budget.budgets) if isinstance(evict.budget, Schedule) else evict.budget
-        whole = budget + evict.buffer + (s.prompt if evict.protect_prompt else 0)
+        whole = budget + evict.buffer + (s.prompt_len if evict.protect_prompt else 0)
         limit = pages_for(whole, self.page)
         if s.kv_len == s.position:  # nothing evicted yet
-            limit = max(limit, pages_for(s.prompt, self.page))
+            limit = max(limit, pages_for(s.prompt_len, self.page))
         assert len(s.pages) <= limit
 
     # -- the device ----------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Simulation:
             assert kv_len[row] == event.n == len(life.content)
             assert [p for p in tables[row] if p][: len(old)] == old
             assert self.read(old, event.n) == life.content
-            first = max(evict.sinks, sequence.prompt if evict.protect_prompt else 0)
+            first = max(evict.sinks, sequence.prompt_len if evict.protect_prompt else 0)
             life.content = life.content[:first] + life.content[event.n - (event.keep - first) :]
             assert len(life.content) == event.keep
             self.write(new, 0, life.content)

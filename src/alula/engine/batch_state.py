@@ -151,7 +151,7 @@ class BatchState:
             "accumulates": int(evictor.accumulates) if evictor else 0,
             "bin_width": 1,
             "top_k": sampling.top_k,
-            "stop_from": sequence.prompt + sampling.min_new_tokens,
+            "stop_from": sequence.prompt_len + sampling.min_new_tokens,
         }
         self._host_budget[row] = UNLIMITED
         if sparsity.select:

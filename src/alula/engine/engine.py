@@ -180,7 +180,7 @@ class Engine:
         try:
             for request in requests:
                 self._live[request.id] = scheduler.submit(request)
-            longest = max((Sequence(r, 0).ceiling() for r in requests if r.sparsity.evict), default=0)
+            longest = max((Sequence(r, 0).max_kv_tokens() for r in requests if r.sparsity.evict), default=0)
             self.cache.prepare(
                 summary_kinds=features.summary_kinds,
                 ring=features.ring,

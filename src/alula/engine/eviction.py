@@ -57,7 +57,7 @@ def _evict_rows(cache: KVCache, state: BatchState, event: Event, table: Tensor) 
         row_keys=state.key[row].repeat_interleave(geometry.layers) if evictor.seeded else None,
         position=state.position[row].long().repeat_interleave(geometry.layers) if evictor.seeded else None,
     )
-    protected = event.sequences[0].prompt if settings.protect_prompt else 0
+    protected = event.sequences[0].prompt_len if settings.protect_prompt else 0
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
     kept = kept.view(len(row), geometry.layers, geometry.kv_heads, event.keep)
     compact(cache.keys, cache.values, kept, old_pages, new_pages)

@@ -243,7 +243,7 @@ class ModelRunner:
         index = np.zeros((bucket, chunk.steps), np.int64)
         for part in chunk.parts:
             if teacher := part.sequence.request.teacher:
-                done = part.position - part.sequence.prompt + 1
+                done = part.position - part.sequence.prompt_len + 1
                 index[part.row, : part.steps] = teacher.start + done + np.arange(part.steps)
         if any(part.sequence.request.teacher for part in chunk.parts):
             hidden = self.teacher_hidden([part.sequence for part in chunk.parts], index.ravel())

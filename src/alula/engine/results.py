@@ -116,7 +116,7 @@ def as_rollout(sequence: Sequence, geometry: Geometry, dtype: torch.dtype, token
 def start_history(sequence: Sequence, geometry: Geometry) -> None:
     """Begin to record evictions: nothing is evicted, and slot i holds position i."""
     if sequence.evicts:
-        length = sequence.prompt + sequence.request.sampling.max_new_tokens
+        length = sequence.prompt_len + sequence.request.sampling.max_new_tokens
         sequence.history = np.full((geometry.layers, geometry.kv_heads, length), NEVER, np.int32)
         sequence.kept_positions = np.broadcast_to(
             np.arange(length, dtype=np.int32), (geometry.layers, geometry.kv_heads, length)
@@ -163,6 +163,6 @@ def record_selections(part: Part, steps: int, chunk: Chunk, selected: list, page
 
 def seen_history(sequence: Sequence) -> Tensor:
     """The history as the rollout's queries saw it: evictions planned past its end do not count."""
-    length = sequence.prompt + len(sequence.tokens)
+    length = sequence.prompt_len + len(sequence.tokens)
     history = sequence.history[..., :length]
     return torch.from_numpy(np.where(history < length - 1, history, np.int32(NEVER)))

@@ -136,10 +136,10 @@ class Scheduler:
     def need(self, request: Request) -> KVNeed:
         """KV tokens and pages of one rollout of this request."""
         probe = Sequence(request, 0)
-        tokens = probe.ceiling()
+        tokens = probe.max_kv_tokens()
         pages = pages_for(tokens, self.page) + 1
         if probe.evicts:
-            pages = pages_for(probe.prompt, self.page) + self._reserve(probe) + self._scratch(probe)
+            pages = pages_for(probe.prompt_len, self.page) + self._reserve(probe) + self._scratch(probe)
         return KVNeed(tokens, pages, self.width * self.page, self.pool.usable)
 
     def submit(self, request: Request) -> list[Sequence]:
@@ -164,11 +164,11 @@ class Scheduler:
 
     def _scratch(self, sequence: Sequence) -> int:
         """Pages that one eviction of this sequence allocates before it releases the old ones."""
-        return pages_for(min(sequence.own(), sequence.largest_keep() + self.lookahead), self.page)
+        return pages_for(min(sequence.reserved_tokens(), sequence.max_kept() + self.lookahead), self.page)
 
     def _reserve(self, sequence: Sequence) -> int:
         """Pages reserved for an evicting sequence; one more if it copies the end of a prompt longer than its limit."""
-        return pages_for(sequence.own(), self.page) + (sequence.prompt > sequence.own())
+        return pages_for(sequence.reserved_tokens(), self.page) + (sequence.prompt_len > sequence.reserved_tokens())
 
     def available(self) -> int:
         """Pages that are neither allocated nor reserved for evicting sequences and their scratch."""
@@ -177,7 +177,7 @@ class Scheduler:
     def _claim(self, sequence: Sequence, tokens: int) -> int:
         """Pages out of `available` that starting this sequence takes, including its growth to `tokens`."""
         if not sequence.evicts:
-            return pages_for(tokens, self.page) - sequence.prompt // self.page
+            return pages_for(tokens, self.page) - sequence.prompt_len // self.page
         scratch = max(self._scratches, default=0)
         return self._reserve(sequence) + max(0, self._scratch(sequence) - scratch)
 
@@ -288,15 +288,15 @@ class Scheduler:
             started.append(self.waiting.popleft())
 
     def _start(self, group: Group, sequence: Sequence) -> Start:
-        full, partial = divmod(sequence.prompt, self.page)
+        full, partial = divmod(sequence.prompt_len, self.page)
         sequence.pages, sequence.shared = group.pages[:full], full
         self.pool.share(sequence.pages)
-        sequence.position = sequence.kv_len = sequence.prompt
+        sequence.position = sequence.kv_len = sequence.prompt_len
         sequence.remaining = sequence.request.sampling.max_new_tokens - 1
         self._enter(sequence)
         if not partial:
             return Start(sequence, None)
-        self._grow(sequence, sequence.prompt)
+        self._grow(sequence, sequence.prompt_len)
         return Start(sequence, (group.pages[full], sequence.pages[full]))
 
     # -- a chunk of decode steps --------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Scheduler:
         for s in active:
             position[s.row], kv_len[s.row], remaining[s.row] = s.position, s.kv_len, s.remaining
             if s.request.forced is not None:
-                done = s.position - s.prompt + 1
+                done = s.position - s.prompt_len + 1
                 given = s.request.forced[done : done + steps]
                 forced[s.row, : len(given)] = given
         table = self.table[:, : max(len(s.pages) for s in active)].copy()
@@ -371,7 +371,7 @@ class Scheduler:
             for part in due.pop(step):
                 s = part.sequence
                 evict = s.request.sparsity.evict
-                protected = s.prompt if evict is not None and evict.protect_prompt else 0
+                protected = s.prompt_len if evict is not None and evict.protect_prompt else 0
                 same_sizes.setdefault((evict, protected, s.kv_len, s.keep), []).append(part)
             for (_, _, n, keep), waiting in same_sizes.items():
                 while waiting:

@@ -112,7 +112,9 @@ class Sequence:
     swapped: Any = None
     """Keys, values and last token in host memory, while preempted."""
     history: Any = None
+    """int32 [layer, kv_head, position]: `Rollout.history`, if recorded"""
     kept_positions: np.ndarray | None = None
+    """int32 [layer, kv_head, slot]: the position that each cached slot holds"""
     selected: list = field(default_factory=list)
     kv: KVUse = field(default_factory=KVUse)
     _held: int = 0
@@ -121,7 +123,7 @@ class Sequence:
     _steps: int = 0
 
     @property
-    def prompt(self) -> int:
+    def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
 
     @property
@@ -144,29 +146,31 @@ class Sequence:
     def keep(self) -> int:
         """KV tokens that an eviction now would leave."""
         evict = self.request.sparsity.evict
-        return UNLIMITED if evict is None else kept(evict, self.prompt, self.position)
+        return UNLIMITED if evict is None else kept(evict, self.prompt_len, self.position)
 
     @property
-    def longest(self) -> int:
-        return self.prompt + self.request.sampling.max_new_tokens
+    def max_length(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return self.prompt_len + self.request.sampling.max_new_tokens
 
     def steps_to_eviction(self, steps: int) -> int:
         """The number of the next `steps` decode steps before an eviction fires; `steps` if none fires."""
-        return steps_to_eviction(self.request.sparsity.evict, self.prompt, self.position, self.kv_len, steps)
+        return steps_to_eviction(self.request.sparsity.evict, self.prompt_len, self.position, self.kv_len, steps)
 
-    def largest_keep(self) -> int:
-        return largest_kept(self.request.sparsity.evict, self.prompt)
+    def max_kept(self) -> int:
+        """The most KV tokens that an eviction can leave."""
+        return largest_kept(self.request.sparsity.evict, self.prompt_len)
 
-    def ceiling(self) -> int:
-        """The most KV tokens this sequence can ever hold."""
-        return most_held(self.request.sparsity.evict, self.prompt, self.longest)
+    def max_kv_tokens(self) -> int:
+        """The most KV tokens that the sequence can ever hold."""
+        return most_held(self.request.sparsity.evict, self.prompt_len, self.max_length)
 
-    def own(self) -> int:
-        """The most KV tokens in pages of its own: what an evicting sequence reserves when it starts.
+    def reserved_tokens(self) -> int:
+        """The most KV tokens in pages that the sequence does not share: an evicting one reserves them at its start.
 
-        A prompt past the limit is read from the group's pages and compacted before the first step.
+        A prompt longer than that is read from the group's pages and compacted before the first step.
         """
-        return most_generated(self.request.sparsity.evict, self.prompt, self.longest)
+        return most_generated(self.request.sparsity.evict, self.prompt_len, self.max_length)
 
     def account(self, segment: Segment, steps: int) -> None:
         """Add `steps` of a segment's decode steps to the KV statistics."""
@@ -178,7 +182,7 @@ class Sequence:
         kv.peak_tokens = max(kv.peak_tokens, last)
         kv.peak_pages = max(kv.peak_pages, segment.pages_held)
         self._held += count * (segment.kv_len + 1 + last) // 2
-        dense = self.prompt + self._steps
+        dense = self.prompt_len + self._steps
         self._dense += count * (2 * dense + 1 + count) // 2
         select = self.request.sparsity.select
         if select is None:
@@ -189,10 +193,11 @@ class Sequence:
         self._steps += count
 
     def finish_accounting(self, token_bytes: int) -> KVUse:
+        """The KV statistics of the finished rollout."""
         kv = self.kv
         steps = max(self._steps, 1)
-        first = 0 if self._steps else self.prompt  # a rollout of one token holds its prompt only
-        kv.peak_tokens = max(kv.peak_tokens, self.prompt)
+        first = 0 if self._steps else self.prompt_len  # a rollout of one token holds its prompt only
+        kv.peak_tokens = max(kv.peak_tokens, self.prompt_len)
         kv.mean_tokens = (self._held + first) / steps
         kv.dense_mean_tokens = (self._dense + first) / steps
         kv.mean_read_tokens = (self._read + first) / steps

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from alula.engine.engine import Engine, progress_bar
+from alula.engine.engine import Engine
 from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.engine.scoring import kept_acceptance, stream_acceptance
 from alula.errors import require
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import Array, Tail, tail
 from alula.sparsity.policy import Sparsity
+from alula.terminal import progress_bar
 
 
 @dataclass(frozen=True)
