@@ -69,7 +69,7 @@ def test_overrides_are_yaml_and_reach_any_depth(recipe):
     assert config.learner.lr == 1e-6
     assert config.learner.betas == (0.9, 0.98)
     assert config.sparsity.evict == Evict("rkv", 512, sinks=0, window=16)
-    assert config.correction == Correction.tis(cap=5.0)
+    assert config.objective.correction == Correction.tis(cap=5.0)
     assert config.out == "runs/small"
 
 
@@ -111,14 +111,14 @@ def test_defaults_keep_the_dense_evaluation_on(recipe):
     config = load(recipe)
     assert config.eval.every > 0
     assert config.eval.data is None
-    assert config.correction == Correction.sparse_rl()
+    assert config.objective.correction == Correction.sparse_rl()
     assert config.sparsity.dense
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_itself_and_is_written_out(recipe, preset):
     config = load(recipe, f"objective.correction={preset}")
-    assert config.correction == PRESETS[preset]
+    assert config.objective.correction == PRESETS[preset]
     written = yaml.safe_load(to_yaml(config))["objective"]["correction"]
     assert written["preset"] == preset
     assert written["veto"] == PRESETS[preset].veto
@@ -143,7 +143,7 @@ def test_a_preset_replaces_all_of_another_in_a_runs_own_file(recipe, tmp_path, p
     own.write_text(to_yaml(load(recipe, "objective.correction={preset: sparse-rl, veto: 0.5}")))
     for name in ("objective.correction", "objective.correction.preset"):
         config = load(own, f"{name}={preset}")
-        assert (config.objective.correction.preset, config.correction) == (preset, PRESETS[preset])
+        assert (config.objective.correction.preset, config.objective.correction) == (preset, PRESETS[preset])
         assert load(own, f"{name}={preset}", "objective.correction.veto=0.1").correction.veto == 0.1
 
 
@@ -198,8 +198,8 @@ def test_a_budget_may_be_a_schedule(recipe):
             "sparsity.evict.options.window=4: ",
         ),
         (["sparsity.evict={method: rkv, budget: 8}"], "sparsity.evict.budget=8 is smaller than window + sinks"),
-        (["sparsity.evict={method: rkv, budget: 1.5}"], "sparsity.evict.budget: 1.5 is neither a whole number of KV"),
-        (["sparsity.select={method: quest, budget: true}"], "sparsity.select.budget: True is neither a whole number"),
+        (["sparsity.evict={method: rkv, budget: 1.5}"], "sparsity.evict.budget=1.5: should be a number of KV"),
+        (["sparsity.select={method: quest, budget: true}"], "sparsity.select.budget=True: should be a number"),
         (["sparsity.evict={method: rkv, budget: 64, buffer: 0}"], "sparsity.evict.buffer=0: "),
         (["sparsity.select={method: quest, budget: 8}"], "sparsity.select.budget=8 is smaller than the three blocks"),
         (
@@ -322,8 +322,8 @@ def test_the_papers_recipes_have_the_papers_numbers():
         assert (config.learner.updates, config.steps) == (4, 100)
         assert (config.learner.lr, config.learner.betas, config.learner.weight_decay) == (1e-6, (0.9, 0.98), 0.1)
         assert config.learner.decay == "constant"
-        assert (o.kl, o.loss, config.loss.clip, o.advantage) == (1e-4, "grpo", (0.2, 0.2), "grpo")
-        assert config.correction == Correction.sparse_rl()
+        assert (o.kl, o.loss, config.objective.clip, o.advantage) == (1e-4, "grpo", (0.2, 0.2), "grpo")
+        assert config.objective.correction == Correction.sparse_rl()
         assert [(term.name, term.options) for term in config.rewards.use] == [("math", {"boxed_only": True})]
         assert config.sparsity.evict == Evict("rkv", 512, buffer=128, window=8, sinks=0)
         assert e is not None

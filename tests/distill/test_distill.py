@@ -458,8 +458,8 @@ def test_a_run_distils_every_chosen_rollout_and_its_engine_samples_with_what_was
     trainer.updater.update = lambda batch, *rest: experiences.append(batch) or update(batch, *rest)
     trainer.run()
     assert len(seen) == 3
-    assert trainer.distill.distiller.loss == replace(trainer.config.loss, kl=0.0)
-    assert (trainer.config.loss.clip_high, trainer.config.loss.kl) == (0.28, 0.1)
+    assert trainer.distill.distiller.loss == replace(trainer.config.objective, kl=0.0)
+    assert (trainer.config.objective.clip_high, trainer.config.objective.kl) == (0.28, 0.1)
     for call, batch in zip(seen, experiences):
         assert call.rollouts == batch.rollouts
         rewards = torch.tensor(batch.rewards).view(-1, 4)

@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a checked `RunConfig`; what is wrong is said in one sentence."""
+"""Load a `RunConfig` from a YAML file and `section.setting=value` overrides; errors are one sentence each."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
     ("objective", "correction"): lambda preset: {"preset": preset},
     ("sparsity",): sparsity_settings,
 }
-"""Sections that may be written as one word, and the settings that the word stands for."""
+"""Sections that may be written as one text, and how that text expands to settings."""
 PRESET = ("objective", "correction", "preset")
-"""By this name, too, a correction is chosen as a whole."""
+"""An override of this setting replaces the whole correction."""
 TEMPLATES = [(["data"], "prompt"), (["data"], "answer")]
-"""Settings that may begin with a {field}, which YAML would take for a mapping."""
+"""Settings that may begin with a {field}, which YAML would read as a mapping."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-6 for a text; here it is the number that everybody means."""
+    """Reads 1e-6 as a number; in YAML 1.1 it is a text."""
 
 
 Loader.add_implicit_resolver(
@@ -36,8 +36,10 @@ Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The recipe at `path` with `section.setting=value` overrides, whose values are read as YAML. A run's folder stands
-    for its config.yaml, wherever the folder is now."""
+    """The recipe at `path` with `section.setting=value` overrides, whose values are YAML.
+
+    A run's folder stands for its config.yaml; `out` is then the folder's present path.
+    """
     path = Path(path)
     folder = path if path.is_dir() else None
     if folder:
@@ -66,18 +68,19 @@ def read_tree(tree: dict[str, Any]) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The settings in force, defaults filled in; `load_config` reads it back."""
+    """All settings, defaults filled in; `load_config` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def override(tree: dict[str, Any], text: str) -> None:
+    """Apply `section.setting=value` to the tree, in place."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise SettingError(f"override {text!r}: write section.setting=value.")
     *sections, leaf = name.split(".")
-    place = tree
+    node = tree
     for depth, section in enumerate(sections):
-        inner = place.get(section)
+        inner = node.get(section)
         path = tuple(sections[: depth + 1])
         if isinstance(inner, str) and path in SHORTHANDS:
             inner = SHORTHANDS[path](inner)
@@ -85,13 +88,13 @@ def override(tree: dict[str, Any], text: str) -> None:
             inner = {}
         if not isinstance(inner, dict):
             raise SettingError(f"override {text!r}: {'.'.join(path)} is {inner!r}, which has no settings inside.")
-        place[section] = dict(inner)
-        place = place[section]
+        node[section] = dict(inner)
+        node = node[section]
     template = (sections[-1:], leaf) in TEMPLATES and value.startswith("{")
-    chosen = value if template else parse_yaml(value, f"override {text!r}")
+    parsed = value if template else parse_yaml(value, f"override {text!r}")
     if (*sections, leaf) == PRESET:
-        place.clear()  # a run's config.yaml holds every setting of another preset here
-    place[leaf] = chosen
+        node.clear()  # drop the settings of another preset, which a run's config.yaml lists
+    node[leaf] = parsed
 
 
 def parse_yaml(text: str, what: str) -> Any:
@@ -124,7 +127,7 @@ ELSEWHERE = {
     "output_dir": "out",
     "per_device_train_batch_size": "sampling.prompts",
 }
-"""What other frameworks call a setting -> its name here."""
+"""Names of settings in other frameworks -> their names here."""
 
 
 def unknown_setting(error: ErrorDetails, tree: dict[str, Any]) -> SettingError:
@@ -134,10 +137,10 @@ def unknown_setting(error: ErrorDetails, tree: dict[str, Any]) -> SettingError:
         return SettingError(f"unknown setting '{here}{name}'; here it is {ELSEWHERE[name]!r}.")
     fields, elsewhere = fields_at(sections), [path for path in all_settings() if path.split(".")[-1] == name]
     if sections in (["sparsity", "evict"], ["sparsity", "select"]):
-        elsewhere = []  # what another method takes is no help with this one
+        elsewhere = []  # settings of other sections do not help here
     if sections == ["sparsity", "evict"]:
-        fields = with_own(fields, tree["sparsity"]["evict"].get("method"))
-    last = {field.rpartition(".")[2]: here + field for field in fields}  # dotted names are all near, by their sections
+        fields = with_options(fields, tree["sparsity"]["evict"].get("method"))
+    last = {field.rpartition(".")[2]: here + field for field in fields}  # compare names without their sections
     near = [last[word] for word in get_close_matches(name, last, n=1)] or elsewhere
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(last.values()))}."
     return SettingError(f"unknown setting '{here}{name}'; {hint}")
@@ -161,9 +164,9 @@ def fields_at(path: Sequence[str]) -> list[str]:
     return list(fields_of(section))
 
 
-def with_own(fields: list[str], method: Any) -> list[str]:
-    """An evictor's settings with the options of this method, by name."""
-    from alula.sparsity.evict import METHODS, own_settings  # torch, only where something is wrong
+def with_options(fields: list[str], method: Any) -> list[str]:
+    """An evictor's settings, with the options of its method by name."""
+    from alula.sparsity.evict import METHODS, own_settings  # torch: only for an error message
 
     if method not in list(METHODS):
         return fields

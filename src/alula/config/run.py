@@ -25,7 +25,7 @@ from alula.config.settings import (
 )
 from alula.errors import require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
-from alula.objective.settings import Correction, Loss, ObjectiveSettings
+from alula.objective.settings import ObjectiveSettings
 from alula.rewards.scoring import distinct
 from alula.sparsity.policy import DENSE, Sparsity
 
@@ -38,42 +38,34 @@ class RunConfig(Section):
     seed: int = 0
     """Seed for data order, rollouts, mini-batches and random weights."""
     model: ModelSettings
-    """What is trained."""
+    """The model to train."""
     data: DataSettings
-    """What it is trained on."""
+    """Training data and prompt format."""
     rewards: RewardSettings
-    """What an answer is worth."""
+    """Rewards of the answers."""
     sparsity: Sparsity = DENSE
     """Which part of the KV cache rollouts keep or read: these settings, or one text such as `rkv:512+128` or `dense`;
     by default dense."""
     sampling: SamplingSettings = SamplingSettings()
-    """How rollouts are drawn."""
+    """Sampling of the rollouts."""
     objective: ObjectiveSettings = ObjectiveSettings()
-    """What is optimized."""
+    """Loss, advantages and correction."""
     learner: LearnerSettings = LearnerSettings()
-    """How it is optimized."""
+    """Optimizer and learning-rate schedule."""
     distill: DistillSettings | None = None
-    """Pull the sparse policy towards the dense one while training (DistillSparse)."""
+    """Distillation of the dense policy into the sparse one during training (DistillSparse)."""
     engine: EngineSettings = EngineSettings()
     """Memory and speed of the rollouts."""
     eval: EvalSettings = EvalSettings()
     """Held-out evaluation."""
     monitor: MonitorSettings = MonitorSettings()
-    """How the mismatch is watched."""
+    """Measurement of the mismatch between sparse and dense policy."""
     control: ControlSettings = ControlSettings()
-    """What is done when it grows."""
+    """Reaction to a growing mismatch."""
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """What survives."""
+    """Checkpoints."""
     logging: LoggingSettings = LoggingSettings()
-    """What is written down."""
-
-    @property
-    def loss(self) -> Loss:
-        return self.objective
-
-    @property
-    def correction(self) -> Correction:
-        return self.objective.correction
+    """Logging of metrics and completions."""
 
     @property
     def total_updates(self) -> int:
@@ -82,7 +74,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
-        """Refuse what means nothing together, before anything is loaded."""
+        """Reject sections that do not go together, before anything is loaded."""
         one_update, updates = self.objective.one_update, self.learner.updates
         require(
             not one_update or updates == 1,
@@ -92,17 +84,17 @@ class RunConfig(Section):
         unit = self.sampling.prompts * (self.sampling.n if self.learner.minibatch == "rollouts" else 1)
         require(
             updates <= unit,
-            f"learner.updates={updates}: a step has only {unit} {self.learner.minibatch} to share out; lower it, or "
-            "raise sampling.prompts.",
+            f"learner.updates={updates}: a step has only {unit} {self.learner.minibatch}; lower it, or raise "
+            "sampling.prompts.",
         )
         self.learner.check_decay(self.total_updates)
         names = distinct([term.name for term in self.rewards.use])
         if self.rewards.correct is not None and self.rewards.correct not in names:
             raise unknown("reward that decides correctness: rewards.correct", self.rewards.correct, names)
-        asked = sorted(self.control.model_fields_set - {"enabled"})
+        given = sorted(self.control.model_fields_set - {"enabled"})
         require(
-            not asked or "enabled" in self.control.model_fields_set,
-            f"control.{', control.'.join(asked)} without control.enabled: nothing is controlled; set "
+            not given or "enabled" in self.control.model_fields_set,
+            f"control.{', control.'.join(given)} without control.enabled: nothing is controlled; set "
             "control.enabled=true.",
         )
         if self.distill is not None:
@@ -110,18 +102,17 @@ class RunConfig(Section):
         return self
 
     def policies(self) -> list[Sparsity]:
-        """What the run samples with, and what it may move to."""
+        """The sparse policy that the run starts with, and the one that it may move to."""
         move = self.distill.move if self.distill else None
         return [self.sparsity, *([Sparsity.parse(move.sparsity)] if move else [])]
 
     def _check_distill(self, distill: DistillSettings) -> None:
-        sparsity = self.sparsity
-        require(not sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
+        require(not self.sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
         require(
             distill.first is None or distill.weight > 0,
             "distill.first trains on the KL alone, which distill.weight=0 switches off; raise distill.weight.",
         )
-        require_one_part(sparsity, "distill")
+        require_one_part(self.sparsity, "distill")
         require(
             distill.move is None or not self.control.enabled,
             "distill.move and control.enabled both choose the budgets; use one of them.",
@@ -131,15 +122,15 @@ class RunConfig(Section):
 
     def _check_move(self, move: MoveSettings) -> None:
         candidate, present = Sparsity.parse(move.sparsity), self.sparsity
-        said = f"distill.move.sparsity={move.sparsity}"
-        require(not candidate.dense, f"{said}: the run moves to a sparser policy; name one with a smaller budget.")
-        require_one_part(candidate, said)
+        setting = f"distill.move.sparsity={move.sparsity}"
+        require(not candidate.dense, f"{setting}: the run moves to a sparser policy; name one with a smaller budget.")
+        require_one_part(candidate, setting)
         for wanted, now in ((candidate.evict, present.evict), (candidate.select, present.select)):
             if wanted and now and wanted.method == now.method:
                 fixed = isinstance(wanted.budget, int) and isinstance(now.budget, int)
                 require(
                     not fixed or wanted.budget < now.budget,  # type: ignore[operator]
-                    f"{said}: no sparser than the run's own budget of {now.budget}; name a smaller one.",
+                    f"{setting}: not sparser than the run's budget of {now.budget}; name a smaller one.",
                 )
         fewest = MIN_PROMPTS if move.at is None else 2
         require(
@@ -152,8 +143,8 @@ class RunConfig(Section):
         )
 
 
-def require_one_part(sparsity: Sparsity, said: str) -> None:
+def require_one_part(sparsity: Sparsity, setting: str) -> None:
     require(
         sparsity.evict is None or sparsity.select is None,
-        f"{said}: an evictor and a selector together cannot be replayed by the learner; use one of them.",
+        f"{setting}: an evictor and a selector together cannot be replayed by the learner; use one of them.",
     )

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
-from pydantic_core import ArgsKwargs
+from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from alula.config.settings import fields_of, settings_type
 from alula.errors import require, unknown
@@ -25,12 +25,11 @@ def _as_budget(value: Any) -> Any:
         return parse_budget(value)
     if isinstance(value, dict):
         return Schedule.from_dict(value)
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    require(
-        whole or isinstance(value, Schedule),
-        f"{value!r} is neither a whole number of KV tokens (512, 2k) nor a schedule's name or file.",
-    )
-    return int(value) if whole else value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if not isinstance(value, Schedule):
+        raise PydanticCustomError("budget", "should be a number of KV tokens (512, 2k), or a schedule's name or file")
+    return value
 
 
 def _budget_source(budget: Budget) -> Any:

@@ -125,7 +125,7 @@ def build_learner_and_engine(
             config.distill,
             adapter=first_adapter(config),
             base_model=config.model.source,
-            loss=config.loss,
+            loss=config.objective,
             world=world,
             compiled=config.learner.compile,
         )

@@ -54,7 +54,7 @@ class Collector:
         self.config, self.engine, self.learner = config, engine, learner
         self.rewards, self.monitor, self.world, self.stop = rewards, monitor, world, stop
         self.distill, self.show_phase = distill, show_phase
-        self.correction = config.correction
+        self.correction = config.objective.correction
         self.sparsity = monitor.recommended
         """The policy that the next rollouts are sampled under."""
         self.graded = False

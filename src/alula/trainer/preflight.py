@@ -154,7 +154,7 @@ def generations(
         yield "measurements of distill.move", longest[-1], policies.candidate
     for what, policy in sparse:
         yield what, training, policy
-    if config.correction.reroll:
+    if config.objective.correction.reroll:
         yield "rerolls", training, DENSE
     if held_out:
         yield "evaluations", held_out[0], DENSE

@@ -75,7 +75,7 @@ class Updater:
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self.config, self.learner, self.world = config, learner, learner.world
-        self.loss, self.correction = config.loss, config.correction
+        self.loss, self.correction = config.objective, config.objective.correction
         self.one_update = config.objective.one_update
 
     def score(self, batch: RolloutBatch) -> None:
