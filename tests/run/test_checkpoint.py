@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path, damage):
         (victim / "rank-0.json").unlink()
     else:
         (victim / MARKER).write_text("{")
-    checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
+    checkpoints = Checkpoints(tmp_path, keep=3, report=said.append)
     assert read(checkpoints, checkpoints.latest()) == (1.0, {"step": 1})
     assert len(said) == 1
     assert "step-00000002 is damaged" in said[0]
@@ -208,7 +208,7 @@ def test_killed_in_the_middle_of_writing(tmp_path):
         writer.wait()
         unfinished += any(tmp_path.glob(".aside-*"))
         said = []
-        checkpoints = Checkpoints(tmp_path, say=said.append)
+        checkpoints = Checkpoints(tmp_path, report=said.append)
         path = checkpoints.latest()
         assert said == []
         if path is None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from alula.cli import options as shared
 from alula.errors import require
 
 if TYPE_CHECKING:
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def distill(
-    model: Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file or shape:<name>.")],
-    data: Annotated[str, typer.Option(help="Prompts: a file, folder, benchmark, hub id or task:<name>.")],
-    sparsity: Annotated[str, typer.Option(help="The sparse policy: rkv:512+128, block-topk:1024, ...")],
+    model: shared.Model,
+    data: shared.Prompts,
+    sparsity: shared.Sparsity,
     steps: Annotated[int, typer.Option(help="Batches of rollouts.")] = 50,
     prompts: Annotated[int, typer.Option(help="Prompts per step.")] = 64,
     samples: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="Of the rollouts.")] = 1.0,
+    temperature: shared.Temperature = 1.0,
     held_out: Annotated[int, typer.Option(help="Prompts set aside to measure acceptance on.")] = 64,
     rank: Annotated[int, typer.Option(help="Rank of the adapter.")] = 16,
     alpha: Annotated[float | None, typer.Option(help="Scale times rank; by default twice the rank.")] = None,
@@ -32,23 +33,21 @@ def distill(
     token_budget: Annotated[int, typer.Option(help="Tokens per micro-batch.")] = 16384,
     adapter: Annotated[Path | None, typer.Option(help="Continue from this adapter.")] = None,
     width: Annotated[int, typer.Option("--bin", help="Tokens per length bin of the tail.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Of data, rollouts and the adapter.")] = 0,
-    split: Annotated[str | None, typer.Option(help="Which part of a stored data set.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Template of the prompt, with {field}s of the row.")] = None,
-    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default where there is one.")] = None,
-    options: Annotated[str, typer.Option(help="Options of a task, as YAML: '{symbols: 8}'.")] = "{}",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default CUDA where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    residual: Annotated[
-        str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")
-    ] = None,
-    page: Annotated[int, typer.Option(help="KV tokens per page; a selector's block takes its place.")] = 16,
-    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, such as 60GiB.")] = None,
-    max_rows: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
+    seed: shared.Seed = 0,
+    split: shared.Split = None,
+    data_dir: shared.DataDir = None,
+    prompt: shared.PromptTemplate = None,
+    chat: shared.Chat = None,
+    options: shared.TaskOptions = "{}",
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
+    residual: shared.Residual = None,
+    page: shared.Page = 16,
+    kv_memory: shared.KVMemory = None,
+    max_rows: shared.MaxRows = 256,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")] = Path("distilled"),
-    save_every: Annotated[int, typer.Option(help="A checkpoint every so many steps.")] = 10,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a LoRA that only the sparse rollout uses, so that it agrees better with the dense policy.
 

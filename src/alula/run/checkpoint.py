@@ -47,12 +47,12 @@ class Checkpoints:
         folder: Path | str,
         keep: int = 2,
         world: World | None = None,
-        say: Callable[[str], None] = lambda message: print(message, file=sys.stderr),
+        report: Callable[[str], None] = lambda message: print(message, file=sys.stderr),
     ) -> None:
         self.folder = Path(folder)
         self.keep = max(1, keep)
         self.world = world or World()
-        self.say = say
+        self.report = report
         self._intact: set[Path] = set()
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], score: float | None = None) -> Path:
@@ -107,7 +107,7 @@ class Checkpoints:
             if not wrong:
                 return path
             if self.world.rank == 0:
-                self.say(f"checkpoint {path} is damaged ({wrong}); using the previous one.")
+                self.report(f"checkpoint {path} is damaged ({wrong}); using the previous one.")
         return None
 
     def best(self) -> Path | None:

@@ -69,16 +69,16 @@ class RunLogger:
         preset = c.objective.correction.preset
         rollouts = "dense" if sparsity.dense else f"{sparsity.describe()}, correction {preset}"
         batch = f"{c.sampling.prompts} × {c.sampling.n} rollouts"
-        self.say(f"{self.out}: {c.model.source}, {c.steps:,} steps of {batch}, {rollouts}.")
+        self.message(f"{self.out}: {c.model.source}, {c.steps:,} steps of {batch}, {rollouts}.")
         dropped = "; left out: " + ", ".join(f"{n:,} ({why})" for why, n in training.dropped.items())
         evaluated = "" if held_out is None else f", {len(held_out):,} to evaluate on"
-        self.say(f"{training.name}: {len(training):,} prompts{evaluated}{dropped if training.dropped else ''}.")
+        self.message(f"{training.name}: {len(training):,} prompts{evaluated}{dropped if training.dropped else ''}.")
         if self.writer:
             settings = self.out / "config.yaml"
             if self.resumed_from is not None and settings.exists():
                 changed = changed_settings(settings.read_text(), self.config)
                 if changed:
-                    self.say(f"settings changed since the run began: {', '.join(changed)}.")
+                    self.message(f"settings changed since the run began: {', '.join(changed)}.")
             settings.write_text(to_yaml(self.config))
 
     def log_step(self, step: int, metrics: Mapping[str, float], completions: Iterable[Mapping[str, Any]]) -> None:
@@ -91,14 +91,14 @@ class RunLogger:
         """`result` holds accuracy, stderr, n and further numbers."""
         if self.writer:
             self.writer.log_eval(step, name, policy, **result)
-        self.say(f"step {step}: {policy} accuracy on {name} {result['accuracy']:.1%} ± {result['stderr']:.1%}")
+        self.message(f"step {step}: {policy} accuracy on {name} {result['accuracy']:.1%} ± {result['stderr']:.1%}")
 
     def event(self, step: int, kind: str, message: str, advice: str) -> None:
         if self.writer:
             self.writer.log_event(step, kind, message, advice)
-        self.say(f"{kind}: {message} {advice}")
+        self.message(f"{kind}: {message} {advice}")
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """Print a line above the live one."""
         if self.live:
             self.live.message(text)

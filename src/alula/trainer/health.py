@@ -179,7 +179,7 @@ class StepAlerts:
         for update in updates:
             self.not_finite = 0 if update.taken else self.not_finite + 1
         if self.not_finite:
-            self.logger.say(f"step {step}: skipped an update whose loss or gradient is not finite.")
+            self.logger.message(f"step {step}: skipped an update whose loss or gradient is not finite.")
         if self.not_finite >= self.max_skipped:
             raise TrainingFailed(
                 f"step {step}: the loss or its gradient was not finite in {self.not_finite} updates in a row "

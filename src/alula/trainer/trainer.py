@@ -131,10 +131,10 @@ class Trainer:
             self._load(self.resumed)
         self.logger.start(self.stream.dataset, self.held_out)
         if self.resumed:
-            self.logger.say(f"continuing after step {self.step}.")
+            self.logger.message(f"continuing after step {self.step}.")
         else:
             if self.logger.resumed_from is not None:
-                self.logger.say(f"{self.out} has no checkpoint; starting from the beginning.")
+                self.logger.message(f"{self.out} has no checkpoint; starting from the beginning.")
             for message in schedules_of_other_models(self.config.policies(), self.loaded.model.config):
                 self.logger.event(0, "other-model", message, OTHER_MODEL_ADVICE)
         if shortage := self.checkpoints.shortage(self._tensors()):
@@ -166,7 +166,7 @@ class Trainer:
             except Stopped:
                 self.save()
                 self.logger.state = "stopped"
-                self.logger.say(f"stopped after step {self.step}{self._resume_hint()}")
+                self.logger.message(f"stopped after step {self.step}{self._resume_hint()}")
                 return False
             self._export()
             if self.saved != self.step:
@@ -174,7 +174,7 @@ class Trainer:
                     f"the model is in {self.out / 'model'}, but the last checkpoint could not be written: --resume "
                     "would repeat the steps since the previous one."
                 )
-            self.logger.say(f"finished: the model is in {self.out / 'model'}; see `alula report {self.out}`.")
+            self.logger.message(f"finished: the model is in {self.out / 'model'}; see `alula report {self.out}`.")
         return True
 
     def train_step(self) -> None:
@@ -286,10 +286,12 @@ class Trainer:
         first = distill.settings.first
         assert first is not None
         if self.step > 0:
-            self.logger.say("distill.first: the run has begun, so nothing is distilled before its first step.")
+            self.logger.message("distill.first: the run has begun, so nothing is distilled before its first step.")
             return
         done = len(distill.divergences)
-        self.logger.say(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
+        self.logger.message(
+            f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts."
+        )
         stream = PromptStream(self.stream.dataset, ~self.config.seed)
         stream.next(done * first.prompts)
         while distill.first_due():
@@ -348,7 +350,7 @@ class Trainer:
             if self.stop.requested:
                 raise
             if not self.save_failed:
-                self.logger.say(f"{error} The run continues and tries again after every step.")
+                self.logger.message(f"{error} The run continues and tries again after every step.")
             self.save_failed = True
 
     def _take_snapshot(self) -> None:

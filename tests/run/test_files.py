@@ -1,0 +1,31 @@
+import pytest
+
+from alula.errors import SettingError
+from alula.files import check_same_settings, size_text, write_atomically
+
+
+def test_an_interrupted_write_leaves_the_old_text(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    write_atomically(path, "old ξ")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        write_atomically(path, "new")
+    assert path.read_text(encoding="utf-8") == "old ξ"
+    monkeypatch.undo()
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_other_settings_are_named_with_both_values():
+    check_same_settings("work", {"seed": 1, "rank": 4}, {"seed": 1}, "use another file")
+    for before, message in (({"seed": 2}, "seed=2, not seed=1"), ({}, "seed=None, not seed=1")):
+        with pytest.raises(SettingError, match=f"work .* {message}; use another file"):
+            check_same_settings("work", before, {"seed": 1}, "use another file")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0.0 MiB"), (3 * 2**19, "1.5 MiB"), (2**30, "1.00 GiB"), (5 * 2**29, "2.50 GiB")]
+)
+def test_sizes(size, text):
+    assert size_text(size) == text
