@@ -36,7 +36,7 @@ def alula_says(capsys, *words):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_float32_residual_stream_is_asked_for(command, tmp_path, monkeypatch, capsys):
+def test_the_residual_option_reaches_the_model(command, tmp_path, monkeypatch, capsys):
     def stop(model):
         raise Reached(model.dtype)
 
@@ -50,7 +50,7 @@ def test_a_float32_residual_stream_is_asked_for(command, tmp_path, monkeypatch, 
     assert "residual=float64: must be float32, or left out" in alula_says(capsys, *words, "float64")
 
 
-def test_distill_refuses_a_used_folder_in_its_own_words_before_it_loads(tmp_path, monkeypatch, capsys):
+def test_distill_rejects_a_used_folder_before_it_loads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("alula.models.load.load_model", None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     said = alula_says(capsys, "distill", SHAPE, *COMMANDS["distill"], "--out", tmp_path)
@@ -75,7 +75,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
-def test_a_schedule_of_another_model_is_told_once_for_each_model(command, folder, monkeypatch, capsys):
+def test_a_schedule_of_another_model_is_reported_once_per_model(command, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     Schedule((48, 64), 16, "planned", notes={"model": "who/tiny-qwen3"}).save("planned.json")
     where = ("--file", "prompts.jsonl") if command == "generate" else ("--data", "task:copy-last", "--limit", 1)

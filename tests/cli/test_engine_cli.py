@@ -105,7 +105,7 @@ def test_a_selectors_block_is_the_page_that_generate_loads_with(capsys):
     assert all(0 < use["mean_read_tokens"] < use["mean_tokens"] < use["dense_mean_tokens"] for use in kv)
 
 
-def test_standard_input_that_is_not_utf8_is_refused(capsys, monkeypatch):
+def test_standard_input_that_is_not_utf8_raises(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "\xfc"}\n'), encoding="utf-8"))
     code, _, err = run(capsys, "generate", MODEL, "--file", "-")
     assert (code, err) == (2, "alula: --file -: standard input is not UTF-8; convert it.\n")
@@ -144,7 +144,7 @@ def test_a_look_at_where_the_output_goes_leaves_nothing_and_takes_nothing():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_generate_refuses_in_one_sentence(capsys, arguments, said):
+def test_generate_rejects_bad_input_in_one_line(capsys, arguments, said):
     Path("text.txt").write_text("a plain line\n")
     Path("odd.jsonl").write_text('{"prompt": null}\n')
     Path("latin.jsonl").write_bytes(b'{"prompt": [1]}\n{"prompt": "\xfc"}\n')
@@ -222,7 +222,7 @@ def test_bench_goes_past_what_the_model_was_trained_for(capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bench_refuses_in_one_sentence(capsys, arguments, said):
+def test_bench_rejects_bad_input_in_one_line(capsys, arguments, said):
     code, out, err = run(capsys, "bench", MODEL, "--kv-memory", "1MiB", "--context", 32, *arguments)
     assert (code, out) == (2, "")
     assert said in err

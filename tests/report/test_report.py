@@ -247,7 +247,7 @@ def test_the_page_is_one_file_with_nothing_from_elsewhere(three, tmp_path):
     assert not re.search(r"https?://|url\(|@import|\bfetch\(|XMLHttpRequest|import\(", page)
 
 
-def test_settings_that_differ_are_told_from_those_shared(three):
+def test_settings_that_differ_are_listed_apart_from_shared_ones(three):
     table, shared = settings_tables([load_run(path, path.name) for path in three]).split("<details>")
     rows = re.findall(
         r"<tr><th>([\w.]+)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", table.replace("<wbr>", "")
@@ -354,7 +354,7 @@ def test_names_are_folders_and_as_many_parents_as_needed():
     assert names_of([Path("/a/x/run"), Path("/b/x/run")]) == ["a/x/run", "b/x/run"]
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_raises(tmp_path):
     with pytest.raises(SettingError, match=r"no metrics\.jsonl"):
         write_report([tmp_path], tmp_path / "report.html")
     with pytest.raises(SettingError, match="at least one run"):

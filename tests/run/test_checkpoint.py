@@ -93,7 +93,7 @@ def test_last_and_best_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "marker"])
-def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, damage):
     said = []
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (1, 2):
@@ -171,7 +171,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
     assert checkpoints.latest().name == "step-00000001"
 
 
-def test_state_that_is_not_json_is_refused(tmp_path):
+def test_state_that_is_not_json_raises(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
         Checkpoints(tmp_path).save(1, small(), {"what": object()})
     assert list(tmp_path.iterdir()) == []
@@ -221,14 +221,14 @@ def test_killed_in_the_middle_of_writing(tmp_path):
         newest = step
 
 
-def test_pickles_are_refused(tmp_path):
+def test_pickles_raise(tmp_path):
     path = Checkpoints(tmp_path).save(1, small(), {})
     torch.save({}, path / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"optimizer.pt, a pickle"):
         Checkpoints(tmp_path).load(path, small())
 
 
-def test_another_models_checkpoint_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_raises(tmp_path):
     path = Checkpoints(tmp_path).save(1, small(), {})
     with pytest.raises(CheckpointError, match="does not fit this model"):
         Checkpoints(tmp_path).load(path, {"model.w": torch.zeros(3, 3)})

@@ -84,7 +84,7 @@ def test_a_used_folder_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("error", "state"), [(None, "finished"), (KeyboardInterrupt, "stopped"), (ValueError, "failed")]
 )
-def test_status_says_how_the_run_ended(tmp_path, error, state):
+def test_status_shows_how_the_run_ended(tmp_path, error, state):
     with contextlib.suppress(KeyboardInterrupt, ValueError), MetricsWriter(tmp_path, total_steps=7):
         if error:
             raise error

@@ -250,7 +250,7 @@ def test_a_disk_too_full_for_a_line_of_metrics_ends_in_one_sentence(tmp_path, mo
     assert said == f"alula: the disk of {tmp_path / 'run'} is full; free some space and run again with --resume.\n"
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path):
     whole = tmp_path / "whole"
     toy.trainer(toy.quick(whole)).run()
     out = tmp_path / "run"
@@ -312,7 +312,7 @@ def test_several_in_a_row_stop_the_run_with_a_clear_message(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("kl", [0, 0.1])
-def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path, kl):
+def test_a_step_with_all_rollouts_rejected_changes_nothing_and_is_reported(tmp_path, kl):
     """With a KL too: it starts at the reference, where its gradient is 0."""
     out = tmp_path / "run"
     settings = ("objective.correction.veto=10", "steps=6", "eval.every=0", f"objective.kl={kl}")
@@ -331,7 +331,7 @@ def test_every_rollout_rejected_changes_nothing_and_is_said(tmp_path, kl):
 MASK = "objective.correction={preset: geometric, mask_low: 5.0, mask_high: 6.0}"
 
 
-def test_a_mask_that_rejects_every_rollout_is_said_too(tmp_path):
+def test_a_mask_that_rejects_every_rollout_is_reported(tmp_path):
     """No token is vetoed; what is called rejected is what the correction dropped."""
     run = toy.trainer(toy.quick(tmp_path / "run", MASK, "steps=6", "eval.every=0", "objective.kl=0"))
     assert run.run()
@@ -358,7 +358,7 @@ def test_what_the_correction_keeps_is_called_vetoed_only(tmp_path):
     assert f"vetoed {rows[0]['mismatch/veto_rate']:.1%} · rejected {rows[0]['mismatch/rejected']:.1%}" in toy.said(run)
 
 
-def test_every_group_with_equal_rewards_changes_nothing_and_is_said(tmp_path, monkeypatch):
+def test_a_step_of_equal_rewards_changes_nothing_and_is_reported(tmp_path, monkeypatch):
     (tmp_path / "constant.py").write_text("def one(completion, example):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     out = tmp_path / "run"
@@ -410,7 +410,7 @@ def test_a_rollout_that_breaks_off_teaches_nothing(tmp_path, monkeypatch):
 # -- people -------------------------------------------------------------------------------------------------
 
 
-def test_a_used_folder_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+def test_a_used_folder_raises_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
     before = (out / "metrics.jsonl").read_bytes()
@@ -424,7 +424,7 @@ def test_a_used_folder_is_refused_before_anything_is_loaded(tmp_path, capsys, mo
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_checkpoints_that_are_left_of_another_run_are_refused(tmp_path, capsys):
+def test_checkpoints_of_another_run_raise(tmp_path, capsys):
     """A new run would keep them as its own, and go on from their weights after a kill."""
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
@@ -449,7 +449,7 @@ def test_settings_that_changed_at_a_resume_are_named(tmp_path):
     assert [row["step"] for row in toy.rows(out, "metrics.jsonl")] == list(range(1, 7))
 
 
-def test_an_evaluation_since_the_checkpoint_is_not_told_twice(tmp_path, monkeypatch):
+def test_an_evaluation_after_the_checkpoint_is_not_logged_twice(tmp_path, monkeypatch):
     """Switched on at a resume, it comes after the checkpoint of its step; so does the warning that it ends in."""
     warning = HealthWarning("dense-falling", "It fell.", "Look.")
     monkeypatch.setattr(HealthMonitor, "observe_eval", lambda *_, **numbers: [warning])
@@ -468,7 +468,7 @@ def test_an_evaluation_since_the_checkpoint_is_not_told_twice(tmp_path, monkeypa
     assert toy.files(out) == toy.files(whole)
 
 
-def test_other_data_at_a_resume_is_refused(tmp_path, capsys):
+def test_other_data_at_a_resume_raises(tmp_path, capsys):
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
     with pytest.raises(SystemExit) as ended:
@@ -496,7 +496,7 @@ def test_the_second_signal_is_obeyed_at_once(tmp_path, interruptible):
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_closed_terminal_asks_however_often_it_says_so_unless_it_is_ignored(tmp_path, ignored):
+def test_a_closed_terminal_stops_the_run_unless_ignored(tmp_path, ignored):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         run = toy.trainer(toy.quick(tmp_path / "run"))

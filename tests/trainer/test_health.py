@@ -229,7 +229,7 @@ def test_a_fall_from_the_evaluation_before_the_first_step_is_compared_with_the_f
     assert evaluate([0.5, 0.45, 0.2, 0.1], falling) == [(2, "dense-falling")]
 
 
-def test_a_fall_before_there_is_a_reward_to_compare_says_nothing_about_it():
+def test_a_fall_before_the_first_rewards_does_not_mention_them():
     monitor = HealthMonitor()
     monitor.observe_eval("held", "dense", accuracy=0.5, stderr=0.02)
     monitor.observe({"step": 1, "reward/mean": 0.4})

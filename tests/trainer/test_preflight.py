@@ -132,7 +132,7 @@ def test_what_just_fits_runs(settings, overrides):
 
 
 @pytest.mark.parametrize("policy", [toy.DENSE, EVICT])
-def test_positions_that_the_model_does_not_have_are_refused(settings, monkeypatch, policy):
+def test_sequences_longer_than_the_positions_raise(settings, monkeypatch, policy):
     """By every policy: an evictor holds few tokens, and the learner reads them all."""
     monkeypatch.setitem(shapes.SHAPES, "tiny-llama", shapes.SHAPES["tiny-llama"] | {"max_position_embeddings": 33})
     with pytest.raises(SettingError, match=r"max_position_embeddings=33.* 34;.*max_new_tokens.*engine\.max_length=34"):
