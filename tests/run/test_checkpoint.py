@@ -259,4 +259,4 @@ def test_export_loads_in_transformers(tmp_path, settings, shape):
             ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
             logp = loaded(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
             wanted = logp.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-            torch.testing.assert_close(scores.logprobs, wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(scores, wanted, atol=1e-5, rtol=1e-5)
