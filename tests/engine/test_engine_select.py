@@ -216,7 +216,7 @@ def test_evictions_compute_no_unused_summaries(models, monkeypatch):
 
 def test_pages_are_summarised_alike_however_many_layers_at_a_time(models, monkeypatch):
     cache = engine_of(models[3]).cache
-    cache.prepare(summary_kinds=2, ring=0, accumulated_tokens=0)
+    cache.prepare(selector=METHODS["quest"], ring=0, accumulated_tokens=0)
     cache.keys.normal_()
     pages = torch.tensor([3, 1, 5])
     cache.summarise(pages)

@@ -9,12 +9,14 @@ import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.engine.sequence import rollout_key
 from alula.ops import paged_attention as attention_module
-from alula.ops.append import append_torch, append_triton
+from alula.ops.append import append, append_torch
 from alula.ops.compact import compact, gather_keys
 from alula.ops.paged_attention import accumulate_attention, paged_attention, paged_attention_torch
 from alula.ops.sample import philox_uniform, proposal_logits, sample_torch, sample_triton
 from alula.ops.select_pages import score_pages_torch, select_pages_torch, select_pages_triton
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
+from alula.sparsity.select import METHODS
+from alula.sparsity.select.quest import Quest
 
 # the interpreter is numpy, which warns of the infinities that the kernels mask
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -179,24 +181,32 @@ def test_accumulate_attention(group, kernels):
     close(*results)
 
 
+class Unfused(Quest):
+    """A selector that the kernels do not know."""
+
+    fused = False
+
+
+SELECTORS = METHODS | {"unfused": Unfused()}
+
+
 # --- pages to read -----------------------------------------------------------------------------------------------
 
 
 @GROUPS
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_select_pages(group, kinds, kernels):
+@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+def test_select_pages(group, selector, kernels):
     """Budgets below, at and above what a row holds; rows of one page; a dense row."""
     page, width = 4, 20
     table = shuffled_table(6, width)
     tokens = ints([77, 80, 12, 1, 40, 73])
     budget = ints([5, 19, 3, 3, 1 << 30, 3])
-    q, summaries = noise(6, 2 * group, 24), noise(6 * width + 1, 2, kinds, 24, seed=1)
-    if kinds == 2:
-        summaries = summaries.sort(2).values.contiguous()
-    expected, read = select_pages_torch(q, summaries, table, tokens, budget, page, 80)
-    actual, actual_read = select_pages_triton(q, summaries, table, tokens, budget, page, 80)
+    q, keys = noise(6, 2 * group, 24), noise(6 * width + 1, 2, page, 24, seed=1)
+    summaries = selector.summarise(keys).contiguous()
+    expected, read = select_pages_torch(q, summaries, table, tokens, budget, page, 80, selector)
+    actual, actual_read = select_pages_triton(q, summaries, table, tokens, budget, page, 80, selector)
     assert torch.equal(actual_read, read)
-    scores = score_pages_torch(q, summaries, table)
+    scores = score_pages_torch(q, summaries, table, selector)
     for b in range(6):
         held = -(-int(tokens[b]) // page)
         count = min(int(budget[b]), held)
@@ -213,16 +223,16 @@ def test_select_pages(group, kinds, kernels):
             assert set(best) <= set(places)
 
 
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_select_pages_breaks_ties_by_index(kinds, kernels):
+@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+def test_select_pages_breaks_ties_by_index(selector, kernels):
     """All summaries alike, zeros of both signs: the first pages win, in both."""
     table = shuffled_table(2, 30)
-    summaries = torch.zeros(61, 1, kinds, 8, device=DEVICE)
+    summaries = torch.zeros(61, 1, selector.vectors, 8, device=DEVICE)
     summaries[::2] = -0.0
     q = noise(2, 3, 8)
     tokens, budget = ints([120, 118]), ints([7, 12])
     for choose in (select_pages_torch, select_pages_triton):
-        pages, _ = choose(q, summaries, table, tokens, budget, 4, 120)
+        pages, _ = choose(q, summaries, table, tokens, budget, 4, 120, selector)
         assert pages[0, 0, :7].tolist() == [*table[0, :5].tolist(), *table[0, 28:30].tolist()]
         assert pages[1, 0, :12].tolist() == [*table[1, :10].tolist(), *table[1, 28:30].tolist()]
 
@@ -235,7 +245,7 @@ def test_selected_pages_are_what_attention_reads(kernels):
     results = []
     for on, choose in ((False, select_pages_torch), (True, select_pages_triton)):
         kernels(on)
-        pages, read = choose(q, summaries, table, tokens, budget, 4, 64)
+        pages, read = choose(q, summaries, table, tokens, budget, 4, 64, SELECTORS["block-topk"])
         results.append(paged_attention(q, keys, values, pages, read, 0.25, 64))
     close(results[1][0], results[0][0])
     dense = paged_attention_literal(q, keys, values, table[:, None], tokens[:, None], 0.25)
@@ -268,8 +278,8 @@ def test_top_indices(n):
 
 @GROUPS
 @PAGES
-@pytest.mark.parametrize("kinds", [0, 1, 2])
-def test_append(group, page, kinds):
+@pytest.mark.parametrize("selector", [None, *SELECTORS.values()], ids=["none", *SELECTORS])
+def test_append(group, page, selector, kernels):
     """Live rows inside and at the end of a page, a row that is not live, rings of different sizes."""
     rows, width = 5, 4
     table = shuffled_table(rows, width)
@@ -282,12 +292,13 @@ def test_append(group, page, kinds):
         noise(rows * width + 1, 2, page, 24, seed=1),
         noise(rows * width + 1, 2, page, 24, seed=2),
         noise(rows + 2, 2 * group, 8, 24, seed=3),
-        noise(rows * width + 1, 2, kinds, 24, seed=4) if kinds else None,
+        noise(rows * width + 1, 2, selector.vectors, 24, seed=4) if selector else None,
     )
     results = []
-    for write in (append_torch, append_triton):
+    kernels(True)
+    for write in (append_torch, append):
         keys, values, ring, summaries = state()
-        write(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries)
+        write(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector)
         results.append((keys, values, ring, summaries))
     before = state()
     for keys, values, ring, summaries in results:
@@ -305,7 +316,7 @@ def test_append(group, page, kinds):
             if summaries is not None:
                 if slot == page - 1:
                     block = keys[place]
-                    literal = [block.mean(1)] if kinds == 1 else [block.amin(1), block.amax(1)]
+                    literal = [block.mean(1)] if selector.vectors == 1 else [block.amin(1), block.amax(1)]
                     close(summaries[place], torch.stack(literal, 1))
                 else:
                     assert torch.equal(summaries[place], before[3][place])

@@ -202,7 +202,7 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
         device = torch.device(DEVICE if kernels == "1" else "cpu")
         cache = KVCache(geometry, torch.float32, 0.25, 60, 4, 6, device)
         batch = BatchState(6, 12, 1, device, torch.float32, 8)
-        cache.prepare(summary_kinds=0, ring=4, accumulated_tokens=40)
+        cache.prepare(selector=None, ring=4, accumulated_tokens=40)
         random = torch.Generator().manual_seed(1)
         for state in (cache.keys, cache.values, cache.ring, cache.accumulated):
             state.copy_(torch.rand(state.shape, generator=random) - 0.5)

@@ -40,7 +40,7 @@ def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int
     per_layer = geometry.kv_token_bytes // geometry.layers
     selecting = selecting_layers(select, geometry.layers)
     read = int(tokens_read(select, context, held))
-    vectors = 0 if read == held else pages_for(held, engine.page) * METHODS[select.method].summary_kinds
+    vectors = 0 if read == held else pages_for(held, engine.page) * METHODS[select.method].vectors
     return (geometry.layers - selecting) * held * per_layer + selecting * (read * per_layer + vectors * per_layer // 2)
 
 
@@ -65,7 +65,7 @@ class StepBench:
         request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
         self.features = BatchFeatures.of([request])
         engine.cache.prepare(
-            summary_kinds=self.features.summary_kinds,
+            selector=self.features.page_selector,
             ring=self.features.ring,
             accumulated_tokens=self.held + engine.lookahead if self.features.accumulates else 0,
         )

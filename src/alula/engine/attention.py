@@ -82,7 +82,8 @@ class DecodeContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         cache, state, features, bucket = self.cache, self.state, self.features, self.bucket
         ring = cache.ring[layer] if features.ring else None  # type: ignore[index]
-        summaries = cache.summaries[layer] if features.selector else None  # type: ignore[index]
+        selector = features.page_selector
+        summaries = cache.summaries[layer] if selector else None  # type: ignore[index]
         keys, values = cache.keys[layer], cache.values[layer]
         append(
             query,
@@ -97,9 +98,10 @@ class DecodeContext:
             state.ring_size,
             ring,
             summaries,
+            selector,
         )
         table, tokens = state.table[:bucket, None], state.tokens[:bucket, None]
-        if summaries is not None and layer >= features.dense_layers:
+        if summaries is not None and selector is not None and layer >= features.dense_layers:
             table, tokens = select_pages(
                 query,
                 summaries,
@@ -108,6 +110,7 @@ class DecodeContext:
                 self.page_budget,  # type: ignore[arg-type]
                 cache.page,
                 self.max_kv_len,
+                selector,
             )
             if features.record_selected:
                 self.selected.append((table.cpu(), tokens.cpu()))

@@ -17,6 +17,7 @@ from alula.errors import require
 from alula.sparsity.footprint import UNLIMITED
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.select import METHODS as SELECTORS
+from alula.sparsity.select import Selector
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class BatchFeatures:
     """Stop tokens that `min_new_tokens` bans, at most."""
 
     @property
-    def summary_kinds(self) -> int:
-        return SELECTORS[self.selector].summary_kinds if self.selector else 0
+    def page_selector(self) -> Selector | None:
+        return SELECTORS[self.selector] if self.selector else None
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> "BatchFeatures":

@@ -182,7 +182,7 @@ class Engine:
                 self._live[request.id] = scheduler.submit(request)
             longest = max((Sequence(r, 0).max_kv_tokens() for r in requests if r.sparsity.evict), default=0)
             self.cache.prepare(
-                summary_kinds=features.summary_kinds,
+                selector=features.page_selector,
                 ring=features.ring,
                 accumulated_tokens=longest if features.accumulates else 0,
             )

@@ -9,7 +9,7 @@ from alula.engine.block_manager import pages_for
 from alula.engine.virtual_memory import Block
 from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
-from alula.ops.append import summarise
+from alula.sparsity.select import Selector
 
 SUMMARISED_BYTES = 1 << 28
 """Keys are summarised in chunks of at most this many bytes."""
@@ -42,16 +42,19 @@ class KVCache:
         """Counts allocations. Graphs captured before the last one hold invalid addresses."""
         both = self._allocate("kv", (2, *layout), dtype)
         self.keys, self.values = both[0], both[1]
+        self.selector: Selector | None = None
         self.summaries: Tensor | None = None
         self.ring: Tensor | None = None
         self.accumulated: Tensor | None = None
 
-    def prepare(self, *, summary_kinds: int, ring: int, accumulated_tokens: int) -> None:
+    def prepare(self, *, selector: Selector | None, ring: int, accumulated_tokens: int) -> None:
         """Allocate the buffers that the requests of a call need in addition to KV."""
         g, page_count = self.geometry, self.keys.shape[1]
-        if summary_kinds and (self.summaries is None or self.summaries.shape[3] != summary_kinds):
-            kinds = (g.layers, page_count, g.kv_heads, summary_kinds, g.head_dim)
-            self.summaries = self._allocate("summaries", kinds, self.dtype)
+        if selector is not None:
+            self.selector = selector
+            if self.summaries is None or self.summaries.shape[3] != selector.vectors:
+                layout = (g.layers, page_count, g.kv_heads, selector.vectors, g.head_dim)
+                self.summaries = self._allocate("summaries", layout, self.dtype)
         if ring and (self.ring is None or self.ring.shape[3] < ring):
             self.ring = self._allocate("ring", (g.layers, self.rows, g.query_heads, ring, g.head_dim), self.dtype)
         if accumulated_tokens and (self.accumulated is None or self.accumulated.shape[3] < accumulated_tokens):
@@ -70,13 +73,14 @@ class KVCache:
 
     def summarise(self, pages: Tensor) -> None:
         """Write the summaries of full pages that were not filled token by token."""
+        assert self.selector is not None
         assert self.summaries is not None
         if len(pages):
             each = len(pages) * self.page * self.geometry.kv_token_bytes // (2 * self.geometry.layers)
             together = max(1, SUMMARISED_BYTES // each)
             for first in range(0, self.geometry.layers, together):  # a prompt's pages are many, an eviction's few
                 layers = slice(first, first + together)
-                summaries = summarise(self.keys[layers, pages], self.summaries.shape[3])
+                summaries = self.selector.summarise(self.keys[layers, pages])
                 self.summaries[layers, pages] = summaries.to(self.summaries.dtype)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:

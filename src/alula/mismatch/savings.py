@@ -45,7 +45,7 @@ class Savings:
             int(sparse),
             len(rollouts),
             max(len(r.prompt_ids) + len(r) for r in rollouts),
-            layers if policy.evict else selecting,
+            selecting if policy.select and not policy.evict else layers,
         )
 
     def describe(self) -> str:

@@ -1,9 +1,19 @@
 """Writes one new token per row into its page, its query into the ring, and the page's summary when it is full."""
 
+from typing import ClassVar, Protocol
+
 import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
+
+
+class Summariser(Protocol):
+    """The part of a selector (`alula.sparsity.select`) that writes page summaries."""
+
+    fused: ClassVar[bool]
+
+    def summarise(self, keys: Tensor) -> Tensor: ...
 
 
 def append(
@@ -19,14 +29,18 @@ def append(
     ring_size: Tensor,
     ring: Tensor | None,
     summaries: Tensor | None,
+    selector: Summariser | None,
 ) -> None:
     """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b; inactive rows write to the scratch page 0. ring
     [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size; summaries
-    [P, Hkv, 1 (mean) or 2 (min, max), D]."""
+    [P, Hkv, vectors, D], as `selector` summarises a full page."""
     if use_triton(q):
-        append_triton(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries)
+        fused = summaries if selector is not None and selector.fused else None
+        append_triton(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, fused)
+        if selector is not None and not selector.fused:
+            _summarise_full_pages(keys, table[: len(k)], kv_len, live, summaries, selector)
     else:
-        append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries)
+        append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector)
 
 
 def append_torch(
@@ -42,6 +56,7 @@ def append_torch(
     ring_size: Tensor,
     ring: Tensor | None,
     summaries: Tensor | None,
+    selector: Summariser | None,
 ) -> None:
     page_size = keys.shape[2]
     rows = torch.arange(len(k), device=k.device)
@@ -58,15 +73,21 @@ def append_torch(
         index = rows[wanted]
         ring[index, :, (position[: len(k)] % size.clamp(min=1))[wanted]] = q[wanted]
     if summaries is not None:
+        assert selector is not None
         full = page[slot == page_size - 1]
-        summaries[full] = summarise(keys[full], summaries.shape[2]).to(summaries.dtype)
+        summaries[full] = selector.summarise(keys[full]).to(summaries.dtype)
 
 
-def summarise(keys: Tensor, kinds: int) -> Tensor:
-    """[..., Hkv, page, D] -> [..., Hkv, kinds, D]: the mean, or the minimum and maximum, of a page's keys."""
-    if kinds == 1:
-        return keys.float().mean(-2, keepdim=True)
-    return torch.stack([keys.amin(-2), keys.amax(-2)], -2)
+def _summarise_full_pages(
+    keys: Tensor, table: Tensor, kv_len: Tensor, live: Tensor, summaries: Tensor | None, selector: Summariser
+) -> None:
+    """Summarise the pages that the new tokens fill, without a sync."""
+    assert summaries is not None
+    rows, at = torch.arange(len(table), device=keys.device), kv_len[: len(table)].long()
+    alive = live[: len(table)] != 0
+    page = torch.where(alive, table[rows, torch.where(alive, at // keys.shape[2], 0)].long(), 0)
+    full = (at % keys.shape[2] == keys.shape[2] - 1)[:, None, None, None]
+    summaries[page] = torch.where(full, selector.summarise(keys[page]).to(summaries.dtype), summaries[page])
 
 
 def append_triton(
@@ -115,7 +136,7 @@ def append_triton(
         PAGE=page,
         PAGE_POW2=triton.next_power_of_2(page),
         RING=ring is not None,
-        KINDS=summaries.shape[2] if summaries is not None else 0,
+        VECTORS=summaries.shape[2] if summaries is not None else 0,
         num_warps=2 if page * dim <= 2048 else 4,
     )
 
@@ -150,7 +171,7 @@ def _append(
     PAGE: tl.constexpr,
     PAGE_POW2: tl.constexpr,
     RING: tl.constexpr,
-    KINDS: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DIM_POW2)
@@ -172,17 +193,17 @@ def _append(
                 query = tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=inside, other=0.0)
                 line = ring + row.to(tl.int64) * ring_row + (head * GROUP + g) * ring_head
                 tl.store(line + place * DIM + d, query, mask=inside)
-    if KINDS > 0:  # noqa: SIM102 (decided when compiling)
+    if VECTORS > 0:  # noqa: SIM102 (decided when compiling)
         if slot == PAGE - 1:
             s = tl.arange(0, PAGE_POW2)
             before = (s < PAGE - 1)[:, None] & inside[None, :]
             old = tl.load(keys + base + s[:, None] * DIM + d[None, :], mask=before, other=0.0).to(tl.float32)
             new = key.to(tl.float32)
-            line = summaries + (page * HEADS + head) * KINDS * DIM + d
-            if KINDS == 1:
+            line = summaries + (page * HEADS + head) * VECTORS * DIM + d
+            if VECTORS == 1:  # block-topk
                 mean = (tl.sum(old, 0) + new) / PAGE
                 tl.store(line, mean.to(summaries.dtype.element_ty), mask=inside)
-            else:
+            else:  # quest
                 low = tl.minimum(tl.min(tl.where(before, old, float("inf")), 0), new)
                 high = tl.maximum(tl.max(tl.where(before, old, float("-inf")), 0), new)
                 tl.store(line, low.to(summaries.dtype.element_ty), mask=inside)

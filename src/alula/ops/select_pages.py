@@ -1,9 +1,10 @@
 """Selects the pages that a KV head reads: score the page summaries, keep the best `budget` pages.
 
-block-topk (Sparrow): score = (mean of the group's queries) · (mean of the page's keys).
-quest: score = mean over the group of Σ_d max(q_d · max_d, q_d · min_d), an upper bound of q·k in the page.
 The first page and the last two are always read; a row whose budget covers its pages reads all of them.
+The selectors and their formulas are in `alula.sparsity.select`.
 """
+
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,36 +15,52 @@ from alula.ops.top_indices import choose_largest, ordered_bits, top_indices_torc
 FIRST, LAST = 1, 2
 
 
+class Scorer(Protocol):
+    """The part of a selector (`alula.sparsity.select`) that scores pages."""
+
+    fused: ClassVar[bool]
+
+    def score(self, queries: Tensor, summaries: Tensor) -> Tensor: ...
+
+
 def select_pages(
-    q: Tensor, summaries: Tensor, table: Tensor, tokens: Tensor, budget: Tensor, page: int, most_tokens: int
+    q: Tensor,
+    summaries: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    budget: Tensor,
+    page: int,
+    most_tokens: int,
+    selector: Scorer,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, D], summaries [P, Hkv, 1 (mean) or 2 (min, max), D], table [B, W], tokens [B], budget [B] pages
+    """q [B, Hq, D], summaries [P, Hkv, vectors, D], table [B, W], tokens [B], budget [B] pages
     -> (pages int32 [B, Hkv, W'], tokens int32 [B, Hkv]) as `paged_attention` takes them."""
-    if use_triton(q):
-        return select_pages_triton(q, summaries, table, tokens, budget, page, most_tokens)
-    return select_pages_torch(q, summaries, table, tokens, budget, page, most_tokens)
+    select = select_pages_triton if use_triton(q) else select_pages_torch
+    return select(q, summaries, table, tokens, budget, page, most_tokens, selector)
 
 
-def score_pages_torch(q: Tensor, summaries: Tensor, table: Tensor) -> Tensor:
+def score_pages_torch(q: Tensor, summaries: Tensor, table: Tensor, selector: Scorer) -> Tensor:
     """fp32 [B, Hkv, W]"""
     batch, q_heads, dim = q.shape
     kv_heads = summaries.shape[1]
     grouped = q.view(batch, kv_heads, q_heads // kv_heads, dim).float()
-    summary = summaries[table.long()].float()  # [B, W, Hkv, 1|2, D]
-    if summary.shape[3] == 1:
-        return torch.einsum("bhd,bwhd->bhw", grouped.mean(2), summary[:, :, :, 0])
-    low, high = summary.unbind(3)
-    bound = torch.maximum(grouped[:, None] * low[:, :, :, None], grouped[:, None] * high[:, :, :, None])
-    return bound.sum(-1).mean(-1).transpose(1, 2)
+    return selector.score(grouped, summaries[table.long()].float())
 
 
 def select_pages_torch(
-    q: Tensor, summaries: Tensor, table: Tensor, tokens: Tensor, budget: Tensor, page: int, most_tokens: int
+    q: Tensor,
+    summaries: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    budget: Tensor,
+    page: int,
+    most_tokens: int,
+    selector: Scorer,
 ) -> tuple[Tensor, Tensor]:
     width = -(-most_tokens // page)
     table = table[:, :width]
     held = (tokens + page - 1) // page
-    scores = score_pages_torch(q, summaries, table)
+    scores = score_pages_torch(q, summaries, table, selector)
     index = torch.arange(width, device=q.device)
     forced = (index < FIRST) | (index >= held[:, None] - LAST)
     scores = scores.masked_fill(forced[:, None], float("inf"))
@@ -60,35 +77,22 @@ def select_pages_torch(
 
 
 def select_pages_triton(
-    q: Tensor, summaries: Tensor, table: Tensor, tokens: Tensor, budget: Tensor, page: int, most_tokens: int
+    q: Tensor,
+    summaries: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    budget: Tensor,
+    page: int,
+    most_tokens: int,
+    selector: Scorer,
 ) -> tuple[Tensor, Tensor]:
-    batch, q_heads, dim = q.shape
-    _, kv_heads, kinds, _ = summaries.shape
-    width = -(-most_tokens // page)
-    scores = torch.empty(batch, kv_heads, width, dtype=torch.float32, device=q.device)
+    batch, kv_heads, width = len(q), summaries.shape[1], -(-most_tokens // page)
+    if selector.fused:
+        scores = _fused_scores(q, summaries, table, tokens, budget, page, width)
+    else:
+        scores = score_pages_torch(q, summaries, table[:, :width], selector).contiguous()
     pages = torch.empty(batch, kv_heads, width, dtype=torch.int32, device=q.device)
     read = torch.empty(batch, kv_heads, dtype=torch.int32, device=q.device)
-    block = 64
-    _score_pages[(batch, kv_heads, triton.cdiv(width, block))](
-        q,
-        summaries,
-        table,
-        tokens,
-        budget,
-        scores,
-        q.stride(0),
-        q.stride(1),
-        table.stride(0),
-        width,
-        GROUP=q_heads // kv_heads,
-        HEADS=kv_heads,
-        DIM=dim,
-        DIM_POW2=triton.next_power_of_2(dim),
-        KINDS=kinds,
-        PAGE=page,
-        BLOCK=block,
-        num_warps=4,
-    )
     block = triton.next_power_of_2(width)
     _choose_pages[(batch, kv_heads)](
         scores,
@@ -108,6 +112,37 @@ def select_pages_triton(
     return pages, read
 
 
+def _fused_scores(
+    q: Tensor, summaries: Tensor, table: Tensor, tokens: Tensor, budget: Tensor, page: int, width: int
+) -> Tensor:
+    """Scores fp32 [B, Hkv, W] of the selectors whose formulas `_score_pages` holds."""
+    batch, q_heads, dim = q.shape
+    _, kv_heads, vectors, _ = summaries.shape
+    scores = torch.empty(batch, kv_heads, width, dtype=torch.float32, device=q.device)
+    block = 64
+    _score_pages[(batch, kv_heads, triton.cdiv(width, block))](
+        q,
+        summaries,
+        table,
+        tokens,
+        budget,
+        scores,
+        q.stride(0),
+        q.stride(1),
+        table.stride(0),
+        width,
+        GROUP=q_heads // kv_heads,
+        HEADS=kv_heads,
+        DIM=dim,
+        DIM_POW2=triton.next_power_of_2(dim),
+        VECTORS=vectors,
+        PAGE=page,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return scores
+
+
 @triton.jit
 def _score_pages(
     q,
@@ -124,7 +159,7 @@ def _score_pages(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
-    KINDS: tl.constexpr,
+    VECTORS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -136,18 +171,18 @@ def _score_pages(
         d = tl.arange(0, DIM_POW2)
         valid = i < held
         page = tl.load(table + row * table_row + i, mask=valid, other=0).to(tl.int64)
-        line = summaries + ((page * HEADS + head) * KINDS * DIM)[:, None] + d[None, :]
+        line = summaries + ((page * HEADS + head) * VECTORS * DIM)[:, None] + d[None, :]
         inside = valid[:, None] & (d < DIM)[None, :]
         first = tl.load(line, mask=inside, other=0.0).to(tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
-        if KINDS == 1:
+        if VECTORS == 1:  # block-topk
             mean = tl.zeros([DIM_POW2], tl.float32)
             for g in tl.static_range(GROUP):
                 mean += tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=d < DIM, other=0.0).to(
                     tl.float32
                 )
             total = tl.sum(first * (mean / GROUP)[None, :], 1)
-        else:
+        else:  # quest
             second = tl.load(line + DIM, mask=inside, other=0.0).to(tl.float32)
             for g in tl.static_range(GROUP):
                 query = tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=d < DIM, other=0.0)

@@ -107,7 +107,7 @@ def footprint(sparsity: Sparsity, prompt: int, new_tokens: int, layers: int) -> 
         share = selecting_layers(select, layers) / layers
         budget = budgets(select.budget, lengths)
         read = (1 - share) * held + share * np.minimum(budget, held)
-        vectors = np.ceil(held / select.block) * METHODS[select.method].summary_kinds
+        vectors = np.ceil(held / select.block) * METHODS[select.method].vectors
         scored, summaries = np.where(budget < held, share * vectors, 0.0), vectors / 2
     return Footprint(held, read, scored, moved, summaries)
 

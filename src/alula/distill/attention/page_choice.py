@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from alula.distill.attention.visibility import Visibility, score_queries
+from alula.distill.attention.visibility import Visibility
 from alula.ops.dispatch import tl, triton
 from alula.ops.select_pages import FIRST, LAST
 from alula.ops.top_indices import choose_largest, ordered_bits
@@ -23,7 +23,7 @@ def pages_read(
     """
     summaries = visibility.summaries(layer, visibility.pad(key).transpose(1, 2))
     assert summaries is not None
-    queries = visibility.pad(score_queries(query, summaries)).transpose(1, 2)
+    queries = visibility.pad(visibility.score_queries(query, summaries)).transpose(1, 2)
     rows, heads, full = summaries.shape[:3]
     words = query.new_empty(heads, full // WORD + 1, len(query), dtype=torch.int32)
     size = max(1, score_elements // (rows * heads * (full + 1)))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from alula.engine.rollout import NEVER, Rollout
 from alula.errors import SettingError, require
-from alula.ops.append import summarise
 from alula.ops.select_pages import FIRST, LAST
 from alula.sparsity.footprint import UNLIMITED, pages_read
 from alula.sparsity.policy import Select, Sparsity
@@ -83,14 +82,14 @@ class Visibility:
         return self.select is not None and layer >= self.select.dense_layers
 
     def summaries(self, layer: int, keys: Tensor) -> Tensor | None:
-        """fp32 [B, Hkv, full, 1|2, D] of the full pages of keys [B, Hkv, L, D], rounded as the cache rounds them."""
+        """fp32 [B, Hkv, full, V, D] of the full pages of keys [B, Hkv, L, D], rounded as the cache rounds them."""
         if not self.selects(layer):
             return None
         assert self.select is not None
-        block, kinds = self.select.block, METHODS[self.select.method].summary_kinds
+        block = self.select.block
         full = self.width // block
         pages = keys[:, :, : full * block].unflatten(2, (full, block))
-        return summarise(pages, kinds).to(keys.dtype).float()
+        return METHODS[self.select.method].summarise(pages).to(keys.dtype).float()
 
     def visible(self, layer: int, query: Tensor, first: int, summaries: Tensor | None) -> Tensor:
         """bool [B, Hkv or 1, C, first + C]: keys seen by the queries [B, Hq, C, D] at positions first and on."""
@@ -104,10 +103,17 @@ class Visibility:
         if summaries is not None:
             assert self.select is not None
             pages = -(-last // self.select.block)
-            scores = score_queries(query, summaries) @ summaries[:, :, :pages].flatten(3).transpose(-1, -2)
+            scores = self.score_queries(query, summaries) @ summaries[:, :, :pages].flatten(3).transpose(-1, -2)
             read = self.pages_read(scores, at, pages)
             seen = seen & (prompt | read.repeat_interleave(self.select.block, -1)[..., :last])
         return seen
+
+    def score_queries(self, query: Tensor, summaries: Tensor) -> Tensor:
+        """Score queries, fp32 [N, Hkv, ..., vectors · D], of queries [N, Hq, ..., D]: their product with the summaries
+        of a page is its score."""
+        assert self.select is not None
+        parts = METHODS[self.select.method].query_parts(query.unflatten(1, (summaries.shape[1], -1)))
+        return torch.cat([part.mean(2, dtype=torch.float32) for part in parts], -1)
 
     def pages_read(self, scores: Tensor, at: Tensor, pages: int) -> Tensor:
         """bool [B, Hkv, C, pages]: pages that the queries at positions `at` read, chosen as in `ops.select_pages`.
@@ -126,18 +132,6 @@ class Visibility:
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
         best = (page < count).expand_as(order)
         return torch.zeros_like(best).scatter(-1, order, best)
-
-
-def score_queries(query: Tensor, summaries: Tensor) -> Tensor:
-    """Score queries, fp32 [N, Hkv, ..., 1|2 · D], of queries [N, Hq, ..., D]: their product with a page's summaries is
-    the page's score.
-
-    Quest's Σ_d max(q_d·max_d, q_d·min_d) is q⁻·min + q⁺·max, with q⁻ and q⁺ the negative and the positive part of q:
-    both selectors are products with a mean over the group.
-    """
-    grouped = query.unflatten(1, (summaries.shape[1], -1))
-    parts = (grouped,) if summaries.shape[3] == 1 else (grouped.clamp(max=0), grouped.clamp(min=0))
-    return torch.cat([part.mean(2, dtype=torch.float32) for part in parts], -1)
 
 
 def check_supported(policies: Sequence[Sparsity]) -> None:

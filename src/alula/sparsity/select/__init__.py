@@ -1,19 +1,9 @@
-"""Selectors: what is kept about a page, and how a query scores it. The arithmetic is in `alula.ops.select_pages`.
+"""Selectors: which pages of the KV cache a decode step reads. One file per method."""
 
-A selector keeps every page and reads, per layer and KV head, the best-scored ones at every step.
-"""
+from alula.sparsity.select.base import Selector
+from alula.sparsity.select.block_topk import BlockTopK
+from alula.sparsity.select.quest import Quest
 
-from dataclasses import dataclass
+__all__ = ["METHODS", "Selector"]
 
-
-@dataclass(frozen=True)
-class Selector:
-    summary_kinds: int
-    """Vectors kept per page and head: 1 = the mean key, 2 = the channelwise minimum and maximum."""
-    source: str
-
-
-METHODS = {
-    "block-topk": Selector(1, "Sparrow, arXiv 2606.08446: group-mean query · page-mean key"),
-    "quest": Selector(2, "Quest, arXiv 2406.10774: Σ_d max(q_d·max_d, q_d·min_d), mean over the group"),
-}
+METHODS: dict[str, Selector] = {"block-topk": BlockTopK(), "quest": Quest()}
