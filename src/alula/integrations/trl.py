@@ -4,9 +4,9 @@
                                                                          │
     TRL's loss ◄── advantages [B, T] = A · w · keep ◄── correct (ξ = p_dense_old / p_sparse) ◄────┘
 
-Every loss of TRL but `vespo` is positively homogeneous in the advantage, so a weight w ≥ 0 that is folded into it
-multiplies the clipped objective, as `alula.objective.losses` defines it, and no more of TRL need be replaced. The two
-hooks used here are private to TRL, and change: hence the version in the extra `alula[trl]`.
+Every loss of TRL except `vespo` is positively homogeneous in the advantage. A weight w ≥ 0 folded into the advantage
+therefore multiplies the clipped objective, as `alula.objective.losses` defines it, and TRL's loss stays as it is. The
+two hooks used here are private to TRL and may change, so the extra `alula[trl]` pins its version.
 """
 
 import copy
@@ -42,9 +42,9 @@ INSTEAD = "use `alula train` for that"
 class SparseGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` whose training completions are sampled under `sparsity` and corrected by `correction`.
 
-    Either may be written as on Alula's command line ("rkv:512+128", "sparse-rl"). `engine` holds options of
-    `alula.Engine`, such as {"kv_memory": "20GiB"}. Completions for evaluation are sampled densely. All else, and all
-    other arguments, are TRL's.
+    Either may be given as text, as on Alula's command line ("rkv:512+128", "sparse-rl"). `engine` holds options of
+    `alula.Engine`, such as {"kv_memory": "20GiB"}. Completions for evaluation are sampled densely. All other arguments
+    are TRL's.
     """
 
     model: Any
@@ -63,22 +63,22 @@ class SparseGRPOTrainer(GRPOTrainer):
     ) -> None:
         self.sparsity = Sparsity.parse(sparsity) if isinstance(sparsity, str) else sparsity
         self.correction = Correction.named(correction) if isinstance(correction, str) else correction
-        refuse_settings(args or GRPOConfig(), self.correction)
+        check_settings(args or GRPOConfig(), self.correction)
         for name in ("tools", "rollout_func", "environment_factory"):
-            require(not others.get(name), f"{name}: Alula's engine generates single answers here; leave it out.")
+            require(not others.get(name), f"{name}: Alula's engine generates single answers; leave it out.")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset, **others)
         self.shares_weights, self.engine = self._build_engine(dict(engine or {}))
 
     def _build_engine(self, options: dict[str, Any]) -> tuple[bool, Engine]:
-        """An engine in the dtype that TRL computes in: on the trainer's own parameters where they have it already,
-        otherwise (float32 parameters under autocast) on a copy that follows them."""
-        self._refuse_model()
-        require("sparse_adapter" not in options, f"engine: sparse_adapter is not kept up to date here; {INSTEAD}.")
+        """(shares weights, engine): an engine in TRL's compute dtype. It uses the trainer's parameters if they are in
+        it; otherwise (float32 under autocast) a copy, updated before every generation."""
+        self._check_model()
+        require("sparse_adapter" not in options, f"engine: sparse_adapter would not be trained; {INSTEAD}.")
         check_dry_run(self.model, share_weights(self.model))
         twin = share_weights(self.model).eval()
-        own = next(self.model.parameters()).dtype
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else own
-        if dtype != own:
+        parameter_dtype = next(self.model.parameters()).dtype
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else parameter_dtype
+        if dtype != parameter_dtype:
             twin = copy.deepcopy(twin)
             for parameter in twin.parameters():  # not the buffers: RoPE's frequencies stay float32
                 parameter.data = parameter.data.to(dtype)
@@ -91,73 +91,73 @@ class SparseGRPOTrainer(GRPOTrainer):
         engine = Engine(loaded, **({"page": page} | options))
         engine.check(self.sparsity)
         engine.sleep()
-        return dtype == own, engine
+        return dtype == parameter_dtype, engine
 
-    def _refuse_model(self) -> None:
-        require(not self._is_vlm, "processing_class: a vision model's prompts are not text alone; use a text model.")
+    def _check_model(self) -> None:
+        """Raise for models that the engine cannot serve next to TRL's trainer."""
+        require(not self._is_vlm, "processing_class: vision models are not supported; use a text model.")
         require(
             isinstance(self.model, PreTrainedModel),
-            f"model: a {type(self.model).__name__} has weights beside those that the engine runs; {INSTEAD} "
+            f"model: {type(self.model).__name__} has weights that the engine does not apply; {INSTEAD} "
             "(learner.lora), or train without peft_config.",
         )
         check_config(self.model.config)
         require(
             not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
-            f"the trainer shards weights (FSDP or DeepSpeed), and the engine needs them whole; {INSTEAD}, or launch "
+            f"the trainer shards weights (FSDP or DeepSpeed), but the engine needs full weights; {INSTEAD}, or launch "
             "with plain data parallelism.",
         )
         devices = {str(parameter.device) for parameter in self.model.parameters()}
         require(
             len(devices) == 1,
-            f"the model lies on {', '.join(sorted(devices))}, and the engine runs on one device; show one GPU to each "
-            "process (CUDA_VISIBLE_DEVICES).",
+            f"the model is on {', '.join(sorted(devices))}, but the engine runs on one device; give each process one "
+            "GPU (CUDA_VISIBLE_DEVICES).",
         )
 
     @property
     def _reduce(self) -> Callable[[Tensor], Tensor] | None:
-        """Sums over processes, where there are several."""
+        """Sums a tensor over processes; None with a single one."""
         return (lambda value: self.accelerator.reduce(value, "sum")) if self.accelerator.num_processes > 1 else None
 
     def _gather(self, value: Any) -> list[Any]:
         """The values of all processes."""
         return gather_object([value])
 
-    # -- what TRL calls -------------------------------------------------------------------------------------
+    # -- hooks that TRL calls -------------------------------------------------------------------------------------
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, *_: Any
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Completions and their log-probs under the policy that sampled them."""
         training = self.model.training
-        # TRL repeats a prompt for every completion of it; as one request they share the prompt's KV. A group that is
-        # split between processes is sampled one by one.
+        # TRL repeats a prompt for each of its completions; as one request they share the prompt's KV. If a group is
+        # split between processes, its completions become separate requests.
         first = prompt_ids[::num_generations]
-        whole = prompt_ids == [prompt for prompt in first for _ in range(num_generations)]
+        complete_groups = prompt_ids == [prompt for prompt in first for _ in range(num_generations)]
         sampling = Sampling(
-            n=num_generations if whole else 1,
+            n=num_generations if complete_groups else 1,
             max_new_tokens=self.max_completion_length,  # type: ignore[arg-type]
             temperature=self.temperature,
-            seed=int(torch.randint(2**62, ())),  # torch's state differs by process and is part of a checkpoint
+            seed=int(torch.randint(2**62, ())),  # torch's RNG state differs per process and is saved in checkpoints
         )
         self.engine.wake()
         if not self.shares_weights:
             self.engine.update_weights(self.model.named_parameters())
         self.engine.policy_version = self.state.global_step
         rollouts = self.engine.generate(
-            first if whole else prompt_ids, sampling, self.sparsity if training else DENSE, progress=False
+            first if complete_groups else prompt_ids, sampling, self.sparsity if training else DENSE, progress=False
         )
         self.engine.sleep()
         require(
             all(rollout.finish != "error" for rollout in rollouts),
-            "the model's output is not finite: training has diverged, or the weights do not fit the dtype.",
+            "the model's output is not finite: training diverged, or the weights overflow the dtype.",
         )
         if training:
             self._log_kv(rollouts)
         return [r.token_ids for r in rollouts], [r.sampler_logprobs().tolist() for r in rollouts]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's batch with A · w · keep in place of A; dropped tokens also leave TRL's own loss mask where the
-        correction's divisors count accepted tokens only."""
+        """TRL's batch with A · w · keep instead of A. With `inner=accepted` TRL's loss mask drops them too."""
         batch = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return batch
@@ -178,7 +178,7 @@ class SparseGRPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _dense_logprobs(self, batch: dict[str, Any]) -> Tensor:
-        """TRL's own forward, where it would have done without: one update per batch of completions."""
+        """Old log-probs from TRL's forward, which TRL skips with one update per batch of completions."""
         ids, mask = (
             torch.cat([batch[f"prompt_{what}"], batch[f"completion_{what}"]], dim=1) for what in ("ids", "mask")
         )
@@ -195,39 +195,35 @@ class SparseGRPOTrainer(GRPOTrainer):
         self._metrics["train"]["kv/tokens_mean"].append(means / count)
 
 
-def refuse_settings(args: GRPOConfig, correction: Correction) -> None:
-    """What cannot be right together, before a model is loaded."""
+def check_settings(args: GRPOConfig, correction: Correction) -> None:
+    """Raise for settings that cannot work together, before a model is loaded."""
     for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", None), ("repetition_penalty", 1.0)):
         value = getattr(args, name)
         require(
             value in (None, neutral),
-            f"{name}={value}: tokens drawn from a changed distribution have no log-prob under the policy, which the "
-            f"correction needs; set it to {neutral}.",
+            f"{name}={value}: the correction needs log-probs under the unmodified distribution; set it to {neutral}.",
         )
     accepted = correction.inner == "accepted"
     for wrong, message in (
         (args.use_vllm, "use_vllm=True: Alula's engine generates; set it to False."),
         (
             args.use_transformers_continuous_batching,
-            "use_transformers_continuous_batching=True: Alula's engine "
-            "generates, and batches continuously itself; set it to False.",
+            "use_transformers_continuous_batching=True: Alula's engine generates; set it to False.",
         ),
         (
             args.generation_kwargs,
-            f"generation_kwargs={args.generation_kwargs}: these are for transformers' generate, "
-            "which is not used; leave them out.",
+            f"generation_kwargs={args.generation_kwargs}: transformers' generate is not used; leave them out.",
         ),
         (
             args.cast_lm_head_to_fp32,
-            "cast_lm_head_to_fp32=True: the engine needs one dtype, and takes its logits in "
-            "float32 anyway; set it to False.",
+            "cast_lm_head_to_fp32=True: the engine needs one dtype; its logits are float32 anyway; set it to False.",
         ),
         (
             args.loss_type == "vespo",
-            "loss_type=vespo: it reshapes the importance weight itself, so a correction cannot "
-            "be folded into the advantages; choose another loss.",
+            "loss_type=vespo: it transforms the importance weight, so a correction cannot be folded into the "
+            "advantages; choose another loss.",
         ),
-        (correction.reroll, f"correction reroll: it generates again before rewards are computed; {INSTEAD}."),
+        (correction.reroll, f"correction reroll=true: it regenerates before rewards are computed; {INSTEAD}."),
         (
             not correction.vetoed_in_baseline,
             f"correction vetoed_in_baseline=false: TRL computes the baseline; {INSTEAD}.",
@@ -235,8 +231,8 @@ def refuse_settings(args: GRPOConfig, correction: Correction) -> None:
         (correction.outer == "accepted", f"correction outer=accepted: TRL counts every rollout; {INSTEAD}."),
         (
             args.beta and accepted != correction.mask_kl,
-            "correction inner and mask_kl: TRL has one mask for both with "
-            "beta above 0; set inner=accepted with mask_kl=true, or inner=all with mask_kl=false.",
+            "correction inner and mask_kl: with beta above 0 TRL has one mask for both; set inner=accepted with "
+            "mask_kl=true, or inner=all with mask_kl=false.",
         ),
         (
             correction.batch_normalise and args.steps_per_generation != args.gradient_accumulation_steps,
