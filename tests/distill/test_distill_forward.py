@@ -534,7 +534,7 @@ def test_what_is_refused(models, tmp_path):
     with pytest.raises(SettingError, match="no sparse_adapter to update"):
         engine.update_sparse_adapter(random_adapter(loaded.model))
     adapted = engine_of(loaded, sparse_adapter=random_adapter(loaded.model))
-    with pytest.raises(SettingError, match="one call each"):
+    with pytest.raises(SettingError, match="one call for each"):
         adapted.generate(PROMPTS, SAMPLING, [METHODS["rkv"], Sparsity(), Sparsity(), Sparsity()])
     with pytest.raises(SettingError, match=r"no adapter_config\.json"):
         engine_of(loaded, sparse_adapter=tmp_path)

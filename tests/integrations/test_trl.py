@@ -330,7 +330,7 @@ def test_refused_models(tmp_path):
         num_key_value_heads=1,
         head_dim=8,
     )
-    with pytest.raises(SettingError, match="cannot serve exactly"):
+    with pytest.raises(SettingError, match="model Gemma2: it has sliding_attention"):
         made(tmp_path, model=Gemma2ForCausalLM(shape))
 
 
