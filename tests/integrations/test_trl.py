@@ -281,7 +281,7 @@ def test_evaluation_is_dense_and_prompts_are_shared(tmp_path):
     assert not any("mismatch" in name for name in metrics)
 
 
-REFUSED = {
+UNSUPPORTED = {
     "use_vllm": {"use_vllm": True},
     "use_transformers_continuous_batching": {"use_transformers_continuous_batching": True},
     "top_p": {"top_p": 0.9},
@@ -308,14 +308,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused_settings(tmp_path, message):
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_unsupported_settings_raise(tmp_path, message):
     with pytest.raises(SettingError, match=message) as found:
-        made(tmp_path, **REFUSED[message])
+        made(tmp_path, **UNSUPPORTED[message])
     assert "\n" not in str(found.value)
 
 
-def test_refused_models(tmp_path):
+def test_unsupported_models_raise(tmp_path):
     peft = pytest.importorskip("peft")
     with pytest.raises(SettingError, match=r"PeftModel.*learner\.lora"):
         made(tmp_path, others={"peft_config": peft.LoraConfig(target_modules=["q_proj"])})

@@ -216,7 +216,7 @@ def test_a_second_optimizer_takes_the_gradients_over():
     pickle.dumps(parameter)
 
 
-def test_layers_that_drop_out_by_themselves_are_refused():
+def test_layers_with_dropout_raise():
     """Their flag says training where they are recomputed."""
     config = OPTConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, ffn_dim=8, num_attention_heads=1, dropout=0.1)
     with pytest.raises(SettingError, match=r"OPTDecoderLayer has dropout=0.1"):

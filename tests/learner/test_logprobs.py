@@ -77,7 +77,7 @@ def test_bfloat16_weight_gradient_does_not_lose_small_chunks():
     torch.testing.assert_close(grad[0].float(), torch.full((width,), n * 6 / 7), rtol=4e-3, atol=0)
 
 
-def test_logits_never_exist_whole():
+def test_full_logits_are_never_materialised():
     hidden, weight, targets = problem(n=512, width=8, vocabulary=640)
     with LargestTensor() as largest:
         logprobs, _ = chunked_logprobs(hidden, weight, targets, chunk=16)

@@ -76,7 +76,7 @@ def test_flat_rows_and_split_are_inverse_views_of_the_callers_list():
     assert packed.rows(torch.arange(6.0)).tolist() == [5.0, 1.0, 2.0]
 
 
-def test_an_empty_prompt_is_refused():
+def test_an_empty_prompt_raises():
     with pytest.raises(SettingError, match="empty prompt"):
         collate([SimpleNamespace(prompt_ids=[], token_ids=[1])], [0])
 

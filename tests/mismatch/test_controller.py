@@ -251,7 +251,7 @@ def test_the_top_of_the_ladder_is_reported():
     assert "cannot rise" in event.describe(controller.control, 0.05, WIDTH)
 
 
-def test_off_by_default_and_the_other_answers():
+def test_off_by_default_and_the_other_reactions():
     def made(**changes) -> BudgetController:
         return BudgetController(Schedule((128,) * BINS, WIDTH, block=16), control(**changes), "select", LONGEST)
 
@@ -316,7 +316,7 @@ def test_another_budget_or_other_bins_at_a_resume_start_afresh(schedule):
     assert new.state_dict() == fresh
 
 
-def test_bad_settings_are_refused():
+def test_invalid_settings_raise():
     with pytest.raises(SettingError, match=r"on_violation='adept': .*'adapt'"):
         control(on_violation="adept")
     with pytest.raises(SettingError, match="margin=0"):

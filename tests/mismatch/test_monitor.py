@@ -156,7 +156,7 @@ def test_dense_and_stop(engine):
         assert any(words in event for event in told)
 
 
-def test_a_restored_monitor_goes_on_exactly(engine):
+def test_a_restored_monitor_continues_exactly(engine):
     one = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     for seed in range(2):
         one.step(rollouts_of(engine, one, seed, n=1))
@@ -170,7 +170,7 @@ def test_a_restored_monitor_goes_on_exactly(engine):
     assert json.dumps(one.state_dict()) == json.dumps(two.state_dict())
 
 
-def test_a_run_stopped_by_the_controller_goes_on_only_if_told_otherwise(engine):
+def test_a_run_stopped_by_the_controller_continues_only_with_another_setting(engine):
     stopped = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
     while not stopped.stopped:
         stopped.step(rollouts_of(engine, stopped, 1, n=1))

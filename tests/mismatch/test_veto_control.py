@@ -68,7 +68,7 @@ def test_every_bin_rises_a_rung_until_the_ladder_ends():
     assert one.observe_vetoes(bad, of()).action == "saturated"
 
 
-def test_the_other_answers():
+def test_the_other_reactions():
     warned, dense, stopped = (controller(on_violation=mode) for mode in ("warn", "dense", "stop"))
     assert warned.observe_vetoes(of(), of()).action == "warn"
     assert warned.schedule.budgets == (16, 16, 32)
@@ -172,13 +172,13 @@ def sampled(engine: Engine, monitor: Monitor, seed: int):
     return made, [vetoed(rollout, dense) for rollout, dense in zip(made, engine.score(made))]
 
 
-def test_a_rung_that_no_policy_can_have_is_refused():
+def test_an_impossible_rung_raises():
     sparsity = Sparsity(Evict("rkv", 32, buffer=4, window=4, sinks=2))
     with pytest.raises(SettingError, match=r"control\.ladder=\[4, 64\]: budget=4 is smaller than window"):
         resolve_control(ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]), sparsity, 256)
 
 
-def test_a_policy_that_spoils_its_answers_gets_the_budget_it_needs(engine):
+def test_a_policy_with_many_vetoes_gets_the_budget_it_needs(engine):
     monitor, shares, said = monitored(engine), [], []
     for seed in range(12):
         made, bad = sampled(engine, monitor, seed)
@@ -204,7 +204,7 @@ def test_ranks_count_each_others_rollouts(engine):
     assert part.controller.state_dict() == whole.controller.state_dict()
 
 
-def test_a_run_raises_its_budget_and_says_so(tmp_path):
+def test_a_run_raises_its_budget_and_reports_it(tmp_path):
     """From the command line: a sharp model, a budget that breaks it, one update without a dense scoring pass too."""
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     warm = WarmUp(problems=64, batch=8, careful_steps=8, mixture_steps=2)

@@ -287,7 +287,7 @@ def test_percentiles_are_those_of_all_ranks_together_with_one_collective():
         ({"veto": 0.0}, "veto=0.0"),
     ],
 )
-def test_a_correction_that_contradicts_itself_is_refused(settings_, says):
+def test_a_contradictory_correction_raises(settings_, says):
     with pytest.raises(SettingError, match=says):
         Correction(**settings_)
 

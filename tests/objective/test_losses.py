@@ -342,7 +342,7 @@ def test_a_step_with_nothing_accepted_is_a_zero_loss():
         (Loss("dapo"), Correction.named("sparse-rl", inner="accepted"), True),
     ],
 )
-def test_meaningless_combinations_are_refused(loss, correction, one_update):
+def test_meaningless_combinations_raise(loss, correction, one_update):
     with pytest.raises(SettingError):
         check(loss, correction, one_update=one_update)
 
@@ -365,7 +365,7 @@ def test_meaningful_combinations_pass():
         ({"kl": -1.0}, "kl"),
     ],
 )
-def test_a_wrong_loss_is_refused(settings_, says):
+def test_an_invalid_loss_raises(settings_, says):
     with pytest.raises(SettingError, match=says):
         Loss(**settings_)
 
@@ -404,7 +404,7 @@ def test_a_new_loss_is_one_function():
         del LOSSES["reinforce"]
 
 
-def test_kl_without_reference_is_refused():
+def test_kl_without_reference_raises():
     parts = Divisors(torch.ones(1), torch.ones(1))
     one = torch.zeros(1)
     with pytest.raises(SettingError, match="reference"):

@@ -260,7 +260,7 @@ def test_one_update_mode_scores_nothing_where_the_update_computes_everything(tmp
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_leaving_out_what_teaches_nothing_changes_nothing(tmp_path, updates):
+def test_skipping_rollouts_without_gradient_changes_nothing(tmp_path, updates):
     settings = (CALM, "objective.kl=0", "objective.correction.veto=0.9", f"learner.updates={updates}")
     *_, learned, skipped, _ = one_step(toy.quick(tmp_path / "skip", *settings))
     *_, everyone, computed, _ = one_step(toy.quick(tmp_path / "all", *settings, "objective.skip_no_signal=false"))
@@ -549,7 +549,7 @@ def test_the_plan_counts_what_distillation_holds(tmp_path):
 # -- a whole run --------------------------------------------------------------------------------------------
 
 
-def test_a_preset_of_another_model_is_told_once(tmp_path):
+def test_a_preset_of_another_model_is_reported_once(tmp_path):
     out, events = tmp_path / "run", []
     preset = "sparsity={select: {method: block-topk, budget: qwen3-4b-0.86}}"
     for steps, resume in ((2, False), (4, True)):
@@ -561,7 +561,7 @@ def test_a_preset_of_another_model_is_told_once(tmp_path):
     assert "alula calibrate --verify" in events[0]["advice"]
 
 
-def test_a_run_leaves_a_folder_that_says_everything(tmp_path):
+def test_a_run_leaves_a_complete_folder(tmp_path):
     out = tmp_path / "run"
     run = toy.trainer(toy.quick(out, "logging.completions=3"))
     assert run.run()
@@ -589,7 +589,7 @@ def test_a_run_leaves_a_folder_that_says_everything(tmp_path):
     assert ours == theirs
 
 
-def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+def test_a_rejected_resume_leaves_the_run_as_it_was(tmp_path):
     out = tmp_path / "run"
     assert toy.trainer(toy.quick(out)).run()
     settings, metrics = ((out / name).read_text() for name in ("config.yaml", "metrics.jsonl"))
@@ -601,7 +601,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path):
     assert (out / "metrics.jsonl").read_text() == metrics
 
 
-def test_a_folder_that_cannot_be_one_is_refused(tmp_path):
+def test_an_impossible_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match=r"out=.*: is a file"):
         toy.trainer(toy.quick(tmp_path / "file"))
@@ -609,13 +609,13 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path):
         toy.trainer(toy.quick(tmp_path / "file" / "run"))
 
 
-def test_a_misspelt_policy_is_refused_before_anything_is_made(tmp_path):
+def test_a_misspelt_policy_raises_before_anything_is_created(tmp_path):
     with pytest.raises(SettingError, match=r"sparsity\.evict: unknown evictor 'rvk'"):
         toy.trainer(toy.quick(tmp_path / "run", "sparsity.evict.method=rvk"))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch):
+def test_an_absent_device_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SettingError, match="torch sees 0 CUDA devices"):
         toy.trainer(toy.quick(tmp_path / "run", "model.device=cuda"))

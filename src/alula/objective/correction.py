@@ -3,11 +3,11 @@
     ξ_t = p_dense_old(o_t) / p_sparse(o_t),  clamped to e^±20, never differentiated
 
     per rollout   sequence ξ = Π_t ξ_t        geometric ξ = (Π_t ξ_t)^(1/|o|)
-    weights       1, or ξ at the level `weight`, at most `cap`, divided by their mean where `batch_normalise`
-    mask          drop where ξ at the level `mask` is outside [mask_low, mask_high]
-    veto          drop a whole rollout when any ξ_t < veto
+    weights       1, or ξ at the level `weight`, at most `cap`, divided by their mean with `batch_normalise`
+    mask          drop tokens or rollouts with ξ at the level `mask` outside [mask_low, mask_high]
+    veto          drop a rollout if any ξ_t < veto
 
-Every preset's numbers and sources: docs/corrections.md.
+Numbers and sources of the presets: docs/corrections.md.
 """
 
 import math
@@ -98,7 +98,7 @@ def correct(
 
 
 def _kept(token_keep: Tensor, first_vetoed: Tensor, sequence: Tensor, correction: Correction) -> Tensor:
-    """A rollout is dropped whole by a veto or by a mask of its own level, not by losing single tokens."""
+    """bool [N]. A veto or a mask at rollout level drops a rollout; a mask of single tokens does not."""
     keep = first_vetoed != 0 if correction.prefix_only else first_vetoed < 0
     if correction.mask in ("sequence", "geometric"):
         keep[sequence[~token_keep]] = False
@@ -106,7 +106,7 @@ def _kept(token_keep: Tensor, first_vetoed: Tensor, sequence: Tensor, correction
 
 
 def _ratio(log_ratio: Tensor, sequence: Tensor, sequences: int, level: str, clamp: float) -> Tensor:
-    """ξ [T] at a level; a rollout's ξ stands at each of its tokens."""
+    """[T]: ξ at a level; all tokens of a rollout share its ξ."""
     if level != "token":
         rollout = ragged.total(log_ratio, sequence, sequences)
         if level == "geometric":

@@ -22,13 +22,13 @@ from alula.objective.settings import Correction, Loss
 
 @dataclass(frozen=True)
 class Divisors:
-    """What each rollout's token sum is divided by, float64 [N]."""
+    """float64 [N]: what each rollout's token sum is divided by."""
 
     policy: Tensor
     kl: Tensor
 
     def rows(self, rollouts: Tensor) -> "Divisors":
-        """Those of a micro-batch's rollouts, in its own order."""
+        """The divisors of some rollouts, in the given order."""
         return Divisors(self.policy[rollouts], self.kl[rollouts])
 
 
@@ -90,7 +90,7 @@ def policy_loss(
     kl_mask: Tensor | None = None,
     entropies: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a (micro-)batch of whole rollouts, all tensors [T], and its detached metrics.
+    """The loss of a (micro-)batch of complete rollouts, all tensors [T], and its detached metrics.
 
     `old_logprobs` are the learner's dense ones; in one-update mode `logprobs.detach()`. A token of weight 0 adds
     exactly nothing to the policy term, whatever its ratio. `kl_mask` is `Corrected.token_keep` if the correction sets

@@ -44,8 +44,8 @@ class StopRequest:
     def raise_if_stop_requested(self, *, all_ranks: bool = True) -> None:
         """Raise `Stopped` if a signal arrived.
 
-        With `all_ranks` every rank must call this, and all of them stop if one was asked. Without it (ranks are not in
-        step, as between two rollouts) only a run of one process stops.
+        With `all_ranks` every rank must call this, and all of them stop if one received a signal. Without it (between
+        two rollouts, where ranks are not in step) only a run of one process stops.
         """
         if all_ranks:
             stop = bool(self.world.all_max(int(self.requested)))

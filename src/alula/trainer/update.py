@@ -99,6 +99,7 @@ class Updater:
         return assign_minibatches(batch, settings.updates, settings.minibatch, seed).to(self.world.device)
 
     def correct(self, batch: RolloutBatch, minibatch: Tensor) -> Corrected:
+        """Weights and keep mask of all tokens; no correction yet in one-update mode."""
         return self._uncorrected(batch) if self.one_update else self._correct(batch, minibatch)
 
     def advantages(self, batch: RolloutBatch, corrected: Corrected) -> Tensor:
