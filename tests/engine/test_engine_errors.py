@@ -128,7 +128,7 @@ def test_sampling(engine, expected, sampling, message):
         (lambda: Evict("rkv", 64, buffer=0), "buffer=0"),
         (lambda: Evict("rkv", 64, window=0), "window=0"),
         (lambda: Evict("rkv", 64, sinks=-1), "sinks=-1"),
-        (lambda: Evict("rkv", 64.0), "budget=64.0"),
+        (lambda: Evict("rkv", 64.0), "64.0"),
         (lambda: Evict("r-kv", 64), "did you mean 'rkv'?"),
         (lambda: Evict("rkv", 64, windw=8), "did you mean 'window'?"),
         (lambda: Select("quets", 64), "did you mean 'quest'?"),

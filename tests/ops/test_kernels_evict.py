@@ -9,7 +9,7 @@ from alula import Evict, Sampling, Sparsity
 from alula.engine.batch_state import BatchState
 from alula.engine.eviction import evict, upload_tables
 from alula.engine.kv_cache import KVCache
-from alula.engine.scheduler import Event
+from alula.engine.schedule_plan import EvictionEvent
 from alula.engine.sequence import Request, Sequence
 from alula.models.geometry import Geometry
 from alula.ops.compact import PagedKeys, install
@@ -194,8 +194,8 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
     request = Request(0, [5] * 6, Sampling(), Sparsity(evict=Evict(name, 20, window=4, sinks=2)), frozenset(), 0)
     sequences = [Sequence(request, sample) for sample in range(2)]
     pages = torch.randperm(59, generator=torch.Generator().manual_seed(0)).add(1).tolist()
-    first = Event(0, sequences[:1], 30, 20, [pages[:8]], [pages[8:13]], [3])
-    event = Event(0, sequences, 37, 20, [pages[13:23], pages[23:34]], [pages[34:39], pages[39:45]], [4, 1])
+    first = EvictionEvent(0, sequences[:1], 30, 20, [pages[:8]], [pages[8:13]], [3])
+    event = EvictionEvent(0, sequences, 37, 20, [pages[13:23], pages[23:34]], [pages[34:39], pages[39:45]], [4, 1])
     results = []
     for kernels in "01":
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", kernels)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.rollout import Sampling
-from alula.engine.scheduler import Chunk, Scheduler
+from alula.engine.schedule_plan import Chunk
+from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError
 from alula.sparsity.policy import Sparsity

@@ -262,7 +262,7 @@ class LearnerSettings(Section):
     compile: bool | None = None
     """Compile the decoder layers; by default on a single GPU."""
     lora: LoRASettings | None = None
-    """Train low-rank adapters (peft) instead of the weights."""
+    """Train low-rank adapters (LoRA) instead of the weights."""
 
     def check_decay(self, total_steps: int) -> None:
         """A decay needs steps after the warm-up; `total_steps` are the optimizer steps of the run."""

@@ -22,7 +22,8 @@ from alula.engine.model_runner import DecodedChunk, ModelRunner
 from alula.engine.prefill import FirstTokens, prefill, start_rows
 from alula.engine.results import as_rollout, collect
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
-from alula.engine.scheduler import KVNeed, Prefill, Scheduler
+from alula.engine.schedule_plan import KVNeed, Prefill
+from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
 from alula.models.geometry import Geometry, attention_scaling

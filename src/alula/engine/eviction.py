@@ -6,7 +6,7 @@ from torch import Tensor
 
 from alula.engine.batch_state import BatchState, to_device
 from alula.engine.kv_cache import KVCache
-from alula.engine.scheduler import Event
+from alula.engine.schedule_plan import EvictionEvent
 from alula.ops.compact import PagedKeys, compact, install
 from alula.sparsity.evict import keep
 from alula.sparsity.evict.base import Cached
@@ -15,7 +15,7 @@ SCORING_BYTES = 1 << 30
 """Keys are gathered and scored in chunks of at most this many bytes."""
 
 
-def upload_tables(events: list[Event], device: torch.device) -> list[Tensor]:
+def upload_tables(events: list[EvictionEvent], device: torch.device) -> list[Tensor]:
     """Per event int32 [C, 1 + old + new]: batch row, pages to read, pages to write. One copy for all events."""
     if not events:
         return []
@@ -28,7 +28,7 @@ def upload_tables(events: list[Event], device: torch.device) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def evict(cache: KVCache, state: BatchState, event: Event, table: Tensor) -> Tensor:
+def evict(cache: KVCache, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
     """Score, choose and compact, given the event's table; returns the kept slots int32 [C, L, Hkv, keep]."""
     bytes_per_row = event.n * cache.geometry.kv_token_bytes // 2
     rows_per_chunk = max(1, SCORING_BYTES // bytes_per_row)
@@ -36,7 +36,7 @@ def evict(cache: KVCache, state: BatchState, event: Event, table: Tensor) -> Ten
     return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
-def _evict_rows(cache: KVCache, state: BatchState, event: Event, table: Tensor) -> Tensor:
+def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
     geometry = cache.geometry
     request = event.sequences[0].request
     settings, evictor = request.sparsity.evict, request.evictor

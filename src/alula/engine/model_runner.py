@@ -13,7 +13,7 @@ from alula.engine.batch_state import BatchFeatures, BatchState, PendingResults, 
 from alula.engine.eviction import evict, upload_tables
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
-from alula.engine.scheduler import Chunk, Event, SwapOut
+from alula.engine.schedule_plan import Chunk, EvictionEvent, SwapOut
 from alula.engine.sequence import Sequence
 from alula.models.load import lm_logits
 from alula.ops.acceptance import acceptance
@@ -31,7 +31,7 @@ class DecodedChunk:
 
     chunk: Chunk
     results: PendingResults
-    kept: list[tuple[Event, Tensor]]
+    kept: list[tuple[EvictionEvent, Tensor]]
     """Slots kept by each recorded eviction."""
     selected: list[Selected]
     """What a selector read in each step (`DecodeContext.selected`)."""
@@ -116,7 +116,7 @@ class ModelRunner:
         self.state.upload(chunk.position, chunk.kv_len, chunk.remaining, chunk.forced)
         if features.teacher:
             self._upload_teacher(chunk, bucket)
-        events: dict[int, list[tuple[Event, Tensor]]] = {}
+        events: dict[int, list[tuple[EvictionEvent, Tensor]]] = {}
         for event, table in zip(chunk.events, upload_tables(chunk.events, self.device)):
             events.setdefault(event.step, []).append((event, table))
         kept, selected = [], []
@@ -225,7 +225,7 @@ class ModelRunner:
         return self._graphs[key]
 
     @torch.inference_mode()
-    def evict(self, event: Event, table: Tensor) -> Tensor:
+    def evict(self, event: EvictionEvent, table: Tensor) -> Tensor:
         """Run an eviction; returns the kept slots int32 [C, L, Hkv, keep] of its sequences."""
         return evict(self.cache, self.state, event, table)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from alula.engine.attention import PrefillContext
 from alula.engine.batch_state import BatchFeatures, PendingResults, to_device
 from alula.engine.model_runner import ModelRunner
-from alula.engine.scheduler import Prefill, Start
+from alula.engine.schedule_plan import Prefill, Start
 from alula.engine.sequence import PrefillOutput, Sequence
 from alula.ops.sample import proposal_logits, sample
 

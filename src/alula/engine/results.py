@@ -14,7 +14,7 @@ from alula.engine.block_manager import pages_for
 from alula.engine.model_runner import DecodedChunk
 from alula.engine.prefill import FirstTokens
 from alula.engine.rollout import NEVER, Rollout
-from alula.engine.scheduler import Chunk, Event, Part
+from alula.engine.schedule_plan import Chunk, EvictionEvent, Part
 from alula.engine.sequence import Sequence
 from alula.models.geometry import Geometry
 
@@ -123,7 +123,7 @@ def start_history(sequence: Sequence, geometry: Geometry) -> None:
         )
 
 
-def record_evictions(event: Event, kept: np.ndarray) -> None:
+def record_evictions(event: EvictionEvent, kept: np.ndarray) -> None:
     """kept [C, L, Hkv, keep] are slots; `kept_positions` maps them to positions."""
     for i, sequence in enumerate(event.sequences):
         if sequence.history is None or sequence.finish is not None:

@@ -9,113 +9,19 @@ resumes, exactly, before anything newer starts. So the oldest always runs and no
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
 
 from alula.engine.block_manager import BlockManager, pages_for
+from alula.engine.schedule_plan import Admission, Chunk, EvictionEvent, KVNeed, Part, Prefill, Start, SwapOut
 from alula.engine.sequence import Group, Request, Segment, Sequence
 from alula.errors import require
 
 
-@dataclass
-class Event:
-    """An eviction of several sequences before step `step` of a chunk, all from `n` to `keep` tokens."""
-
-    step: int
-    sequences: list[Sequence]
-    n: int
-    keep: int
-    old: list[list[int]]
-    new: list[list[int]]
-    rows: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    """Per sequence: position of the first query that no longer sees the evicted tokens."""
-
-
-@dataclass
-class Prefill:
-    """A prompt to run, the pages for its KV, and the rollouts that wait for it."""
-
-    request: Request
-    pages: list[int]
-    sequences: list[Sequence]
-
-
-@dataclass
-class Start:
-    """A rollout that starts in a row. `copy` = (from, to) pages if its prompt ends inside a page."""
-
-    sequence: Sequence
-    copy: tuple[int, int] | None
-
-
-@dataclass
-class SwapOut:
-    """A sequence whose pages go to host memory before the chunk is launched."""
-
-    sequence: Sequence
-    row: int
-    pages: list[int]
-
-
-@dataclass
-class Admission:
-    """What to run before the next chunk."""
-
-    prefill: list[Prefill] = field(default_factory=list)
-    start: list[Start] = field(default_factory=list)
-    restore: list[Sequence] = field(default_factory=list)
-
-
-@dataclass
-class Part:
-    """One sequence's share of a chunk: `steps` decode steps, in segments between its evictions."""
-
-    sequence: Sequence
-    row: int
-    steps: int
-    position: int
-    segments: list[Segment] = field(default_factory=list)
-
-
-@dataclass
-class Chunk:
-    """A few decode steps of all running sequences. Arrays have one row per batch row."""
-
-    steps: int
-    parts: list[Part]
-    events: list[Event]
-    table: np.ndarray
-    position: np.ndarray
-    kv_len: np.ndarray
-    remaining: np.ndarray
-    forced: np.ndarray
-    max_kv_len: int
-    """The longest KV that attention reads in this chunk."""
-    swap_out: list[SwapOut]
-
-
-@dataclass(frozen=True)
-class KVNeed:
-    """The most KV tokens that a rollout may hold, the pages that it needs to run, and the engine's limits."""
-
-    tokens: int
-    pages: int
-    max_tokens: int
-    max_pages: int
-
-    @property
-    def exceeds_pool(self) -> bool:
-        return self.pages > self.max_pages
-
-    @property
-    def exceeds_length(self) -> bool:
-        return self.tokens > self.max_tokens
-
-
 class Scheduler:
+    """Assigns rows and pages to sequences. `width` is the number of pages of a row's page table."""
+
     def __init__(
         self, pool: BlockManager, *, page: int, rows: int, width: int, lookahead: int, prefill_tokens: int = 16384
     ) -> None:
@@ -126,8 +32,8 @@ class Scheduler:
         self.swapped: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.table = np.zeros((rows, width), np.int32)
-        self._promised = 0  # pages reserved by evicting sequences and not yet taken
-        self._scratches: Counter[int] = Counter()
+        self._reserved = 0  # pages reserved by evicting sequences and not yet allocated
+        self._scratches: Counter[int] = Counter()  # scratch pages of each running evicting sequence
 
     @property
     def idle(self) -> bool:
@@ -172,7 +78,7 @@ class Scheduler:
 
     def available(self) -> int:
         """Pages that are neither allocated nor reserved for evicting sequences and their scratch."""
-        return self.pool.free - self._promised - max(self._scratches, default=0)
+        return self.pool.free - self._reserved - max(self._scratches, default=0)
 
     def _claim(self, sequence: Sequence, tokens: int) -> int:
         """Pages out of `available` that starting this sequence takes, including its growth to `tokens`."""
@@ -192,7 +98,7 @@ class Scheduler:
             sequence.pages += self.pool.allocate(count)
             self.table[sequence.row, start : len(sequence.pages)] = sequence.pages[start:]
             if sequence.evicts:
-                self._promised -= count
+                self._reserved -= count
 
     def _enter(self, sequence: Sequence) -> None:
         sequence.row = heappop(self.free_rows)
@@ -201,7 +107,7 @@ class Scheduler:
         self.running.append(sequence)
         if sequence.evicts:
             sequence.reserved = self._reserve(sequence)
-            self._promised += sequence.reserved
+            self._reserved += sequence.reserved
             self._scratches[self._scratch(sequence)] += 1
 
     def _leave(self, sequence: Sequence) -> None:
@@ -209,7 +115,7 @@ class Scheduler:
         assert sequence.row is not None
         heappush(self.free_rows, sequence.row)
         if sequence.evicts:
-            self._promised -= sequence.reserved - (len(sequence.pages) - sequence.shared)
+            self._reserved -= sequence.reserved - (len(sequence.pages) - sequence.shared)
             scratch = self._scratch(sequence)
             self._scratches[scratch] -= 1
             if not self._scratches[scratch]:
@@ -359,9 +265,9 @@ class Scheduler:
                 return True
         return False
 
-    def _run(self, parts: list[Part]) -> list[Event]:
+    def _run(self, parts: list[Part]) -> list[EvictionEvent]:
         """Advance every sequence through the chunk, with evictions in the order of the steps."""
-        events: list[Event] = []
+        events: list[EvictionEvent] = []
         due: dict[int, list[Part]] = {}
         for part in parts:
             self._advance(part, 0, Segment(part.sequence.kv_len, 0, pages_held=len(part.sequence.pages)), due)
@@ -388,10 +294,10 @@ class Scheduler:
         if segment.steps < left:
             due.setdefault(step + segment.steps, []).append(part)
 
-    def _evict(self, step: int, n: int, keep: int, waiting: list[Part], due: dict[int, list[Part]]) -> Event:
+    def _evict(self, step: int, n: int, keep: int, waiting: list[Part], due: dict[int, list[Part]]) -> EvictionEvent:
         """One event of as many waiting parts as free pages allow. All new pages are allocated before any old ones are
         released, so that no compaction writes to a page that another in the same launch reads."""
-        event = Event(step, [], n, keep, [], [])
+        event = EvictionEvent(step, [], n, keep, [], [])
         batch: list[Part] = []
         scratch = 0
         while waiting and (len(batch) < MIN_ROWS or scratch < self.pool.usable // SCRATCH_FRACTION):
@@ -411,7 +317,7 @@ class Scheduler:
             event.rows.append(part.row)
             event.positions.append(s.position)
             event.old.append(s.pages)
-            self._promised -= len(pages) - (len(s.pages) - s.shared)
+            self._reserved -= len(pages) - (len(s.pages) - s.shared)
             freed = self.pool.release(s.pages)
             s.pages, s.shared = pages, 0
             self.table[s.row] = 0
