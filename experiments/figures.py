@@ -15,7 +15,7 @@ from judge import Row
 from lines import read_lines
 from tables import RESULTS, before_training, by_arm, raw
 
-from alula.mismatch.plan.plot import Line, chart, look
+from alula.charts import Line, chart, look
 
 BED_NAMES = {
     "tiny": "tiny bed",

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "alula"
 RECIPE = Path(__file__).parents[1] / "recipes" / "toy.yaml"
 
 LAYERS = (
-    ("errors", "terminal"),
+    ("errors", "terminal", "charts"),
     ("files",),
     ("config.settings",),
     ("distributed",),

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alula.charts import Line, chart, ticks
 from alula.cli.main import app
 from alula.errors import SettingError
 from alula.mismatch.calibrate.file import Calibration, Measured
 from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, features, generation
 from alula.mismatch.plan.evictor_schedule import plan_forward
 from alula.mismatch.plan.plan import GAP, Infeasible, Workload, cheapest_monotone, inherit_from, plan, reachable_tau
-from alula.mismatch.plan.plot import Line, chart, plot_pareto, plot_tails, ticks
+from alula.mismatch.plan.plot import plot_pareto, plot_tails
 from alula.mismatch.plan.tradeoff import table, tradeoffs
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import Estimate, Tail
