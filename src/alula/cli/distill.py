@@ -45,7 +45,7 @@ def distill(
     page: shared.Page = 16,
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 256,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")] = Path("distilled"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("distilled"),
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder.")] = False,
 ) -> None:
@@ -57,7 +57,7 @@ def distill(
     from alula.sparsity.policy import Sparsity
 
     policy = Sparsity.parse(sparsity)
-    require(not policy.dense, "sparsity=dense: the dense policy is the teacher; name a sparse one.")
+    require(not policy.dense, "sparsity=dense: the dense policy is the teacher; give a sparse policy.")
     for name, value in (("steps", steps), ("bin", width), ("save_every", save_every)):
         require(value >= 1, f"{name}={value}: must be at least 1.")
     settings = DistillSettings(
@@ -130,8 +130,8 @@ def run(
 
     check_folder(out, new=not resume, option="--out FOLDER")
     loaded, dataset = load_model_and_prompts(model, **input_options)
-    training, aside = dataset.split(held_out, settings.seed)
-    test = [list(example.prompt_ids or ()) for example in aside]
+    training, test_set = dataset.split(held_out, settings.seed)
+    test = [list(example.prompt_ids or ()) for example in test_set]
     initial = None if adapter is None else Adapter.load(adapter)
     distiller = Distiller(loaded.model, settings, adapter=initial, base_model=model)
     budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
@@ -145,22 +145,22 @@ def run(
     }
     made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options", "residual")}
     made_with |= {name: getattr(settings, name) for name in ("rank", "alpha")}
-    made_with |= {"targets": ",".join(settings.targets), "data_dir": text(input_options["data_dir"])}
-    made_with |= {"adapter": text(adapter)}
+    made_with |= {"targets": ",".join(settings.targets), "data_dir": path_text(input_options["data_dir"])}
+    made_with |= {"adapter": path_text(adapter)}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
     last = checkpoints.begin(resume)
     done, before = 0, None
     if last is not None:
         state = checkpoints.state(last)
         check_same_settings(str(out), state["made_with"], made_with, "use the same setting, or another --out")
-        require(state["step"] <= steps, f"steps={steps}: {out} has taken {state['step']} already; ask for more.")
+        require(state["step"] <= steps, f"steps={steps}: {out} has already taken {state['step']}; raise --steps.")
         checkpoints.load(last, distiller.tensors())
         distiller.resume(state["distiller"])
         done, before = state["step"], state["before"]
         typer.echo(f"continuing after step {done}", err=True)
     engine = Engine(loaded, **engine_options, sparse_adapter=distiller.adapter())
     engine.check(policy)
-    options = RolloutOptions(**rollout_options)
+    rollouts = RolloutOptions(**rollout_options)
 
     def log(step: int, row: dict[str, float]) -> None:
         writer.log(step, row)
@@ -172,28 +172,31 @@ def run(
 
     with MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None) as writer:
         if before is None:
-            before = described(measure(engine, distiller, policy, test, options, seed=-1), width)
-        distill_prompts(engine, distiller, policy, training, steps, options, log, done)
+            before = summarize(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
+        distill_prompts(engine, distiller, policy, training, steps, rollouts, log, done)
         distiller.adapter().save(out / "adapter")
-        after = described(measure(engine, distiller, policy, test, options, seed=-1), width)
+        after = summarize(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
     summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
     summary |= {"before": before, "after": after}
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     show(summary)
     typer.echo(
-        f"{out / 'adapter'}: a run begins with it by distill.adapter={out / 'adapter'}, alula eval takes it as "
-        "--sparse-adapter, and Python as Engine.load(..., sparse_adapter=...)."
+        f"Adapter written to {out / 'adapter'}. Use it with distill.adapter={out / 'adapter'} in a run, "
+        "--sparse-adapter in alula eval, or Engine.load(..., sparse_adapter=...) in Python."
     )
 
 
-def text(path: Path | None) -> str | None:
+def path_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def described(found: "Acceptance", width: int) -> dict[str, Any]:
+def summarize(acceptance: "Acceptance", width: int) -> dict[str, Any]:
     from alula.mismatch.calibrate.file import tail_to_dict
 
-    return found.metrics() | {"tokens": len(found.alpha), "by_length": tail_to_dict(found.tails(width))}
+    return acceptance.metrics() | {
+        "tokens": len(acceptance.alpha),
+        "by_length": tail_to_dict(acceptance.tails(width)),
+    }
 
 
 def show(summary: dict[str, Any]) -> None:
