@@ -215,14 +215,14 @@ def test_chat_without_a_template_raises(tokenizer):
 def test_symbols_unknown_to_the_tokenizer_raise():
     tokenizer = task_tokenizer(build("successor", symbols=4))
     assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000
-    said = r"data task:successor.*: the model's tokenizer does not know the symbol '[e-h]'; .*--option symbols=4"
-    with pytest.raises(SettingError, match=said):
+    message = r"data task:successor.*symbol '[e-h]'.*--option symbols=4"
+    with pytest.raises(SettingError, match=message):
         prepare(load("task:successor"), tokenizer)
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(SettingError, match=message):
         prepare(load("task:successor").split(50)[1], tokenizer)
     tokenizer.chat_template = TEMPLATE
     assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000, "a template's own words"
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(SettingError, match=message):
         prepare(load("task:successor"), tokenizer)
     (example,) = prepare(Dataset((Example("a z"),)), tokenizer, chat=False)
     assert example.prompt_ids[-1] == tokenizer.unk_token_id, "data of one's own is read as it is"
@@ -307,9 +307,9 @@ def test_tasks_verify_their_traces_and_guesses_are_right_by_chance(name):
 @pytest.mark.parametrize("value", ["abc", 4.0, True, None, [4]])
 def test_options_of_tasks_are_whole_numbers(name, value):
     for option in inspect.signature(TASKS[name]).parameters:
-        with pytest.raises(SettingError) as refused:
+        with pytest.raises(SettingError) as error:
             build(name, **{option: value})
-        assert str(refused.value) == f"task {name}: {option}={value!r} must be a whole number."
+        assert f"task {name}: {option}={value!r}" in str(error.value)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

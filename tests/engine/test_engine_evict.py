@@ -272,7 +272,7 @@ def test_kv_statistics_by_hand(models):
     token_bytes = 2 * 3 * 2 * 12 * 4
     assert (kv.peak_bytes, kv.mean_bytes) == (11 * token_bytes, kv.mean_tokens * token_bytes)
     assert kv.saved == pytest.approx(1 - sum(seen) / sum(range(8, 16)))
-    assert kv.pages_freed == 3 + 3  # all old pages, the prompt's too: nobody else holds them any more
+    assert kv.pages_freed == 3 + 3  # all old pages, the prompt's too: no other sequence holds them
     assert kv.peak_pages == 3
 
 

@@ -67,7 +67,7 @@ def test_dense_sequences_are_swapped_out_and_come_back():
         simulation = Simulation(pages=30, page=2, rows=6, lookahead=4, ahead=ahead)
         simulation.run([Arrival(0, 8, 30, [30, 30, 30, 9], DENSE), Arrival(2, 5, 30, [30, 30], DENSE)])
         assert simulation.swaps > 0
-        assert simulation.refused == 0
+        assert simulation.rejected == 0
 
 
 def test_the_last_sequence_frees_the_pages_of_a_waiting_prompt():
@@ -75,7 +75,7 @@ def test_the_last_sequence_frees_the_pages_of_a_waiting_prompt():
     for pages in range(26, 45):
         simulation = Simulation(pages=pages, page=1, rows=3, lookahead=4, ahead=0)
         simulation.run([Arrival(0, 8, 16, [16, 16, 16, 3], DENSE), Arrival(0, 8, 16, [16, 16, 16, 3], DENSE)])
-        assert simulation.refused == 0
+        assert simulation.rejected == 0
 
 
 def test_rollouts_of_one_token_do_not_push_out_the_old():
@@ -83,7 +83,7 @@ def test_rollouts_of_one_token_do_not_push_out_the_old():
     for pages in range(22, 40):
         simulation = Simulation(pages=pages, **OLD_AND_NEW)
         simulation.run([Arrival(0, 4, 16, [16], DENSE), Arrival(3, 4, 1, [1], SMALL), Arrival(3, 6, 1, [1], SMALL)])
-        assert simulation.swaps == simulation.refused == 0
+        assert simulation.swaps == simulation.rejected == 0
 
 
 def test_an_admitted_sequence_is_not_swapped_out_at_once():
@@ -94,7 +94,7 @@ def test_an_admitted_sequence_is_not_swapped_out_at_once():
 
 
 def test_long_and_short_sequences_mixed():
-    """A long sequence under churn of short ones is served all the time: nobody waits for it, it for nobody."""
+    """A long sequence under churn of short ones runs all the time and delays none of them."""
     simulation = Simulation(pages=40, page=2, rows=4, lookahead=2, ahead=1)
     short = [Arrival(i, 4, 4, [4, 3], DENSE if i % 2 else SMALL) for i in range(20)]
     simulation.run([Arrival(0, 6, 60, [60], DENSE), *short])

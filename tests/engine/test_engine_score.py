@@ -38,7 +38,7 @@ def test_dense_scores_equal_what_was_sampled(engine):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_forced_decoding_equals_what_was_sampled(name, engine):
-    """Tokens given instead of drawn: same evictions, same choices, same log-probs; in another company."""
+    """Forced tokens: same evictions, same selections, same log-probs, in another batch composition."""
     rollouts = engine.generate(PROMPTS, SAMPLING, POLICIES[name], record=True)
     some = [rollouts[i] for i in (5, 0, 2, 3)]
     for rollout, score in zip(some, engine.score(some, POLICIES[name], topk=3, record=True)):
@@ -53,7 +53,7 @@ def test_forced_decoding_equals_what_was_sampled(name, engine):
 
 @pytest.mark.parametrize("name", ["rkv", "quest", "both"])
 def test_dense_rollouts_under_a_sparse_policy(name, engine, loaded):
-    """What a sparse policy would have said of tokens it did not draw, against the oracle."""
+    """Log-probs of a sparse policy for tokens that it did not sample, against the oracle."""
     rollouts = engine.generate(PROMPTS, SAMPLING)
     for rollout, score in zip(rollouts, engine.score(rollouts, POLICIES[name], topk=5, record=True)):
         replayed = Rollout(
@@ -136,10 +136,10 @@ def test_tokens_after_non_finite_logits_score_nan(loaded):
         broken.model.get_input_embeddings().weight[bad] = float("nan")
     engine = Engine(broken, page=4, kv_memory="2MiB")
     poisoned = Rollout([5, bad], [6, 7, 8], None, "length")
-    asked = [*rollouts, poisoned]
-    whole = Engine(loaded, page=4, kv_memory="2MiB").score(asked, POLICIES["rkv"])
-    overlaps = engine.acceptance(asked, POLICIES["rkv"])
-    for r, score, well, alpha in zip(asked, engine.score(asked, POLICIES["rkv"], topk=2), whole, overlaps):
+    scored = [*rollouts, poisoned]
+    whole = Engine(loaded, page=4, kv_memory="2MiB").score(scored, POLICIES["rkv"])
+    overlaps = engine.acceptance(scored, POLICIES["rkv"])
+    for r, score, well, alpha in zip(scored, engine.score(scored, POLICIES["rkv"], topk=2), whole, overlaps):
         text = r.prompt_ids + r.token_ids
         good = max(0, text.index(bad) + 1 - len(r.prompt_ids)) if bad in text[:-1] else len(r)
         assert score.logprobs.shape == alpha.shape == (len(r),)

@@ -132,7 +132,7 @@ def test_new_weights_change_results_in_place(engine, loaded):
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_joined_projections_stay_the_parameters_they_were(model_type):
     """What compiled engines do to q, k, v and gate, up, here without the compiler: several engines and the learner
-    share one memory, whoever writes it."""
+    share one memory, whichever of them writes it."""
     loaded = oracle.custom_model(3, model_type=model_type)
     sampling = Sampling(max_new_tokens=8, ignore_eos=True)
     engines = [Engine(loaded, page=4, kv_memory="1MiB", max_rows=4) for _ in range(2)]
@@ -259,7 +259,7 @@ def test_many_compiled_engines_live_in_one_process(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_default_pool_lets_every_row_run(loaded, rows, monkeypatch):
-    """Also where prompts are long and protected: each row then holds the shared prompt and a copy of its own."""
+    """Also with long, protected prompts: each row then holds the shared prompt and its own copy."""
     evict = Evict("snapkv", 10, buffer=4, window=3, sinks=2, protect_prompt=True)
     engine = Engine(loaded, page=4, max_rows=rows, max_length=1040, lookahead=4)
     decode, together = engine.runner.decode, []

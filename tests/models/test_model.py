@@ -280,7 +280,7 @@ def test_gguf_weights_are_those_of_the_file(smollm2: Path, smollm2_model: Loaded
     torch.testing.assert_close(smollm2_model.model.model.layers[3].mlp.up_proj.weight.data, expected)
 
 
-# What is served and what is refused
+# Supported and unsupported architectures
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def ints(values, dtype=torch.int32):
 
 
 def shuffled_table(rows, width, seed=0):
-    """Distinct pages in no order; page 0 is nobody's."""
+    """Distinct pages in no order; page 0 is the scratch page."""
     order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(seed)) + 1
     return order.view(rows, width).int().to(DEVICE)
 
@@ -75,7 +75,7 @@ def paged_attention_literal(q, keys, values, table, tokens, scaling):
 
 
 def poison_what_is_not_held(keys, values, table, tokens):
-    """NaN wherever no row may look: beyond each row's tokens and on every page that nobody lists."""
+    """NaN wherever no row may read: beyond each row's tokens and on every unlisted page."""
     page = keys.shape[2]
     held = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
     for b in range(table.shape[0]):

@@ -278,7 +278,7 @@ def test_min_new_tokens_holds_stop_tokens_back(engine, temperature):
     held = engine.generate(
         [[5, 6, 7]], Sampling(n=40, max_new_tokens=12, min_new_tokens=6, stop=stop, temperature=temperature)
     )
-    ends = {*stop, *engine.eos_ids}
+    ends = {*stop, *engine.inputs.eos_ids}
     assert any(len(r) < 6 for r in free)
     for rollout in held:
         assert not ends & set(rollout.token_ids[:6])

@@ -119,7 +119,7 @@ FUNCTIONS = """
             return float("nan")
         if completion == "none":
             return None
-        if completion == "child":       # a program of its own that outlives a naive kill of the worker
+        if completion == "child":       # a child process that survives a naive kill of the worker
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             with open(example["note"], "w") as note: note.write(str(child.pid))
             time.sleep(600)

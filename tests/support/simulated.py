@@ -57,7 +57,7 @@ class Simulation:
         self.slots = [[None] * page for _ in range(pages)]
         self.lives: dict[Sequence, Life] = {}
         self.order_started: list[tuple[int, int]] = []
-        self.refused = self.swaps = self.evictions = self.launches = 0
+        self.rejected = self.swaps = self.evictions = self.launches = 0
 
     def run(self, arrivals: list[Arrival]) -> None:
         waiting = deque(sorted(arrivals, key=lambda a: a.at))
@@ -109,7 +109,7 @@ class Simulation:
             sequences = self.scheduler.submit(request)
         except SettingError as error:
             assert "raise kv_memory" in str(error)  # noqa: PT017
-            self.refused += 1
+            self.rejected += 1
             return
         for sequence, stop in zip(sequences, arrival.stops):
             self.lives[sequence] = Life(sequence, (len(requests), sequence.sample), stop)

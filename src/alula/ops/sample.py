@@ -202,8 +202,8 @@ def _draw(
     inner = tl.minimum(tl.sum((here <= point).to(tl.int32), 0), last)
     drawn = (piece * BLOCK + inner).to(tl.int64)
     choice = tl.where(warm == 0.0, best, drawn)
-    told = tl.load(forced + row).to(tl.int64)
-    choice = tl.where(told >= 0, told, choice)
+    given = tl.load(forced + row).to(tl.int64)
+    choice = tl.where(given >= 0, given, choice)
     choice = tl.minimum(tl.maximum(choice, 0), vocabulary - 1)
     value = tl.load(logits + row.to(tl.int64) * logits_row + choice) / scale
     tl.store(token + row, choice)
