@@ -292,7 +292,9 @@ def test_pages_are_chosen_as_the_reference_chooses_them():
     for first in range(0, visibility.width, 37):
         choose(visibility, scores[:, :, first : first + 37].contiguous(), first, words)
     held = torch.arange(pages, device=DEVICE) <= at[:, None] // 2
-    read = torch.where((at < visibility.prompts[:, None])[:, None, :, None], held, visibility.read(scores, at, pages))
+    read = torch.where(
+        (at < visibility.prompts[:, None])[:, None, :, None], held, visibility.pages_read(scores, at, pages)
+    )
     found = as_bits(words)
     assert torch.equal(found[..., :pages], visibility.unpad(read.transpose(1, 2)))
     assert not found[..., pages:].any()
