@@ -32,6 +32,16 @@ def tiny(request: pytest.FixtureRequest) -> "LoadedModel":
     return load_model(f"shape:{request.param}")
 
 
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The smallest recipe: a model, data and a reward."""
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "model: {source: shape:tiny-llama}\ndata: {source: task:copy-last}\nrewards: {use: [task:copy-last]}\n"
+    )
+    return path
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The GGUF file of a real pretrained model."""

@@ -30,7 +30,10 @@ def test_invalid_settings_raise():
 def test_invalid_recipes_raise():
     for changes, message in (
         ({"sparsity": {}}, "distill: .*sparsity"),
-        ({"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}}, "distill: .*evictor.*selector"),
+        (
+            {"sparsity": RECIPE["sparsity"] | {"select": {"method": "quest", "budget": 64}}},
+            "distill: .*evictor.*selector",
+        ),
         ({"distill": {"first": {"steps": 0}}}, r"distill\.first\.steps=0"),
         ({"distill": {"first": {"prompts": 3}}}, r"distill\.first\.minibatches=4: .* 3 "),
         ({"distill": {"first": {}, "weight": 0.0}}, r"distill\.first .*distill\.weight=0"),
@@ -40,8 +43,14 @@ def test_invalid_recipes_raise():
         ),
         ({"distill": {"move": {"sparsity": "rkv:8", "tau": 2.0}}}, r"distill\.move\.tau=2\.0"),
         ({"distill": {"move": {"sparsity": "dense"}}}, r"distill\.move\.sparsity=dense: "),
-        ({"distill": {"move": {"sparsity": "rkv:10+2,window=2,sinks=1"}}}, r"distill\.move\.sparsity=rkv:10\+2.*budget.* 10;"),
-        ({"distill": {"move": {"sparsity": "rkv:8+2,window=2,sinks=1 & quest:64"}}}, r"distill\.move\.sparsity=.* & quest:64: "),
+        (
+            {"distill": {"move": {"sparsity": "rkv:10+2,window=2,sinks=1"}}},
+            r"distill\.move\.sparsity=rkv:10\+2.*budget.* 10;",
+        ),
+        (
+            {"distill": {"move": {"sparsity": "rkv:8+2,window=2,sinks=1 & quest:64"}}},
+            r"distill\.move\.sparsity=.* & quest:64: ",
+        ),
         ({"distill": {"move": {"sparsity": "rkv:8+2,window=2,sinks=1", "at": 9}}}, r"distill\.move\.at=9: .*steps=4"),
         ({"control": {"enabled": True, "tau": 0.8}}, r"distill\.move .*control\.enabled"),
         ({"distill": {"rnk": 4}}, "distill.rank"),
