@@ -9,13 +9,15 @@ import typer
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="YAML file of settings; see docs/training.md.")],
+    recipe: Annotated[Path, typer.Argument(help="YAML file of settings (docs/training.md), or the folder of a run.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe, such as learner.lr=1e-6."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Validate the recipe, print the plan and exit.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Validate the recipe, print work and memory per step, and exit.")
+    ] = False,
 ) -> None:
     """Train a model with sparse rollouts, from RECIPE."""
     from alula.config.load import load_config

@@ -114,34 +114,43 @@ def describe(error: ValidationError, tree: dict[str, Any]) -> SettingError:
     return SettingError(re.sub(options, "sparsity.evict.options.", message))
 
 
-ELSEWHERE = {
+OTHER_NAMES = {
     "beta": "objective.kl",
+    "dataset_name": "data.source",
     "epsilon": "objective.clip_low",
     "epsilon_high": "objective.clip_high",
+    "eval_steps": "eval.every",
+    "gradient_checkpointing": "learner.activation_checkpointing",
     "learning_rate": "learner.lr",
+    "loss_type": "objective.loss",
+    "lr_scheduler_type": "learner.decay",
     "max_completion_length": "sampling.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
     "max_steps": "steps",
     "model_name_or_path": "model.source",
     "num_generations": "sampling.n",
     "num_iterations": "learner.updates",
     "output_dir": "out",
     "per_device_train_batch_size": "sampling.prompts",
+    "report_to": "logging.sinks",
+    "reward_funcs": "rewards.use",
+    "save_steps": "checkpoint.every",
 }
-"""Names of settings in other frameworks -> their names here."""
+"""Names of settings in TRL and verl -> their names here."""
 
 
 def unknown_setting(error: ErrorDetails, tree: dict[str, Any]) -> SettingError:
     *sections, name = (str(part) for part in error["loc"])
     here = "".join(f"{section}." for section in sections)
-    if name in ELSEWHERE:
-        return SettingError(f"unknown setting '{here}{name}'; here it is {ELSEWHERE[name]!r}.")
+    if name in OTHER_NAMES:
+        return SettingError(f"unknown setting '{here}{name}'; here it is {OTHER_NAMES[name]!r}.")
     fields, elsewhere = fields_at(sections), [path for path in all_settings() if path.split(".")[-1] == name]
     if sections in (["sparsity", "evict"], ["sparsity", "select"]):
         elsewhere = []  # settings of other sections do not help here
     if sections == ["sparsity", "evict"]:
         fields = with_options(fields, tree["sparsity"]["evict"].get("method"))
     last = {field.rpartition(".")[2]: here + field for field in fields}  # compare names without their sections
-    near = [last[word] for word in get_close_matches(name, last, n=1)] or elsewhere
+    near = [last[word] for word in get_close_matches(name, last, n=1, cutoff=0.7)] or elsewhere
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(last.values()))}."
     return SettingError(f"unknown setting '{here}{name}'; {hint}")
 

@@ -65,7 +65,8 @@ def check_known_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence
             if unknown in tokenizer(word, add_special_tokens=False)["input_ids"]:
                 raise SettingError(
                     f"data {dataset.name}: the model's tokenizer does not know the symbol {word!r}; give the "
-                    "task options that the model was trained with (--option symbols=4, or data.options in a recipe)."
+                    "task options that the model was trained with: data.options in a recipe, --options in a command "
+                    "(--option in alula eval)."
                 )
 
 

@@ -100,13 +100,13 @@ class DecodeContext:
             summaries,
             selector,
         )
-        table, tokens = state.table[:bucket, None], state.tokens[:bucket, None]
+        table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
         if summaries is not None and selector is not None and layer >= features.dense_layers:
             table, tokens = select_pages(
                 query,
                 summaries,
                 state.table[:bucket],
-                state.tokens[:bucket],
+                state.context_len[:bucket],
                 self.page_budget,  # type: ignore[arg-type]
                 cache.page,
                 self.max_kv_len,
@@ -124,7 +124,7 @@ class DecodeContext:
                 query,
                 keys,
                 state.table[:bucket, None],
-                state.tokens[:bucket, None],
+                state.context_len[:bucket, None],
                 lse,
                 scaling,
                 min(self.max_kv_len, accumulated.shape[2]),

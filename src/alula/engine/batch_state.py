@@ -87,15 +87,20 @@ class BatchState:
         self.rows, self.steps, self.device = rows, steps, device
         self._hidden: dict[str, Any] = {"size": (rows, steps, hidden), "dtype": dtype, "device": device}
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        """Page table."""
         self.ints = torch.zeros(len(self.INTS), rows, dtype=torch.int32, device=device)
         self.floats = torch.zeros(2, rows, device=device)
         """temperature and top_p"""
         self.key = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Key of each rollout's random numbers."""
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
+        """The last sampled token: input of the next step."""
         self.live = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.tokens = torch.ones(rows, dtype=torch.int32, device=device)
-        """KV tokens that attention reads in the current step."""
+        """1 for rows that decode in the current step, else 0."""
+        self.context_len = torch.ones(rows, dtype=torch.int32, device=device)
+        """KV tokens that attention may read in the current step, the new one included."""
         self.forced = torch.full((rows, steps), -1, dtype=torch.int64, device=device)
+        """Given tokens of the chunk (scoring); -1 where tokens are sampled."""
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         """The current step of the chunk: the column of `forced` to read and of `out_*` to write."""
         self.out_token = torch.zeros(rows, steps, dtype=torch.int64, device=device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alula.engine.block_manager import pages_for
-from alula.engine.virtual_memory import Block
+from alula.engine.virtual_memory import ReleasableBuffer
 from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
 from alula.sparsity.select import Selector
@@ -37,7 +37,7 @@ class KVCache:
         self.geometry, self.dtype, self.scaling = geometry, dtype, scaling
         self.page, self.rows, self.device = page, rows, device
         layout = (geometry.layers, pages, geometry.kv_heads, page, geometry.head_dim)
-        self._blocks: dict[str, Block] = {}
+        self._buffers: dict[str, ReleasableBuffer] = {}
         self.generation = 0
         """Counts allocations. Graphs captured before the last one hold invalid addresses."""
         both = self._allocate("kv", (2, *layout), dtype)
@@ -62,14 +62,14 @@ class KVCache:
             self.accumulated = self._allocate("accumulated", sums, torch.float32)
 
     def _allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self._blocks.pop(name, None)
-        block = self._blocks[name] = Block(math.prod(layout) * dtype.itemsize, self.device)
+        self._buffers.pop(name, None)
+        buffer = self._buffers[name] = ReleasableBuffer(math.prod(layout) * dtype.itemsize, self.device)
         self.generation += 1
-        return block.tensor.view(dtype).view(layout)
+        return buffer.tensor.view(dtype).view(layout)
 
     @property
     def resident(self) -> bool:
-        return all(block.resident for block in self._blocks.values())
+        return all(buffer.resident for buffer in self._buffers.values())
 
     def summarise(self, pages: Tensor) -> None:
         """Write the summaries of full pages that were not filled token by token."""
@@ -88,12 +88,12 @@ class KVCache:
         self.values[:, target] = self.values[:, source]
 
     def sleep(self) -> None:
-        for block in self._blocks.values():
-            block.release()
+        for buffer in self._buffers.values():
+            buffer.release()
 
     def wake(self) -> None:
-        for block in self._blocks.values():
-            block.restore()
+        for buffer in self._buffers.values():
+            buffer.restore()
 
 
 def pool_pages(

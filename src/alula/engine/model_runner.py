@@ -79,29 +79,6 @@ class ModelRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         return lm_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
 
-    # -- preemption -------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def swap_out(self, out: SwapOut) -> None:
-        """Copy all KV of a sequence to host memory, so that resuming is exact under every policy."""
-        pages = to_device(np.asarray(out.pages, np.int64), self.device)
-        saved = [to_host(self.cache.keys[:, pages]), to_host(self.cache.values[:, pages])]
-        out.sequence.swapped = (*saved, self.state.token[out.row].clone())
-
-    @torch.inference_mode()
-    def restore(self, sequence: Sequence, features: BatchFeatures) -> None:
-        """Copy a swapped sequence's KV into its new pages."""
-        keys, values, token = sequence.swapped
-        pages = to_device(np.asarray(sequence.pages, np.int64), self.device)
-        # a page allocated ahead of its tokens may have been saved: only pages that hold tokens come back
-        self.cache.keys[:, pages] = keys[:, : len(pages)].to(self.device, non_blocking=True)
-        self.cache.values[:, pages] = values[:, : len(pages)].to(self.device, non_blocking=True)
-        if features.selector:
-            self.cache.summarise(pages[: sequence.kv_len // self.cache.page])
-        self.state.token[sequence.row] = token
-        self.state.enter(sequence, self.cache.page)
-        sequence.swapped = None
-
     # -- decoding ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -162,7 +139,7 @@ class ModelRunner:
         state = self.state
         live = (state.remaining[:bucket] > 0).int()
         state.live[:bucket] = live
-        state.tokens[:bucket] = state.kv_len[:bucket] * live + 1
+        state.context_len[:bucket] = state.kv_len[:bucket] * live + 1
         page_budget = None
         if features.selector:
             bins = torch.div(state.position[:bucket] + 1, state.bin_width[:bucket].clamp(min=1), rounding_mode="floor")
@@ -228,6 +205,29 @@ class ModelRunner:
     def evict(self, event: EvictionEvent, table: Tensor) -> Tensor:
         """Run an eviction; returns the kept slots int32 [C, L, Hkv, keep] of its sequences."""
         return evict(self.cache, self.state, event, table)
+
+    # -- preemption -------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def swap_out(self, out: SwapOut) -> None:
+        """Copy all KV of a sequence to host memory, so that resuming is exact under every policy."""
+        pages = to_device(np.asarray(out.pages, np.int64), self.device)
+        saved = [to_host(self.cache.keys[:, pages]), to_host(self.cache.values[:, pages])]
+        out.sequence.swapped = (*saved, self.state.token[out.row].clone())
+
+    @torch.inference_mode()
+    def restore(self, sequence: Sequence, features: BatchFeatures) -> None:
+        """Copy a swapped sequence's KV into its new pages."""
+        keys, values, token = sequence.swapped
+        pages = to_device(np.asarray(sequence.pages, np.int64), self.device)
+        # a page allocated ahead of its tokens may have been saved: only pages that hold tokens come back
+        self.cache.keys[:, pages] = keys[:, : len(pages)].to(self.device, non_blocking=True)
+        self.cache.values[:, pages] = values[:, : len(pages)].to(self.device, non_blocking=True)
+        if features.selector:
+            self.cache.summarise(pages[: sequence.kv_len // self.cache.page])
+        self.state.token[sequence.row] = token
+        self.state.enter(sequence, self.cache.page)
+        sequence.swapped = None
 
     # -- acceptance -------------------------------------------------------------------------------------
 

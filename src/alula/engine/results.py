@@ -41,12 +41,12 @@ def collect(launched: FirstTokens | DecodedChunk, geometry: Geometry, page: int)
             ended = extend(sequence, {name: a[part.row, : part.steps] for name, a in arrays.items()})
             new_tokens = len(sequence.tokens) - before
             record_selections(part, new_tokens, launched.chunk, launched.selected, page)
-            account(part, new_tokens, page)
+            account(part, new_tokens)
             if ended:
                 yield sequence
 
 
-def account(part: Part, new_tokens: int, page: int) -> None:
+def account(part: Part, new_tokens: int) -> None:
     """Add the new tokens to the KV statistics, segment by segment."""
     for segment in part.segments:
         if new_tokens <= 0:

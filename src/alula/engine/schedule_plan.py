@@ -7,19 +7,22 @@ import numpy as np
 from alula.engine.sequence import Request, Segment, Sequence
 
 
-@dataclass
-class EvictionEvent:
-    """An eviction of several sequences before step `step` of a chunk, all from `n` to `keep` tokens."""
+@dataclass(frozen=True)
+class KVNeed:
+    """The most KV tokens that a rollout may hold, the pages that it needs to run, and the engine's limits."""
 
-    step: int
-    sequences: list[Sequence]
-    n: int
-    keep: int
-    old: list[list[int]]
-    new: list[list[int]]
-    rows: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    """Per sequence: position of the first query that no longer sees the evicted tokens."""
+    tokens: int
+    pages: int
+    max_tokens: int
+    max_pages: int
+
+    @property
+    def exceeds_pool(self) -> bool:
+        return self.pages > self.max_pages
+
+    @property
+    def exceeds_length(self) -> bool:
+        return self.tokens > self.max_tokens
 
 
 @dataclass
@@ -40,6 +43,16 @@ class Start:
 
 
 @dataclass
+class Admission:
+    """What to run before the next chunk."""
+
+    prefill: list[Prefill] = field(default_factory=list)
+    start: list[Start] = field(default_factory=list)
+    restore: list[Sequence] = field(default_factory=list)
+    """Swapped sequences that resume."""
+
+
+@dataclass
 class SwapOut:
     """A sequence whose pages go to host memory before the chunk is launched."""
 
@@ -49,12 +62,20 @@ class SwapOut:
 
 
 @dataclass
-class Admission:
-    """What to run before the next chunk."""
+class EvictionEvent:
+    """An eviction of several sequences before step `step` of a chunk, all from `n` to `keep` tokens."""
 
-    prefill: list[Prefill] = field(default_factory=list)
-    start: list[Start] = field(default_factory=list)
-    restore: list[Sequence] = field(default_factory=list)
+    step: int
+    sequences: list[Sequence]
+    n: int
+    keep: int
+    old: list[list[int]]
+    """Per sequence: pages to read."""
+    new: list[list[int]]
+    """Per sequence: pages to write."""
+    rows: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Per sequence: position of the first query that no longer sees the evicted tokens."""
 
 
 @dataclass
@@ -65,12 +86,16 @@ class Part:
     row: int
     steps: int
     position: int
+    """Position of the first step's input token."""
     segments: list[Segment] = field(default_factory=list)
 
 
 @dataclass
 class Chunk:
-    """A few decode steps of all running sequences. Arrays have one row per batch row."""
+    """A few decode steps of all running sequences.
+
+    The arrays have one row per batch row: the state before the first step, as `BatchState` names it.
+    """
 
     steps: int
     parts: list[Part]
@@ -83,21 +108,3 @@ class Chunk:
     max_kv_len: int
     """The longest KV that attention reads in this chunk."""
     swap_out: list[SwapOut]
-
-
-@dataclass(frozen=True)
-class KVNeed:
-    """The most KV tokens that a rollout may hold, the pages that it needs to run, and the engine's limits."""
-
-    tokens: int
-    pages: int
-    max_tokens: int
-    max_pages: int
-
-    @property
-    def exceeds_pool(self) -> bool:
-        return self.pages > self.max_pages
-
-    @property
-    def exceeds_length(self) -> bool:
-        return self.tokens > self.max_tokens

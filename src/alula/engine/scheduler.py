@@ -18,6 +18,10 @@ from alula.engine.schedule_plan import Admission, Chunk, EvictionEvent, KVNeed, 
 from alula.engine.sequence import Group, Request, Segment, Sequence
 from alula.errors import require
 
+MIN_ROWS, SCRATCH_FRACTION = 8, 16
+"""Rows compacted in one launch: at least 8, and more while their new pages stay within 1/16 of the pool. Otherwise many
+rows that evict at the same step (prompts of one length) would need a launch for every few."""
+
 
 class Scheduler:
     """Assigns rows and pages to sequences. `width` is the number of pages of a row's page table."""
@@ -66,83 +70,6 @@ class Scheduler:
         self.waiting.append(Group(request, list(sequences)))
         return sequences
 
-    # -- memory -------------------------------------------------------------------------------------------
-
-    def _scratch(self, sequence: Sequence) -> int:
-        """Pages that one eviction of this sequence allocates before it releases the old ones."""
-        return pages_for(min(sequence.reserved_tokens(), sequence.max_kept() + self.lookahead), self.page)
-
-    def _reserve(self, sequence: Sequence) -> int:
-        """Pages reserved for an evicting sequence; one more if it copies the end of a prompt longer than its limit."""
-        return pages_for(sequence.reserved_tokens(), self.page) + (sequence.prompt_len > sequence.reserved_tokens())
-
-    def available(self) -> int:
-        """Pages that are neither allocated nor reserved for evicting sequences and their scratch."""
-        return self.pool.free - self._reserved - max(self._scratches, default=0)
-
-    def _claim(self, sequence: Sequence, tokens: int) -> int:
-        """Pages out of `available` that starting this sequence takes, including its growth to `tokens`."""
-        if not sequence.evicts:
-            return pages_for(tokens, self.page) - sequence.prompt_len // self.page
-        scratch = max(self._scratches, default=0)
-        return self._reserve(sequence) + max(0, self._scratch(sequence) - scratch)
-
-    def _growth(self, sequence: Sequence) -> int:
-        """Pages that a dense or selecting sequence still needs for the next chunk."""
-        return pages_for(sequence.kv_len + min(self.lookahead, sequence.remaining), self.page) - len(sequence.pages)
-
-    def _grow(self, sequence: Sequence, tokens: int) -> None:
-        count = pages_for(tokens, self.page) - len(sequence.pages)
-        if count > 0:
-            start = len(sequence.pages)
-            sequence.pages += self.pool.allocate(count)
-            self.table[sequence.row, start : len(sequence.pages)] = sequence.pages[start:]
-            if sequence.evicts:
-                self._reserved -= count
-
-    def _enter(self, sequence: Sequence) -> None:
-        sequence.row = heappop(self.free_rows)
-        self.table[sequence.row] = 0
-        self.table[sequence.row, : len(sequence.pages)] = sequence.pages
-        self.running.append(sequence)
-        if sequence.evicts:
-            sequence.reserved = self._reserve(sequence)
-            self._reserved += sequence.reserved
-            self._scratches[self._scratch(sequence)] += 1
-
-    def _leave(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        assert sequence.row is not None
-        heappush(self.free_rows, sequence.row)
-        if sequence.evicts:
-            self._reserved -= sequence.reserved - (len(sequence.pages) - sequence.shared)
-            scratch = self._scratch(sequence)
-            self._scratches[scratch] -= 1
-            if not self._scratches[scratch]:
-                del self._scratches[scratch]
-        self.pool.release(sequence.pages)
-        sequence.row, sequence.pages, sequence.shared = None, [], 0
-
-    def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence in whatever state it is, and release its pages."""
-        if sequence.row is not None:
-            self._leave(sequence)
-        elif sequence in self.swapped:
-            self.swapped.remove(sequence)
-            sequence.swapped = None
-        else:
-            for group in self.waiting:
-                if sequence in group.pending:
-                    group.pending.remove(sequence)
-                    if not group.pending:
-                        self._close(group)
-                    break
-
-    def _close(self, group: Group) -> None:
-        self.pool.release(group.pages)
-        group.pages = []
-        self.waiting.remove(group)
-
     # -- admission ----------------------------------------------------------------------------------------
 
     def admit(self) -> Admission:
@@ -156,6 +83,7 @@ class Scheduler:
         return admission
 
     def _fill(self, admission: Admission, started: list[Group]) -> None:
+        """Fill the admission; groups whose rollouts have all started go to `started`."""
         # Running sequences grow first: one admitted now must not be swapped out again by the plan that follows.
         room = self.available() - sum(self._growth(s) for s in self.running if not s.evicts)
         while self.swapped and self.free_rows:
@@ -194,6 +122,7 @@ class Scheduler:
             started.append(self.waiting.popleft())
 
     def _start(self, group: Group, sequence: Sequence) -> Start:
+        """Start a rollout on its prompt's pages: full ones are shared, the last partial one is copied."""
         full, partial = divmod(sequence.prompt_len, self.page)
         sequence.pages, sequence.shared = group.pages[:full], full
         self.pool.share(sequence.pages)
@@ -231,7 +160,7 @@ class Scheduler:
                 forced[s.row, : len(given)] = given
         table = self.table[:, : max(len(s.pages) for s in active)].copy()
         parts = [Part(s, s.row, min(steps, s.remaining), s.position) for s in active]  # type: ignore[arg-type]
-        events = self._run(parts)
+        events = self._plan_steps(parts)
         for s in active:
             if s.remaining == 0:  # all its steps are in this chunk: its pages are free after it
                 self.finish(s)
@@ -265,7 +194,7 @@ class Scheduler:
                 return True
         return False
 
-    def _run(self, parts: list[Part]) -> list[EvictionEvent]:
+    def _plan_steps(self, parts: list[Part]) -> list[EvictionEvent]:
         """Advance every sequence through the chunk, with evictions in the order of the steps."""
         events: list[EvictionEvent] = []
         due: dict[int, list[Part]] = {}
@@ -279,12 +208,13 @@ class Scheduler:
                 evict = s.request.sparsity.evict
                 protected = s.prompt_len if evict is not None and evict.protect_prompt else 0
                 same_sizes.setdefault((evict, protected, s.kv_len, s.keep), []).append(part)
-            for (_, _, n, keep), waiting in same_sizes.items():
-                while waiting:
-                    events.append(self._evict(step, n, keep, waiting, due))
+            for (_, _, n, keep), same_size in same_sizes.items():
+                while same_size:
+                    events.append(self._plan_eviction(step, n, keep, same_size, due))
         return events
 
     def _advance(self, part: Part, step: int, segment: Segment, due: dict[int, list[Part]]) -> None:
+        """Advance a sequence to its next eviction, noted in `due` by its step, or to the end of the chunk."""
         s, left = part.sequence, part.steps - step
         segment.steps = s.steps_to_eviction(left)
         part.segments.append(segment)
@@ -294,20 +224,25 @@ class Scheduler:
         if segment.steps < left:
             due.setdefault(step + segment.steps, []).append(part)
 
-    def _evict(self, step: int, n: int, keep: int, waiting: list[Part], due: dict[int, list[Part]]) -> EvictionEvent:
-        """One event of as many waiting parts as free pages allow. All new pages are allocated before any old ones are
-        released, so that no compaction writes to a page that another in the same launch reads."""
+    def _plan_eviction(
+        self, step: int, n: int, keep: int, parts: list[Part], due: dict[int, list[Part]]
+    ) -> EvictionEvent:
+        """One event of as many of `parts` as free pages allow; removes them from the list.
+
+        All new pages are allocated before any old ones are released, so that no compaction writes to a page that
+        another in the same launch reads.
+        """
         event = EvictionEvent(step, [], n, keep, [], [])
         batch: list[Part] = []
         scratch = 0
-        while waiting and (len(batch) < MIN_ROWS or scratch < self.pool.usable // SCRATCH_FRACTION):
-            s = waiting[0].sequence
+        while parts and (len(batch) < MIN_ROWS or scratch < self.pool.usable // SCRATCH_FRACTION):
+            s = parts[0].sequence
             s.kv_len = keep
-            need = pages_for(keep + max(1, s.steps_to_eviction(waiting[0].steps - step)), self.page)
+            need = pages_for(keep + max(1, s.steps_to_eviction(parts[0].steps - step)), self.page)
             if need > self.pool.free:
                 s.kv_len = n
                 break
-            batch.append(waiting.pop(0))
+            batch.append(parts.pop(0))
             event.new.append(self.pool.allocate(need))
             scratch += need
         assert batch, "the reserved scratch covers at least one eviction"
@@ -325,7 +260,84 @@ class Scheduler:
             self._advance(part, step, Segment(keep, 0, True, freed, len(pages)), due)
         return event
 
+    # -- end of a sequence --------------------------------------------------------------------------------
 
-MIN_ROWS, SCRATCH_FRACTION = 8, 16
-"""Rows compacted in one launch: at least 8, and more while their new pages stay within 1/16 of the pool. Otherwise many
-rows that evict at the same step (prompts of one length) would need a launch for every few."""
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a sequence in whatever state it is, and release its pages."""
+        if sequence.row is not None:
+            self._leave(sequence)
+        elif sequence in self.swapped:
+            self.swapped.remove(sequence)
+            sequence.swapped = None
+        else:
+            for group in self.waiting:
+                if sequence in group.pending:
+                    group.pending.remove(sequence)
+                    if not group.pending:
+                        self._close(group)
+                    break
+
+    def _close(self, group: Group) -> None:
+        self.pool.release(group.pages)
+        group.pages = []
+        self.waiting.remove(group)
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def _scratch(self, sequence: Sequence) -> int:
+        """Pages that one eviction of this sequence allocates before it releases the old ones."""
+        return pages_for(min(sequence.reserved_tokens(), sequence.max_kept() + self.lookahead), self.page)
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Pages reserved for an evicting sequence; one more if it copies the end of a prompt longer than its limit."""
+        return pages_for(sequence.reserved_tokens(), self.page) + (sequence.prompt_len > sequence.reserved_tokens())
+
+    def available(self) -> int:
+        """Pages that are neither allocated nor reserved for evicting sequences and their scratch."""
+        return self.pool.free - self._reserved - max(self._scratches, default=0)
+
+    def _claim(self, sequence: Sequence, tokens: int) -> int:
+        """Pages out of `available` that starting this sequence takes, including its growth to `tokens`."""
+        if not sequence.evicts:
+            return pages_for(tokens, self.page) - sequence.prompt_len // self.page
+        scratch = max(self._scratches, default=0)
+        return self._reserve(sequence) + max(0, self._scratch(sequence) - scratch)
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Pages that a dense or selecting sequence still needs for the next chunk."""
+        return pages_for(sequence.kv_len + min(self.lookahead, sequence.remaining), self.page) - len(sequence.pages)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        """Allocate the pages that hold `tokens` tokens."""
+        count = pages_for(tokens, self.page) - len(sequence.pages)
+        if count > 0:
+            start = len(sequence.pages)
+            sequence.pages += self.pool.allocate(count)
+            self.table[sequence.row, start : len(sequence.pages)] = sequence.pages[start:]
+            if sequence.evicts:
+                self._reserved -= count
+
+    def _enter(self, sequence: Sequence) -> None:
+        """Give a sequence the lowest free row; an evicting one reserves its pages."""
+        sequence.row = heappop(self.free_rows)
+        self.table[sequence.row] = 0
+        self.table[sequence.row, : len(sequence.pages)] = sequence.pages
+        self.running.append(sequence)
+        if sequence.evicts:
+            sequence.reserved = self._reserve(sequence)
+            self._reserved += sequence.reserved
+            self._scratches[self._scratch(sequence)] += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take back a sequence's row, pages and reservation."""
+        self.running.remove(sequence)
+        assert sequence.row is not None
+        heappush(self.free_rows, sequence.row)
+        if sequence.evicts:
+            self._reserved -= sequence.reserved - (len(sequence.pages) - sequence.shared)
+            scratch = self._scratch(sequence)
+            self._scratches[scratch] -= 1
+            if not self._scratches[scratch]:
+                del self._scratches[scratch]
+        self.pool.release(sequence.pages)
+        sequence.row, sequence.pages, sequence.shared = None, [], 0

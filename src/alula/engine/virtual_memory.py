@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Block:
+class ReleasableBuffer:
     """`tensor` is uint8 [size]. After `release` it must not be used until `restore`."""
 
     def __init__(self, size: int, device: torch.device) -> None:

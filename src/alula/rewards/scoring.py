@@ -55,7 +55,7 @@ class Rewards:
         self._remote: list[str] = []
         graders_to_load: list[tuple[str, dict[str, Any]]] = []
         for name, term in zip(self.names, terms):
-            scorer = in_process(term)
+            scorer = local_scorer(term)
             if scorer is not None:
                 self._local[name] = scorer
             else:
@@ -120,7 +120,7 @@ def check(terms: Sequence[RewardTerm]) -> None:
             from alula.rewards.model import check_exists
 
             check_exists(folder)
-        elif in_process(term) is None:
+        elif local_scorer(term) is None:
             graders.build(term.name, term.options)
 
 
@@ -151,7 +151,7 @@ def try_out(terms: Sequence[RewardTerm], examples: Sequence[Mapping[str, Any]], 
         )
 
 
-def in_process(term: RewardTerm) -> Scorer | None:
+def local_scorer(term: RewardTerm) -> Scorer | None:
     """The scorer of a reward that runs in this process; None for one that runs in a worker."""
     kind, _, rest = term.name.partition(":")
     if term.name in ("math", "format") or (kind == "reasoning-gym" and rest):

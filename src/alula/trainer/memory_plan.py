@@ -81,7 +81,7 @@ class MemoryPlan:
 
     @property
     def learning(self) -> int:
-        """Total while the run learns; the KV pool is lent to the learner."""
+        """Total while the run learns; the KV pool is released for that time."""
         return (
             self.weights
             + self.engine_copy
@@ -299,7 +299,7 @@ def free_memory(config: RunConfig) -> int | None:
 def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[str, str]]:
     """The last rows of the memory table."""
     rows = [
-        ("total, learning (the KV pool is lent)", size_text(plan.learning)),
+        ("total, learning (KV pool released)", size_text(plan.learning)),
         ("total, generating", size_text(plan.generating(config.engine.kv_memory))),
     ]
     if not config.learner.activation_checkpointing:
