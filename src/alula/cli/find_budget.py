@@ -86,8 +86,7 @@ def shares(one: Verification, limit: float) -> str:
 
 def table(results: Sequence[Smallest]) -> str:
     lines = [
-        "| compressor | smallest budget | vetoed | 95% interval | tail | KV saved | KV not read | evictions "
-        "| measured |",
+        "| method | smallest budget | vetoed | 95% interval | tail | KV saved | KV not read | evictions | measured |",
         "|---|---:|---:|---|---:|---:|---:|---:|---|",
     ]
     for one in results:
@@ -127,7 +126,7 @@ def why_none(one: Smallest) -> str:
     text = f"budget {max(failing)} is not shown to hold"
     if dense:
         return f"{text} and {min(dense)} was never sparse; set --budgets between them, or a longer --length."
-    return f"{text}, the largest one tried; set larger --budgets, or another compressor."
+    return f"{text}, the largest one tried; set larger --budgets, or another method."
 
 
 def verdict(results: Sequence[Smallest]) -> str:

@@ -9,10 +9,12 @@ import typer
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="YAML file of settings (docs/training.md), or the folder of a run.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file of settings (docs/training.md), or the folder of a run.")
+    ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe, such as learner.lr=1e-6."),
+        typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe, such as learner.lr=1e-6."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
     check: Annotated[

@@ -19,50 +19,6 @@ from alula.learner.packing import Packed
 from alula.ops.packed_attention import packed_attention
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass.
-
-    transformers does this only in layers whose `training` flag is set. Everything else stays in evaluation mode, so
-    that dropout does not make the trained policy differ from the scored one. Layers with dropout raise, so no random
-    numbers are drawn and no generator state has to be kept.
-    """
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    # transformers makes the first layer's input always require a gradient; scoring would then compile another variant.
-    model.disable_input_require_grads()
-    embeddings = model.get_input_embeddings()
-    if _require_gradient not in embeddings._forward_hooks.values():
-        embeddings.register_forward_hook(_require_gradient)
-    for layer in model.get_decoder().layers:  # type: ignore[union-attr]
-        drops = [f"{name}={p}" for name, p in vars(layer).items() if "dropout" in name and isinstance(p, float) and p]
-        require(
-            not drops,
-            f"activation_checkpointing=true: {type(layer).__name__} has {', '.join(drops)}, so the trained policy "
-            "would differ from the scored one; set it to 0 in the model's configuration, or set this to false.",
-        )
-        require(
-            isinstance(layer, GradientCheckpointingLayer),
-            f"activation_checkpointing=true: {type(layer).__name__} does not support it; set it to false.",
-        )
-        layer.training = True  # type: ignore[union-attr]
-
-
-def _require_gradient(module: nn.Module, inputs: Any, out: Tensor) -> None:
-    if torch.is_grad_enabled():
-        out.requires_grad_()
-
-
-def hidden_states(model: PreTrainedModel, batch: Packed, **options: Any) -> Tensor:
-    """[N, H]: hidden states of the scored positions. `options` are passed to the attention function."""
-    return model.get_decoder()(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        cu_seqlens=batch.cu_seqlens,
-        max_seqlen=batch.max_seqlen,
-        **options,
-    ).last_hidden_state[0, batch.targets]
-
-
 class Policy(nn.Module):
     """Wraps a Hugging Face causal LM, sharing its modules and parameters.
 
@@ -86,6 +42,18 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         return chunked_logprobs(hidden, head.weight, batch.target_ids, temperature, self.chunk, bias, entropy=entropy)
+
+
+def hidden_states(model: PreTrainedModel, batch: Packed, **options: Any) -> Tensor:
+    """[N, H]: hidden states of the scored positions. `options` are passed to the attention function."""
+    return model.get_decoder()(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen,
+        **options,
+    ).last_hidden_state[0, batch.targets]
 
 
 NAME = "alula-packed"
@@ -128,3 +96,35 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         if getattr(module, "config", None) is shared:
             module.config = config  # type: ignore[assignment]
     model.set_attn_implementation(NAME)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute each layer in the backward pass.
+
+    transformers does this only in layers whose `training` flag is set. Everything else stays in evaluation mode, so
+    that dropout does not make the trained policy differ from the scored one. Layers with dropout raise, so no random
+    numbers are drawn and no generator state has to be kept.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    # transformers makes the first layer's input always require a gradient; scoring would then compile another variant.
+    model.disable_input_require_grads()
+    embeddings = model.get_input_embeddings()
+    if _require_gradient not in embeddings._forward_hooks.values():
+        embeddings.register_forward_hook(_require_gradient)
+    for layer in model.get_decoder().layers:  # type: ignore[union-attr]
+        drops = [f"{name}={p}" for name, p in vars(layer).items() if "dropout" in name and isinstance(p, float) and p]
+        require(
+            not drops,
+            f"activation_checkpointing=true: {type(layer).__name__} has {', '.join(drops)}, so the trained policy "
+            "would differ from the scored one; set it to 0 in the model's configuration, or set this to false.",
+        )
+        require(
+            isinstance(layer, GradientCheckpointingLayer),
+            f"activation_checkpointing=true: {type(layer).__name__} does not support it; set it to false.",
+        )
+        layer.training = True  # type: ignore[union-attr]
+
+
+def _require_gradient(module: nn.Module, inputs: Any, out: Tensor) -> None:
+    if torch.is_grad_enabled():
+        out.requires_grad_()

@@ -41,9 +41,9 @@ class Hints:
     @property
     def other_correction(self) -> str:
         if self.correction == "reroll":
-            return "try another compressor"
+            return "try another evictor or selector"
         if self.correction == "strict":
-            return "try another compressor, distill.first or objective.correction=reroll"
+            return "try another evictor or selector, distill.first or objective.correction=reroll"
         if self.correction.startswith("sparse-rl"):
             return "reject more (objective.correction=strict), or repair instead (reroll)"
         return "use a correction that rejects (objective.correction=strict, or sparse-rl)"
