@@ -34,7 +34,7 @@ from alula.distill.distiller import Distiller
 from alula.distill.standalone import RolloutOptions, distill_prompts, generate
 from alula.engine.rollout import Rollout
 from alula.learner.learner import Learner
-from alula.mismatch.measure import Bins, own_rollouts
+from alula.mismatch.measure import Bins, rollouts_with_acceptance
 from alula.models.load import LoadedModel, load_model
 from alula.models.lora import init_adapter
 from alula.objective.correction import Correction
@@ -185,7 +185,7 @@ class Bench:
     def _measured(self, engine: Engine, policy: Sparsity, seed: int) -> Row:
         """Exact acceptance on rollouts of its own from the held-out prompts; the tail's interval is over prompts."""
         sampling = Sampling(max_new_tokens=self.options.tokens, seed=-1 - seed)
-        made, alphas = own_rollouts(engine, self.held_out, sampling, policy)
+        made, alphas = rollouts_with_acceptance(engine, self.held_out, sampling, policy)
         [tail] = Bins(1 << 20, 1).tail(made, alphas)
         mean = torch.cat(alphas).mean().item()
         return {"tail": tail.value, "lower": tail.lower, "upper": tail.upper, "mean": mean, "tokens": tail.tokens}

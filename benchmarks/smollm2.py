@@ -13,7 +13,7 @@ import numpy as np
 
 from alula import Engine
 from alula.bench.ceilings import Ceilings
-from alula.mismatch.calibrate.calibrate import Grid, Text, calibrate
+from alula.mismatch.calibrate.calibrate import Grid, TextSettings, calibrate
 from alula.mismatch.calibrate.file import Calibration
 from alula.mismatch.calibrate.verify import policy_of, verify
 from alula.mismatch.measure import Bins
@@ -50,7 +50,9 @@ def calibration(ceilings: Ceilings) -> Iterator[Row]:
 def calibrated(one: Engine, prompts: tuple[tuple[int, ...], ...], methods: str, sweep: bool = False) -> Calibration:
     with tempfile.TemporaryDirectory() as folder:
         grid = Grid(tuple(parse_families(methods, (PAGE,))), BUDGETS, sweep=sweep)
-        return calibrate(lambda page: one, Text(prompts, LENGTH), grid, BINS, Path(folder) / "work.json", say=print)
+        return calibrate(
+            lambda page: one, TextSettings(prompts, LENGTH), grid, BINS, Path(folder) / "work.json", log=print
+        )
 
 
 FORMS = (
@@ -127,13 +129,13 @@ def checked(one: Engine, found: Calibration, family: PolicyFamily, fresh: tuple[
     only = replace(
         found,
         measured=tuple(m for m in found.measured if m.family == family),
-        forward=tuple(f for f in found.forward if f.family == family),
+        growing=tuple(f for f in found.growing if f.family == family),
     )
     try:
         made = plan(only, cost, work)
     except Infeasible as error:
         return {"tau": tau, "out_of_reach": str(error), "reachable": error.reachable}
-    text = Text(fresh, LENGTH, seed=1)
+    text = TextSettings(fresh, LENGTH, seed=1)
     verified = verify(one, made.schedule, policy_of(made.schedule), text, tau)
     print(verified.table(), flush=True)
     return {

@@ -20,8 +20,7 @@ from alula.bench.ceilings import Ceilings
 from alula.bench.decode import StepBench, rollouts
 from alula.engine import attention as engine_attention
 from alula.engine.block_manager import pages_for
-from alula.mismatch.plan.cost import AnalyticCost, Hardware, Timing, fit, median_error
-from alula.mismatch.plan.timings import timing_record
+from alula.mismatch.plan.cost import AnalyticCost, Hardware, Timing, fit, median_error, timing_record
 from alula.models.geometry import Geometry
 from alula.models.load import load_model
 from alula.sparsity.policy import DENSE

@@ -77,7 +77,7 @@ def test_calibration(calibration):
     ]
     for measured in families.values():
         assert measured[0].tail.overall < measured[1].tail.overall < measured[2].tail.overall
-    assert len(found.forward) == 1, "a growing schedule for the evictor"
+    assert len(found.growing) == 1, "a growing schedule for the evictor"
     ElementTree.fromstring(calibration.with_suffix(".svg").read_text())
 
 
@@ -183,11 +183,11 @@ def test_a_violated_tail_stops_the_run(schedule, folder, capsys):
 MISFITS = {
     "another model": (
         {"model": {"source": "shape:tiny-qwen3"}},
-        f"was made for model={MODEL}, not model=shape:tiny-qwen3",
+        f"was planned for model={MODEL}, not model=shape:tiny-qwen3",
     ),
-    "another method": ({"sparsity": {"method": "quest"}}, "was made for method=block-topk, not method=quest"),
-    "another page": ({"sparsity": {"block": 2}}, "was made for block=4, not block=2"),
-    "other settings": ({"sparsity": {"dense_layers": 2}}, "was made for dense_layers=1, not dense_layers=2"),
+    "another method": ({"sparsity": {"method": "quest"}}, "was planned for method=block-topk, not method=quest"),
+    "another page": ({"sparsity": {"block": 2}}, "was planned for block=4, not block=2"),
+    "other settings": ({"sparsity": {"dense_layers": 2}}, "was planned for dense_layers=1, not dense_layers=2"),
 }
 
 

@@ -15,11 +15,11 @@ from alula.mismatch.plan.cost import (
     Timing,
     features,
     fit,
-    generation,
+    generation_cost,
     largest_batch,
     median_error,
+    nnls,
 )
-from alula.mismatch.plan.nnls import nnls
 from alula.models.geometry import Geometry
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
@@ -64,7 +64,7 @@ def test_nnls_with_collinear_and_empty_columns():
 
 
 def machine_ms(geometry: Geometry, batch: float, read: float, scored: float) -> float:
-    """A step of a machine that is no linear model: rooflines, saturation with the batch, launch latencies."""
+    """A step of a machine that is not linear: rooflines, saturation with the batch size, launch latencies."""
     weights = max(geometry.parameters * 2 / 4.3e9, 2 * geometry.parameters * batch / 790e9)
     busy = batch * geometry.kv_heads / (batch * geometry.kv_heads + 40)
     attention = batch * read * geometry.kv_token_bytes / (3.6e9 * busy)
@@ -91,7 +91,7 @@ def grid(geometry: Geometry, batches, contexts, noise: float, seed: int = 0) -> 
 
 
 @pytest.mark.parametrize("size", GEOMETRIES)
-def test_fit_predicts_steps_it_has_not_seen(size):
+def test_fit_predicts_unseen_steps(size):
     geometry = GEOMETRIES[size]
     cost = fit(grid(geometry, (1, 4, 16, 32, 64), (1024, 4096, 16384, 32768), 0.02), geometry)
     held_out = grid(geometry, (2, 8, 24, 48), (2048, 8192, 24576), 0.02, seed=1)
@@ -99,7 +99,7 @@ def test_fit_predicts_steps_it_has_not_seen(size):
     assert min(cost.constants.values()) >= 0
 
 
-def test_fit_finds_the_constants_of_a_linear_machine():
+def test_fit_recovers_the_constants_of_a_linear_machine():
     geometry = GEOMETRIES["1.7b"]
     true = {"fixed": 1.5, "rows_tflop": 2.0, "kv_gb": 0.25, "select": 0.02, "scored_mpages": 0.4}
     true["moved_gb"] = 2 * true["kv_gb"]  # no eviction is timed, so it is taken to read and write at the KV's rate
@@ -110,15 +110,15 @@ def test_fit_finds_the_constants_of_a_linear_machine():
         terms = features(geometry, batch, read, scored)
         ms = sum(true.get(name, 0) * float(term) for name, term in terms.items())
         timings.append({"batch": batch, "context": 1, "kv_read": read, "pages_scored": scored, "ms": ms, "gpu": "x"})
-    found = fit(timings, geometry)
-    fixed = found.constants.pop("fixed") + found.constants.pop("weights_gb") * 3.44  # one model: not separable
+    fitted = fit(timings, geometry)
+    fixed = fitted.constants.pop("fixed") + fitted.constants.pop("weights_gb") * 3.44  # one model: not separable
     assert fixed == pytest.approx(1.5, rel=1e-6)
-    for name, value in found.constants.items():
+    for name, value in fitted.constants.items():
         assert value == pytest.approx(true.get(name, 0), rel=1e-5, abs=1e-7)
 
 
-def test_fit_refuses_what_it_cannot_use():
-    with pytest.raises(SettingError, match="at least 5"):
+def test_fit_raises_on_bad_timings():
+    with pytest.raises(SettingError, match=r"timings: .* at least 5"):
         fit([Timing(1, 1, 1, 0, 1.0)], GEOMETRIES["4b"])
     with pytest.raises(SettingError, match="'kv_read' is missing"):
         fit([{"batch": 1, "context": 1, "pages_scored": 0, "ms": 1.0}], GEOMETRIES["4b"])
@@ -135,7 +135,7 @@ def test_cost_file(tmp_path):
 
 
 def test_analytic_equals_the_papers_totals():
-    """Sums over steps against the closed forms of section 3.3 (no prompt, so that its typos play no part)."""
+    """Sums over steps against the closed forms of section 3.3 (without a prompt, whose terms have typos in print)."""
     geometry, rows, out, page, budget = GEOMETRIES["8b"], 8, 4000, 16, 1024
     hardware = Hardware(989, 4.8)
     cost = AnalyticCost(geometry, hardware)
@@ -161,15 +161,15 @@ def test_floors_of_the_published_schedules(size, batch, floor):
     """Traffic alone at 4.3 TB/s, two dense layers, 32k tokens, the largest batch that dense fits."""
     cost = AnalyticCost(GEOMETRIES[size], Hardware(1e9, 4.3))
     sparse = selecting(Schedule.load(f"qwen3-{size}-0.86"), block=16, dense_layers=2)
-    dense_ms = generation(cost, DENSE, batch=batch, prompt=0, new_tokens=32_000).ms
-    assert dense_ms / generation(cost, sparse, batch=batch, prompt=0, new_tokens=32_000).ms == pytest.approx(
+    dense_ms = generation_cost(cost, DENSE, batch=batch, prompt=0, new_tokens=32_000).ms
+    assert dense_ms / generation_cost(cost, sparse, batch=batch, prompt=0, new_tokens=32_000).ms == pytest.approx(
         floor, abs=0.05
     )
 
 
-def test_evictors_demand_by_hand():
+def test_footprint_of_an_evictor():
     evict = Evict("streaming", Schedule((20, 40), width=50), buffer=8, window=2, sinks=1)
-    found = footprint(Sparsity(evict=evict), prompt=10, new_tokens=70, layers=4)
+    per_step = footprint(Sparsity(evict=evict), prompt=10, new_tokens=70, layers=4)
     cached, held, moved = 10, [], []
     for length in range(10, 80):
         budget = 20 if length < 50 else 40
@@ -177,29 +177,29 @@ def test_evictors_demand_by_hand():
         cached = budget if cached >= budget + 8 else cached
         held.append(cached)
         cached += 1
-    assert found.held.tolist() == held
-    assert found.moved.tolist() == moved
+    assert per_step.held.tolist() == held
+    assert per_step.moved.tolist() == moved
     assert sum(m > 0 for m in moved) >= 3
     assert max(held) < 48
-    assert (found.read == found.held).all()
-    assert found.scored.sum() == 0
+    assert (per_step.read == per_step.held).all()
+    assert per_step.scored.sum() == 0
 
 
 def test_a_protected_prompt_is_outside_the_budget():
     evict = Evict("streaming", 20, buffer=8, window=2, sinks=1, protect_prompt=True)
-    found = footprint(Sparsity(evict=evict), prompt=100, new_tokens=60, layers=4)
-    assert found.held.max() == 127
-    assert found.held[28] == 120
+    per_step = footprint(Sparsity(evict=evict), prompt=100, new_tokens=60, layers=4)
+    assert per_step.held.max() == 127
+    assert per_step.held[28] == 120
 
 
-def test_selectors_demand_by_hand():
+def test_footprint_of_a_selector():
     schedule = Schedule((64, 96), width=100)
-    found = footprint(selecting(schedule, block=16, dense_layers=1), prompt=50, new_tokens=100, layers=4)
+    per_step = footprint(selecting(schedule, block=16, dense_layers=1), prompt=50, new_tokens=100, layers=4)
     for i, length in enumerate(range(50, 150)):
         budget = 64 if length < 100 else 96
-        assert found.held[i] == length
-        assert found.read[i] == pytest.approx((length + 3 * min(budget, length)) / 4)
-        assert found.scored[i] == (0.75 * -(-length // 16) if budget < length else 0)
+        assert per_step.held[i] == length
+        assert per_step.read[i] == pytest.approx((length + 3 * min(budget, length)) / 4)
+        assert per_step.scored[i] == (0.75 * -(-length // 16) if budget < length else 0)
 
 
 def test_evict_and_select_together_read_less_than_they_hold():
@@ -207,15 +207,15 @@ def test_evict_and_select_together_read_less_than_they_hold():
         evict=Evict("streaming", 64, buffer=16, window=2, sinks=1),
         select=Select("block-topk", 48, block=16, dense_layers=0),
     )
-    found = footprint(both, prompt=10, new_tokens=200, layers=2)
-    assert found.held.max() == 79
-    assert found.read.max() == 48
+    per_step = footprint(both, prompt=10, new_tokens=200, layers=2)
+    assert per_step.held.max() == 79
+    assert per_step.read.max() == 48
 
 
 def test_memory_and_the_batch_that_fits():
     cost = AnalyticCost(GEOMETRIES["1.7b"], Hardware.named("h200"))
     at = {"prompt": 100, "new_tokens": 900}
-    one = generation(cost, DENSE, batch=1, **at)
+    one = generation_cost(cost, DENSE, batch=1, **at)
     assert one.peak_kv_bytes == 999 * 114_688
     assert one.read_share == 1
     rows = largest_batch(cost, DENSE, kv_bytes=1e9, **at)
@@ -226,7 +226,7 @@ def test_memory_and_the_batch_that_fits():
         largest_batch(cost, DENSE, kv_bytes=1e6, **at)
     for method, vectors in {"block-topk": 1, "quest": 2}.items():
         select = Sparsity(select=Select(method, 128))
-        summarised = generation(cost, select, batch=1, **at)
+        summarised = generation_cost(cost, select, batch=1, **at)
         assert summarised.peak_kv_bytes == (999 + 63 * vectors / 2) * 114_688
         assert footprint(select, layers=28, **at).scored[-1] == pytest.approx(63 * vectors * 26 / 28)
 
@@ -248,6 +248,6 @@ def test_geometry_of_a_model():
         assert geometry == Geometry(total if tied else total - 3200, 3, 4, 2, 8, 4)
 
 
-def test_unknown_hardware_is_named():
+def test_unknown_hardware_gives_a_hint():
     with pytest.raises(SettingError, match="did you mean 'h200'"):
         Hardware.named("h20")

@@ -1,4 +1,4 @@
-"""Planning: against brute force on synthetic calibrations, refusals, forward plans for evictors, files, plots."""
+"""Planning: against brute force on synthetic calibrations; errors, growing schedules of evictors, files and charts."""
 
 from dataclasses import asdict, replace
 from itertools import combinations_with_replacement
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from alula.charts import Line, chart, ticks
 from alula.cli.main import app
 from alula.errors import SettingError
-from alula.mismatch.calibrate.file import Calibration, Measured
-from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, features, generation
-from alula.mismatch.plan.evictor_schedule import plan_forward
+from alula.mismatch.calibrate.file import Calibration, MeasuredPolicy
+from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, features, generation_cost
+from alula.mismatch.plan.evictor_schedule import grow_schedule
 from alula.mismatch.plan.plan import GAP, Infeasible, Workload, cheapest_monotone, inherit_from, plan, reachable_tau
 from alula.mismatch.plan.plot import plot_pareto, plot_tails
 from alula.mismatch.plan.tradeoff import table, tradeoffs
 from alula.mismatch.savings import Savings
-from alula.mismatch.tail import Estimate, Tail
+from alula.mismatch.tail import BinTail, Tail
 from alula.models.geometry import Geometry
 from alula.sparsity.family import PolicyFamily, parse_families
 from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
@@ -38,8 +38,8 @@ def make_tail(lower, prompts=50, spread=0.02) -> Tail:
     return Tail(low + spread, low, low + 2 * spread, counts * 100, counts, float(low.mean() + spread), WIDTH)
 
 
-def measured(family: PolicyFamily, budget: int, tail: Tail) -> Measured:
-    return Measured(family, budget, tail, Savings(0.5, 0.5, 1, 1, 1, 1000, 28))
+def measured(family: PolicyFamily, budget: int, tail: Tail) -> MeasuredPolicy:
+    return MeasuredPolicy(family, budget, tail, Savings(0.5, 0.5, 1, 1, 1, 1000, 28))
 
 
 def select(block: int = 16) -> PolicyFamily:
@@ -75,7 +75,7 @@ def test_picks_the_cheapest_passing_budget_in_every_bin():
     assert made.speedup > 1
 
 
-def test_the_schedule_says_what_it_is_for():
+def test_the_schedule_is_bound_to_its_settings():
     made = plan(calibration(realistic()), COST, WORK, tau=0.86, name="mine")
     schedule = made.schedule
     assert (schedule.name, schedule.model, schedule.method) == ("mine", "some/model", "block-topk")
@@ -92,13 +92,13 @@ def test_default_threshold_is_the_floor_minus_the_papers_gap():
 
 def fastest_by_brute_force(cal: Calibration, tau: float) -> float:
     best = 0.0
-    dense = generation(COST, DENSE, batch=WORK.batch, prompt=0, new_tokens=WORK.new_tokens)
+    dense = generation_cost(COST, DENSE, batch=WORK.batch, prompt=0, new_tokens=WORK.new_tokens)
     for family in cal.families().values():
         for rungs in combinations_with_replacement(range(len(family)), BINS):
             if all(family[k].tail.lower[j] >= tau for j, k in enumerate(rungs)):
                 schedule = Schedule(tuple(family[k].budget for k in rungs), WIDTH)
                 policy = family[0].family.policy(schedule)
-                sparse = generation(COST, policy, batch=WORK.batch, prompt=0, new_tokens=WORK.new_tokens)
+                sparse = generation_cost(COST, policy, batch=WORK.batch, prompt=0, new_tokens=WORK.new_tokens)
                 best = max(best, sparse.tokens_per_second / dense.tokens_per_second)
     return best
 
@@ -111,12 +111,12 @@ def test_optimum_on_noisy_calibrations(seed, tau):
     cal = calibration(realistic()[1:4] + 0.02 * rng.normal(size=(3, BINS)), budgets=BUDGETS[1:4])
     best = fastest_by_brute_force(cal, tau)
     if best == 0.0:
-        with pytest.raises(Infeasible) as refused:
+        with pytest.raises(Infeasible) as raised:
             plan(cal, COST, WORK, tau=tau)
-        assert refused.value.reachable < tau
-        plan(cal, COST, WORK, tau=refused.value.reachable)
+        assert raised.value.reachable < tau
+        plan(cal, COST, WORK, tau=raised.value.reachable)
         with pytest.raises(Infeasible):
-            plan(cal, COST, WORK, tau=refused.value.reachable + 1e-9)
+            plan(cal, COST, WORK, tau=raised.value.reachable + 1e-9)
     else:
         made = plan(cal, COST, WORK, tau=tau)
         assert all(planned.tail.lower >= tau for planned in made.bins)
@@ -150,16 +150,16 @@ def test_reachable_against_enumeration(seed, bins, choices):
 
 def test_out_of_reach_names_the_best_reachable_and_the_bin():
     lower = realistic(drop=0.05)
-    with pytest.raises(Infeasible, match=r"tau=0\.950 .* best reachable is 0\.\d+.*2500-3000.*budget 1024") as refused:
+    with pytest.raises(Infeasible, match=r"tau=0\.950 .* best reachable is 0\.\d+.*2500-3000.*budget 1024") as raised:
         plan(calibration(lower), COST, WORK, tau=0.95)
-    assert refused.value.reachable == pytest.approx(lower[-1, -1])
+    assert raised.value.reachable == pytest.approx(lower[-1, -1])
     with pytest.raises(SettingError, match=r"tau=1\.5"):
         plan(calibration(lower), COST, WORK, tau=1.5)
 
 
-def test_an_empty_calibration_is_refused():
+def test_an_empty_calibration_raises():
     empty = Calibration("m", make_tail(np.full(BINS, 0.9)), ())
-    with pytest.raises(SettingError, match="no configuration"):
+    with pytest.raises(SettingError, match="no measured policy"):
         plan(empty, COST, WORK)
 
 
@@ -172,16 +172,16 @@ def test_thin_bins_inherit_the_neighbours_larger_budget():
     assert (budgets[0], budgets[2], budgets[5]) == (budgets[1], budgets[3], budgets[4])
     assert budgets[1] < budgets[3]
     assert [planned.tail is None for planned in made.bins] == [True, False, True, False, False, True]
-    assert "lengths 0-500, 1000-1500: fewer than 20 prompts, so the budget is the neighbour's" in made.warnings[0]
+    assert "lengths 0-500, 1000-1500: fewer than 20 prompts" in made.warnings[0]
     assert "lengths from 2500 on" in made.warnings[1]
-    assert "without proof" in made.warnings[1]
+    assert "untested" in made.warnings[1]
     assert made.schedule.notes["inherited_bins"] == [0, 2, 5]
     with pytest.raises(SettingError, match="more prompts"):
         plan(calibration(lower, 5), COST, WORK, tau=0.86)
     assert inherit_from(np.array([False, True, False, True, False])).tolist() == [1, 1, 3, 3, 3]
 
 
-def test_lengths_past_the_calibration_are_announced():
+def test_lengths_past_the_calibration_give_a_warning():
     made = plan(calibration(realistic()), COST, Workload(new_tokens=4000, batch=8), tau=0.86)
     assert "3000-4000 were not measured" in made.warnings[0]
 
@@ -194,12 +194,12 @@ def test_the_fastest_family_wins_and_the_others_are_reported():
     cal = replace(cal, measured=(*cal.measured, *more))
     made = plan(cal, COST, WORK, tau=0.86)
     assert made.family.block == 16
-    assert len(made.rivals) == 2
-    assert "reaches 0." in dict(made.rivals)["streaming:buffer=16:window=4"]
+    assert len(made.alternatives) == 2
+    assert "reaches 0." in dict(made.alternatives)["streaming:buffer=16:window=4"]
 
 
 def test_selecting_costs_more_than_reading_where_the_cache_is_short():
-    """With an expensive selection the first bin is read whole, although a smaller budget would pass."""
+    """With an expensive selection, the first bin reads everything, although a smaller budget would pass."""
     constants = dict.fromkeys(features(GEOMETRY, 1, 1, 1), 0.0) | {"fixed": 1.0, "kv_gb": 0.1, "select": 1.0}
     made = plan(calibration(np.full((5, BINS), 0.95)), FittedCost(GEOMETRY, constants), WORK, tau=0.9)
     assert min(made.schedule.budgets) >= 512
@@ -223,16 +223,16 @@ def test_memory_that_an_evictor_frees_becomes_rows():
         Workload(new_tokens=10)
 
 
-# Forward plans
+# Growing schedules
 
 
 class Evictor:
-    """A tail that depends on the smallest budget so far, weighted: what was evicted early hurts later."""
+    """A tail that also depends on the smallest earlier budget: early evictions hurt later."""
 
     def __init__(self, prompts=50, memory: float = 0.5) -> None:
         self.prompts, self.memory, self.calls = prompts, memory, 0
 
-    def __call__(self, before: tuple[int, ...], j: int, budget: int) -> Estimate:
+    def __call__(self, before: tuple[int, ...], j: int, budget: int) -> BinTail:
         self.calls += 1
         assert len(before) == j
         assert [*before, budget] == sorted((*before, budget))
@@ -240,7 +240,7 @@ class Evictor:
         effective = (1 - self.memory) * np.log2(budget) + self.memory * past
         value = 0.90 - 0.03 * np.log2(j + 1) + 0.02 * (effective - 7)
         prompts = self.prompts[j] if isinstance(self.prompts, list) else self.prompts
-        return Estimate(value, value - 0.01, value + 0.01, 1000, prompts)
+        return BinTail(value, value - 0.01, value + 0.01, 1000, prompts)
 
 
 def sweep(measure: Evictor, tau: float) -> list[int]:
@@ -252,65 +252,65 @@ def sweep(measure: Evictor, tau: float) -> list[int]:
     return budgets
 
 
-def test_forward_equals_a_sweep_with_fewer_measurements():
+def test_a_growing_schedule_equals_a_sweep_with_fewer_measurements():
     searched, swept = Evictor(), Evictor()
-    found = plan_forward(searched, BUDGETS, bins=BINS, width=WIDTH, tau=0.84)
-    assert [planned.budget for planned in found] == sweep(swept, 0.84)
-    assert len({planned.budget for planned in found}) > 1
-    assert all(planned.tail.lower >= 0.84 for planned in found)
+    planned_bins = grow_schedule(searched, BUDGETS, bins=BINS, width=WIDTH, tau=0.84)
+    assert [planned.budget for planned in planned_bins] == sweep(swept, 0.84)
+    assert len({planned.budget for planned in planned_bins}) > 1
+    assert all(planned.tail.lower >= 0.84 for planned in planned_bins)
     assert searched.calls <= 3 * BINS
 
 
-def test_forward_raises_earlier_bins_where_one_bin_alone_is_not_enough():
+def test_earlier_bins_are_raised_if_one_bin_is_not_enough():
     measure, tau = Evictor(memory=0.9), 0.84
-    made = plan_forward(measure, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
-    found = [planned.budget for planned in made]
-    assert found == sorted(found)
-    for j, b in enumerate(found):
-        under = measure(tuple(found[:j]), j, b)
+    made = grow_schedule(measure, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+    budgets = [planned.budget for planned in made]
+    assert budgets == sorted(budgets)
+    for j, b in enumerate(budgets):
+        under = measure(tuple(budgets[:j]), j, b)
         assert under.lower >= tau
-        assert made[j].tail == under, "what is reported was measured under the schedule that came out"
-        smaller = [c for c in BUDGETS if (found[j - 1] if j else 0) <= c < b]
+        assert made[j].tail == under, "the reported tail was measured under the resulting schedule"
+        smaller = [c for c in BUDGETS if (budgets[j - 1] if j else 0) <= c < b]
         if smaller and j == BINS - 1:
-            assert measure(tuple(found[:j]), j, smaller[-1]).lower < tau, "a rung less would not do"
+            assert measure(tuple(budgets[:j]), j, smaller[-1]).lower < tau, "one rung less is not enough"
     with pytest.raises(StopIteration):
         sweep(Evictor(memory=0.9), tau)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.3, 0.9), st.floats(0, 0.3))
-def test_forward_never_picks_a_budget_under_tau(seed, tau, noise):
-    """Noise breaks the growth with the budget that the search relies on: what comes out still holds, everywhere."""
+def test_a_growing_schedule_holds_tau_under_noise(seed, tau, noise):
+    """Noise violates the assumption that tails grow with budgets; the result still holds tau in every bin."""
     plain = Evictor(memory=0.9)
 
-    def noisy(before: tuple[int, ...], j: int, budget: int) -> Estimate:
+    def noisy(before: tuple[int, ...], j: int, budget: int) -> BinTail:
         rng = np.random.default_rng([seed, j, *before, budget])
         lower = plain(before, j, budget).lower + noise * rng.standard_normal()
-        return Estimate(lower, lower, lower, 1000, 50)
+        return BinTail(lower, lower, lower, 1000, 50)
 
     try:
-        made = plan_forward(noisy, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+        made = grow_schedule(noisy, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
     except Infeasible:
         return
-    found = tuple(planned.budget for planned in made)
-    assert list(found) == sorted(found)
+    budgets = tuple(planned.budget for planned in made)
+    assert list(budgets) == sorted(budgets)
     for j, planned in enumerate(made):
-        assert planned.tail == noisy(found[:j], j, found[j])
+        assert planned.tail == noisy(budgets[:j], j, budgets[j])
         assert planned.tail.lower >= tau
 
 
-def test_forward_out_of_reach():
-    with pytest.raises(Infeasible, match="out of reach at lengths") as refused:
-        plan_forward(Evictor(), BUDGETS, bins=BINS, width=WIDTH, tau=0.95)
-    assert refused.value.reachable < 0.95
+def test_a_growing_schedule_out_of_reach():
+    with pytest.raises(Infeasible, match=r"tau=0\.\d+ .* lengths") as raised:
+        grow_schedule(Evictor(), BUDGETS, bins=BINS, width=WIDTH, tau=0.95)
+    assert raised.value.reachable < 0.95
 
 
-def test_forward_thin_bins_inherit():
+def test_thin_bins_of_a_growing_schedule_inherit():
     measure = Evictor(prompts=[5, 50, 50, 5, 50, 5])
-    found = plan_forward(measure, BUDGETS, bins=BINS, width=WIDTH, tau=0.84)
-    budgets = [planned.budget for planned in found]
+    planned_bins = grow_schedule(measure, BUDGETS, bins=BINS, width=WIDTH, tau=0.84)
+    budgets = [planned.budget for planned in planned_bins]
     assert (budgets[0], budgets[3], budgets[5]) == (budgets[1], budgets[4], budgets[4])
-    assert [planned.tail is None for planned in found] == [True, False, False, True, False, True]
+    assert [planned.tail is None for planned in planned_bins] == [True, False, False, True, False, True]
 
 
 # Files, tables, plots
@@ -329,14 +329,14 @@ def test_calibration_file(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "c.json"]
 
 
-def test_bad_calibration_files_are_refused(tmp_path):
+def test_bad_calibration_files_raise(tmp_path):
     with pytest.raises(SettingError, match="alula calibrate"):
         Calibration.load(tmp_path / "none.json")
     for text in ("{", '{"version": 0}', '{"version": 1}', '{"version": 1, "measured": [{"kind": "x"}]}'):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(SettingError, match="calibration file"):
             Calibration.load(tmp_path / "bad.json")
-    with pytest.raises(SettingError, match="same bins"):
+    with pytest.raises(SettingError, match="the floor has"):
         Calibration("m", make_tail(np.ones(3)), (measured(select(), 64, make_tail(np.ones(4))),))
 
 
@@ -353,14 +353,14 @@ def calibration_file(tmp_path):
     return path
 
 
-def test_the_command_makes_the_folder_of_its_output(calibration_file, tmp_path):
+def test_the_command_creates_the_folder_of_its_output(calibration_file, tmp_path):
     out = tmp_path / "no" / "such" / "s.json"
     assert run_plan(calibration_file, "--out", out) == 0
     assert Schedule.load(out).name == "s"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--batch", "0"], "--batch 0: must be at least 1."),
         (["--new-tokens", "0"], "--new-tokens 0: must be at least 1."),
@@ -370,11 +370,11 @@ def test_the_command_makes_the_folder_of_its_output(calibration_file, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_the_command_refuses_in_one_sentence(calibration_file, capsys, arguments, said):
+def test_bad_arguments_give_one_line(calibration_file, capsys, arguments, message):
     assert run_plan(calibration_file, *arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "", "before the work"
-    assert said in printed.err
+    assert message in printed.err
     assert printed.err.count("\n") == 1
 
 
@@ -390,13 +390,13 @@ def test_a_stricter_threshold_costs_speed():
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
-def test_plots_are_whole_svg():
+def test_charts_are_valid_svg():
     cal = calibration(realistic(), np.array([50, 50, 50, 50, 50, 5]))
     made = plan(cal, COST, WORK, tau=0.86)
     tails = ElementTree.fromstring(plot_tails(cal, made))
     space = {"s": "http://www.w3.org/2000/svg"}
     assert len(tails.findall("s:polyline", space)) == len(BUDGETS) + 3  # the floor, tau and the plan
-    assert len(tails.findall("s:circle", space)) == 5  # the thin bin has no tail of its own
+    assert len(tails.findall("s:circle", space)) == 5  # the thin bin has no tail
     assert len(tails.findall("s:polygon", space)) == 1
     pareto = ElementTree.fromstring(plot_pareto(tradeoffs(cal, COST, WORK, taus=[0.8, 0.86])))
     assert len(pareto.findall("s:circle", space)) == 2
@@ -408,7 +408,7 @@ def drawn_strokes(svg: str) -> tuple[ElementTree.Element, list[tuple[str, str | 
     return root, [(line.get("stroke"), line.get("stroke-dasharray")) for line in lines]
 
 
-def test_the_legend_of_many_long_policies_stays_inside_and_tells_all_lines_apart():
+def test_the_legend_of_many_long_policies_fits_and_is_distinct():
     methods = "rkv:buffer=64:window=16:sinks=2:mix=0.25,snapkv:budget=2k:window=16:protect_prompt=true&block-topk"
     tail = calibration(realistic(), np.full(6, 50)).floor
     curves = [
@@ -424,10 +424,10 @@ def test_the_legend_of_many_long_policies_stays_inside_and_tells_all_lines_apart
         if text.get("text-anchor") == "start":
             assert float(text.get("x")) + 6.8 * len(text.text) < width, "a wide font has 6.8 units a letter"
             assert float(text.get("y")) < height
-    places = [(t.get("x"), t.get("y")) for t in texts]
-    assert len(set(places)) == len(places)
+    positions = [(t.get("x"), t.get("y")) for t in texts]
+    assert len(set(positions)) == len(positions)
     words = [t.text for t in texts]
-    assert words.count("512") == 3, "one in each family, under its name"
+    assert words.count("512") == 3, "one in each family"
     assert words[words.index("512") - 2 : words.index("512")] == ["rkv:buffer=64:window=16:sinks=2:", "mix=0.25"]
 
 
@@ -435,7 +435,7 @@ def test_an_axis_of_names():
     drawn = ElementTree.fromstring(chart("t", "", "y", [Line("a", [0, 2], [0.1, 0.3])], x_names=["p", "q & r", "s"]))
     names = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert [name for name in names if name in ("p", "q & r", "s")] == ["p", "q & r", "s"]
-    assert "1.5" not in names, "no numbers beside them"
+    assert "1.5" not in names, "no numbers on the axis"
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,4 +1,4 @@
-"""Tails against brute force; coverage of the cluster bootstrap where resampling tokens fails."""
+"""Tails against brute force, and coverage of the cluster bootstrap compared with resampling tokens."""
 
 import numpy as np
 import pytest
@@ -33,11 +33,11 @@ def test_quantile_by_counting(values, q):
 @given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 60), st.sampled_from([0.05, 0.25]))
 def test_a_resample_is_the_quantile_of_the_repeated_prompts(seed, prompts, tokens, q):
     rng = np.random.default_rng(seed)
-    values, who = rng.random(tokens).round(2), rng.integers(0, prompts, tokens)
+    values, prompt_of = rng.random(tokens).round(2), rng.integers(0, prompts, tokens)
     draws = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=5)
-    found = resampled_quantiles(values, who, draws, q)
-    for draw, quantile in zip(draws, found):
-        repeated = [v for v, i in zip(values, who) for _ in range(draw[i])]
+    quantiles = resampled_quantiles(values, prompt_of, draws, q)
+    for draw, quantile in zip(draws, quantiles):
+        repeated = [v for v, i in zip(values, prompt_of) for _ in range(draw[i])]
         if repeated:
             assert quantile == quantile_by_counting(repeated, q)
         else:
@@ -46,10 +46,10 @@ def test_a_resample_is_the_quantile_of_the_repeated_prompts(seed, prompts, token
 
 def test_cut_points_lose_little_in_a_large_bin():
     rng = np.random.default_rng(0)
-    values, who = rng.beta(8, 0.5, 40_000), rng.integers(0, 30, 40_000)
+    values, prompt_of = rng.beta(8, 0.5, 40_000), rng.integers(0, 30, 40_000)
     draws = rng.multinomial(30, np.full(30, 1 / 30), size=3)
-    exact = [lower_quantile(np.repeat(values, draw[who]), 0.05) for draw in draws]
-    assert resampled_quantiles(values, who, draws, 0.05) == pytest.approx(exact, abs=1e-3)
+    exact = [lower_quantile(np.repeat(values, draw[prompt_of]), 0.05) for draw in draws]
+    assert resampled_quantiles(values, prompt_of, draws, 0.05) == pytest.approx(exact, abs=1e-3)
 
 
 def test_bins_counts_and_flags():
@@ -57,35 +57,35 @@ def test_bins_counts_and_flags():
     positions = np.concatenate([np.arange(250)] * 30 + [np.arange(250, 320)] * 5)
     prompts = np.concatenate([np.repeat(np.arange(30), 250), np.repeat(np.arange(5), 70)])
     alpha = rng.beta(8, 0.5, len(positions))
-    found = tail(alpha, positions, prompts, width=100, bins=5)
-    assert found.tokens.tolist() == [3000, 3000, 1500 + 250, 100, 0]
-    assert found.prompts.tolist() == [30, 30, 30, 5, 0]
-    assert found.enough.tolist() == [True, True, True, False, False]
+    result = tail(alpha, positions, prompts, width=100, bins=5)
+    assert result.tokens.tolist() == [3000, 3000, 1500 + 250, 100, 0]
+    assert result.prompts.tolist() == [30, 30, 30, 5, 0]
+    assert result.enough.tolist() == [True, True, True, False, False]
     for j in range(3):
         inside = alpha[positions // 100 == j]
-        assert found.value[j] == quantile_by_counting(inside, 0.05)
-        assert found.lower[j] < found.value[j] < found.upper[j]
-    assert np.isnan(found.value[4])
-    assert found.overall == quantile_by_counting(alpha, 0.05)
-    assert found[0].enough
-    assert [estimate.prompts for estimate in found] == [30, 30, 30, 5, 0]
+        assert result.value[j] == quantile_by_counting(inside, 0.05)
+        assert result.lower[j] < result.value[j] < result.upper[j]
+    assert np.isnan(result.value[4])
+    assert result.overall == quantile_by_counting(alpha, 0.05)
+    assert result[0].enough
+    assert [estimate.prompts for estimate in result] == [30, 30, 30, 5, 0]
     merged = tail(alpha, positions, prompts, width=100, bins=2)
     assert merged.tokens.tolist() == [3000, len(alpha) - 3000]
 
 
-def test_equal_values_give_a_point_and_bad_input_is_refused():
-    found = tail(np.ones(60), np.zeros(60, dtype=int), np.arange(60))
-    assert found.value[0] == 1
-    assert (found.lower[0], found.upper[0]) == pytest.approx((1, 1), abs=1e-5)
-    with pytest.raises(SettingError, match="no tokens"):
+def test_equal_values_give_a_point_and_bad_input_raises():
+    result = tail(np.ones(60), np.zeros(60, dtype=int), np.arange(60))
+    assert result.value[0] == 1
+    assert (result.lower[0], result.upper[0]) == pytest.approx((1, 1), abs=1e-5)
+    with pytest.raises(SettingError, match="alpha: no tokens"):
         tail([], np.zeros(0, dtype=int), [])
     with pytest.raises(SettingError, match="quantile=5"):
         tail([1.0], [0], [0], quantile=5)
 
 
-def test_one_prompt_is_no_evidence():
-    found = tail(np.linspace(0.8, 1, 100), np.zeros(100, dtype=int), np.zeros(100, dtype=int))
-    assert (found.lower[0], found.upper[0]) == (0.0, 1.0)
+def test_one_prompt_gives_no_bounds():
+    result = tail(np.linspace(0.8, 1, 100), np.zeros(100, dtype=int), np.zeros(100, dtype=int))
+    assert (result.lower[0], result.upper[0]) == (0.0, 1.0)
 
 
 def test_thin_bins_do_not_widen_the_others():
@@ -131,12 +131,12 @@ def coverage(prompts: int, clusters: bool, truth: np.ndarray, repeats: int = 100
     hits = 0
     bins = np.broadcast_to(np.arange(BINS)[None, :, None], (prompts, BINS, TOKENS)).ravel()
     owner = np.broadcast_to(np.arange(prompts)[:, None, None], (prompts, BINS, TOKENS)).ravel()
-    units = owner if clusters else np.arange(len(owner))  # every token its own cluster: the plain bootstrap
+    units = owner if clusters else np.arange(len(owner))  # one cluster per token: the plain bootstrap
     for seed in range(repeats):
         alpha = clustered(prompts, np.random.default_rng(100 + seed))
         if clusters:
-            found = tail(alpha.ravel(), bins, units, width=1, resamples=400)
-            lower, upper = found.lower, found.upper
+            result = tail(alpha.ravel(), bins, units, width=1, resamples=400)
+            lower, upper = result.lower, result.upper
         else:
             lower, upper = token_band(alpha, np.random.default_rng(seed))
         hits += bool(((lower <= truth) & (truth <= upper)).all())
@@ -165,13 +165,13 @@ def test_resampling_tokens_undercovers(truth):
 
 
 def test_bins_whose_tail_never_moves_do_not_make_the_others_certain():
-    """24 prompts agree wholly at first; the 19 that go on are a thin bin, whose band must not shrink to a point."""
+    """24 prompts agree in the first bin; the 19 that reach the second are a thin bin, and its band is not a point."""
     rng = np.random.default_rng(0)
     first, later = np.ones(24 * 20), rng.beta(8, 2, 19 * 20)
     prompts = np.concatenate([np.repeat(np.arange(24), 20), np.repeat(np.arange(19), 20)])
     positions = np.concatenate([np.zeros(24 * 20, int), np.full(19 * 20, 10)])
-    found = tail(np.concatenate([first, later]), positions, prompts, width=10)
+    result = tail(np.concatenate([first, later]), positions, prompts, width=10)
     alone = tail(later, np.full(19 * 20, 0), np.repeat(np.arange(19), 20), width=10)
-    assert found.lower[0] == pytest.approx(found.upper[0], abs=1e-5)
-    assert found.lower[1] < found.value[1] < found.upper[1]
-    assert found.upper[1] - found.lower[1] == pytest.approx(alone.upper[0] - alone.lower[0], rel=0.2)
+    assert result.lower[0] == pytest.approx(result.upper[0], abs=1e-5)
+    assert result.lower[1] < result.value[1] < result.upper[1]
+    assert result.upper[1] - result.lower[1] == pytest.approx(alone.upper[0] - alone.lower[0], rel=0.2)

@@ -93,10 +93,10 @@ def test_a_list_of_families():
     ("text", "reason"),
     [
         ("block-tok", "did you mean 'block-topk'"),
-        ("rkv:64", "rkv's budget is what is searched"),
-        ("rkv:budget=64", "rkv's budget is what is searched"),
+        ("rkv:64", "methods: rkv has a budget"),
+        ("rkv:budget=64", "methods: rkv has a budget"),
         ("block-topk:blok=4", "did you mean 'block'"),
-        ("snapkv&quest", "snapkv next to quest needs a fixed budget"),
+        ("snapkv&quest", "snapkv & quest: the evictor needs a budget"),
         ("quest&rkv", "rkv is an evictor; write it before the &"),
         ("quest:block=8&block-topk", "are both selectors"),
         ("rkv:budget=64&rkv:budget=64&quest", "one evictor and one selector"),

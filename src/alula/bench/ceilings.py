@@ -1,4 +1,4 @@
-"""What this device can do: matrix FLOP/s and copy bandwidth, measured in the running process."""
+"""Measured limits of this device: matrix FLOP/s and copy bandwidth."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 @dataclass(frozen=True)
 class Ceilings:
     bandwidth: float
-    """Bytes per second of a large copy, read and written bytes counted."""
+    """Bytes per second, read plus written, of a large copy."""
     matrix: float
     """FLOP/s of a large matrix product, bf16 on a GPU."""
 
@@ -31,7 +31,7 @@ def matrix_rate(device: torch.device) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy that no cache holds. Allocates 8 GiB on a GPU."""
+    """Bytes per second, read plus written, of a copy larger than any cache. Allocates 8 GiB on a GPU."""
     size = 1 << 32 if device.type == "cuda" else 1 << 27
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)

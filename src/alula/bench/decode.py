@@ -1,7 +1,7 @@
-"""Measurements of the engine: decode steps at any size, whole rollouts, and the floor they are compared with.
+"""Benchmarks of the engine: decode steps of any size, compared with a memory-bandwidth floor, and complete rollouts.
 
-The floor of a decode step is the bytes that must move (weights, and the KV that the policy reads) over the copy
-bandwidth measured in the same process: no implementation runs faster.
+The floor of a decode step is a lower bound on its time: the bytes that must be read (weights and the policy's KV),
+divided by the copy bandwidth measured in the same process.
 """
 
 import time
@@ -17,14 +17,14 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.engine.sequence import Request, Sequence
 from alula.errors import require
-from alula.mismatch.plan.timings import timing_record
+from alula.mismatch.plan.cost import timing_record
 from alula.sparsity.footprint import selecting_layers, tokens_read, trigger
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.select import METHODS
 
 
 def weight_bytes(engine: Engine) -> int:
-    """Weights that one decode step reads: all of them, less an embedding table that is only looked up."""
+    """Bytes of weights that one decode step reads: all weights except an untied input embedding."""
     model: Any = engine.model
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -32,7 +32,7 @@ def weight_bytes(engine: Engine) -> int:
 
 
 def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int:
-    """KV, and page summaries, that attention must read for one row of `context` tokens with `held` of them cached."""
+    """Bytes of KV and page summaries that attention reads for a row of `context` tokens, `held` of them cached."""
     geometry = engine.geometry
     select = sparsity.select
     if select is None:
@@ -45,8 +45,8 @@ def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int
 
 
 class StepBench:
-    """Decode steps of `batch` rows of `context` tokens, with random KV: all of it, or the most that an evictor holds
-    at that length."""
+    """Times decode steps of `batch` rows of `context` tokens on random KV. With an evictor, each row holds the most
+    that the evictor allows at that length."""
 
     def __init__(self, engine: Engine, batch: int, context: int, sparsity: Sparsity = DENSE) -> None:
         engine.check(sparsity)
@@ -56,11 +56,11 @@ class StepBench:
         need, width = batch * count, engine.state.table.shape[1]
         require(
             need <= engine.pool.usable,
-            f"batch {batch} × context {context} needs {need} pages of KV, "
-            f"kv_memory holds {engine.pool.usable}; raise it or lower them.",
+            f"batch={batch}, context={context}: needs {need} pages of KV, but kv_memory holds {engine.pool.usable}; "
+            "raise kv_memory, or lower batch or context.",
         )
-        require(count <= width, f"context={context}: more than the engine's max_length={width * engine.page} holds.")
-        require(batch <= engine.max_rows, f"batch={batch}: the engine has max_rows={engine.max_rows}.")
+        require(count <= width, f"context={context}: exceeds the engine's max_length={width * engine.page}.")
+        require(batch <= engine.max_rows, f"batch={batch}: exceeds the engine's max_rows={engine.max_rows}.")
         self.engine, self.batch, self.context, self.sparsity = engine, batch, context, sparsity
         request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
         self.features = BatchFeatures.of([request])
@@ -70,12 +70,13 @@ class StepBench:
             accumulated_tokens=self.held + engine.lookahead if self.features.accumulates else 0,
         )
         engine.state.prepare(self.features)
-        order = np.random.default_rng(0).permutation(np.arange(1, engine.pool.count))[:need]  # as churn leaves it
+        # Scattered pages, as in a long-running engine.
+        order = np.random.default_rng(0).permutation(np.arange(1, engine.pool.count))[:need]
         self.table = order.reshape(batch, count).astype(np.int32)
         for row in range(batch):
             engine.state.enter(Sequence(request, sample=row, row=row), engine.page)
         for filled in (engine.cache.keys, engine.cache.values, engine.cache.summaries):
-            if filled is not None and not filled[:, -1].any():  # as a fresh pool holds it
+            if filled is not None and not filled[:, -1].any():  # still the zeros of a fresh pool
                 filled.normal_()
         self.max_kv_len = engine.runner.padded_kv_len(self.held + engine.lookahead)
         self.bucket = engine.runner.bucket_for(batch)
@@ -89,17 +90,17 @@ class StepBench:
         state.upload(position, held, left, np.full((state.rows, engine.lookahead), -1, np.int64))
 
     def seconds(self, chunks: int = 8) -> float:
-        """Mean time of one step, over `chunks` × lookahead steps (the context grows within a chunk only)."""
+        """Mean seconds of one step over `chunks` × lookahead steps. The context is reset after every chunk."""
         engine, runner, steps = self.engine, self.engine.runner, self.engine.lookahead
         with torch.inference_mode():
             graph = runner.graph_for(self.bucket, self.max_kv_len, self.features)
-            one = (
+            step = (
                 graph.replay if graph is not None else lambda: runner.step(self.bucket, self.max_kv_len, self.features)
             )
             total = 0.0
             for i in range(chunks + 1):
                 self.reset()
-                spent = timed(one, engine.device, steps)
+                spent = timed(step, engine.device, steps)
                 total += spent if i else 0.0  # the first is a warm-up
         return total / chunks
 
@@ -129,7 +130,7 @@ def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ce
 def rollouts(
     engine: Engine, batch: int, prompt: int, new_tokens: int, sparsity: Sparsity, seed: int = 0
 ) -> dict[str, Any]:
-    """Whole rollouts through the public API: random prompts of equal length, no stop token."""
+    """Times complete rollouts through the public API: random prompts of equal length, no stop token."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, engine.model.config.vocab_size, (batch, prompt)).tolist()
     sampling = Sampling(max_new_tokens=new_tokens, ignore_eos=True, seed=seed)

@@ -86,15 +86,15 @@ def calibrate(
     rollout outgrew the budget, so that nothing was tested. With --vetoed, budgets are measured in the same way, and
     the exit code is 1 if no method has one.
     """
-    from alula.mismatch.calibrate.calibrate import Grid, Text
-    from alula.mismatch.calibrate.verify import named
+    from alula.mismatch.calibrate.calibrate import Grid, TextSettings
+    from alula.mismatch.calibrate.verify import parse_target
     from alula.mismatch.measure import Bins
     from alula.sparsity.family import parse_families
 
     check_numbers(length, bin_width, tau or [])
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
-    policies = [(name, *named(name, width, length)) for name in verify or []]  # raises before anything is loaded
+    policies = [(name, *parse_target(name, width, length)) for name in verify or []]  # raises before anything is loaded
     require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders = []
     if vetoed is not None:
@@ -112,7 +112,7 @@ def calibrate(
     engines = Engines(loaded, length, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
     other_prompts = bool(policies) or vetoed is not None
-    text = Text(
+    text = TextSettings(
         choose(dataset, prompts, seed, from_end=other_prompts), length, samples, temperature, seed + other_prompts
     )
     if vetoed is not None:
@@ -135,7 +135,7 @@ def calibrate(
         forward,
     )
     work_file = out.with_suffix(".work.json")
-    write(measure_all(engines.with_page, text, grid, bins, work_file, say=typer.echo, progress=progress), out)
+    write(measure_all(engines.with_page, text, grid, bins, work_file, log=typer.echo, progress=progress), out)
 
 
 def check_numbers(length: int, bin_width: int | None, taus: list[float]) -> None:
@@ -197,7 +197,7 @@ def write(calibration: "Calibration", out: Path) -> None:
             f"| {measured.family.describe()} | {measured.budget} | {measured.tail.overall:.4f} | {worst.value:.4f} "
             f"| {worst.lower:.4f} | {kv.saved:.1%} | {kv.not_read:.1%} | {kv.evictions} |"
         )
-    for grown in calibration.forward:
+    for grown in calibration.growing:
         lines.append(
             f"| {grown.family.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
             f"tau {grown.tau:.4f} | | | | | |"

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from alula.mismatch.calibrate.calibrate import Grid
-from alula.mismatch.calibrate.find_budget import Smallest, below, check_limit, rungs, smallest
+from alula.mismatch.calibrate.find_budget import BudgetSearch, below_limit, budgets_to_try, check_limit, find_budget
 from alula.mismatch.calibrate.verify import Verification, verify
 from alula.sparsity.schedule import Schedule
 
 if TYPE_CHECKING:
     from alula.cli.common import Engines
     from alula.engine.engine import Engine
-    from alula.mismatch.calibrate.calibrate import Text
+    from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.mismatch.measure import Bins
     from alula.sparsity.family import PolicyFamily
 
@@ -26,13 +26,13 @@ def ladders_of(
     """Every family with the budgets to try, ascending. Raises if the limit cannot be tested or a budget is invalid."""
     check_limit(limit, prompts)
     if budgets is None:
-        return [(family, rungs(family, length)) for family in families]
+        return [(family, budgets_to_try(family, length)) for family in families]
     return [(family, Grid((family,), budgets).budgets) for family in families]
 
 
 def run_vetoed(
     engines: "Engines",
-    text: "Text",
+    text: "TextSettings",
     ladders: "Sequence[tuple[PolicyFamily, tuple[int, ...]]]",
     limit: float,
     bins: "Bins",
@@ -41,7 +41,7 @@ def run_vetoed(
     progress: bool,
 ) -> int:
     """Find the smallest budget of every family, write and print it; the exit code is 1 if no family has one."""
-    results: list[Smallest] = []
+    results: list[BudgetSearch] = []
     for family, ladder in ladders:
         engine = engines.with_page(family.block or 16)
 
@@ -60,7 +60,7 @@ def run_vetoed(
             typer.echo(f"{family.policy(budget).describe()}: {shares(one, limit)}")
             return one
 
-        results.append(smallest(family, ladder, limit, measured, sweep=sweep))
+        results.append(find_budget(family, ladder, limit, measured, sweep=sweep))
         out.write_text(json.dumps([one.to_dict() for one in results], indent=1) + "\n")
     typer.echo(f"\n{table(results)}\n")
     for one in results:
@@ -77,14 +77,16 @@ def run_vetoed(
 
 def shares(one: Verification, limit: float) -> str:
     share, (lower, upper) = one.vetoed, one.vetoed.interval
-    held = f"{'below' if below(one, limit) else 'not below'} {100 * limit:g}%" if one.kv.sparse else "never sparse"
+    held = (
+        f"{'below' if below_limit(one, limit) else 'not below'} {100 * limit:g}%" if one.kv.sparse else "never sparse"
+    )
     return (
         f"vetoed {share.count} of {share.of}, {share.value:.1%} ({lower:.1%} to {upper:.1%}), {held}. "
         f"{one.kv.describe()}"
     )
 
 
-def table(results: Sequence[Smallest]) -> str:
+def table(results: Sequence[BudgetSearch]) -> str:
     lines = [
         "| method | smallest budget | vetoed | 95% interval | tail | KV saved | KV not read | evictions | measured |",
         "|---|---:|---:|---|---:|---:|---:|---:|---|",
@@ -103,7 +105,7 @@ def table(results: Sequence[Smallest]) -> str:
     return "\n".join(lines)
 
 
-def remarks(one: Smallest) -> list[str]:
+def remarks(one: BudgetSearch) -> list[str]:
     """Notes below the table: why there is no budget, or how a smaller one might be found."""
     name = one.family.describe()
     if one.budget is None:
@@ -117,8 +119,8 @@ def remarks(one: Smallest) -> list[str]:
     return [f"{name}: the next smaller budget may be enough; --prompts {needed} would show it if its share stays."]
 
 
-def why_none(one: Smallest) -> str:
-    failing = [budget for budget, result in one.tried.items() if not below(result, one.limit)]
+def why_none(one: BudgetSearch) -> str:
+    failing = [budget for budget, result in one.tried.items() if not below_limit(result, one.limit)]
     dense = [budget for budget, result in one.tried.items() if result.kv.sparse == 0]
     if not failing:
         least = min(dense)
@@ -129,7 +131,7 @@ def why_none(one: Smallest) -> str:
     return f"{text}, the largest one tried; set larger --budgets, or another method."
 
 
-def verdict(results: Sequence[Smallest]) -> str:
+def verdict(results: Sequence[BudgetSearch]) -> str:
     policies = [one.family.policy(one.budget).describe() for one in results if one.budget is not None]
     if not any(v.kv.sparse for one in results for v in one.tried.values()):
         return "no budget was sparse, so nothing was tested."

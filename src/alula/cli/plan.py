@@ -10,7 +10,7 @@ from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
     from alula.mismatch.calibrate.file import Calibration
-    from alula.mismatch.plan.cost import Cost
+    from alula.mismatch.plan.cost import CostModel
     from alula.mismatch.plan.plan import Plan, Workload
     from alula.mismatch.plan.tradeoff import Tradeoff
 
@@ -80,10 +80,9 @@ def check_workload(new_tokens: int | None, prompt: int, batch: int | None, kv_me
     )
 
 
-def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> "Cost":
+def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> "CostModel":
     """A cost fitted to timings of this machine if given, else Sparrow's analytic form."""
-    from alula.mismatch.plan.cost import AnalyticCost, Hardware
-    from alula.mismatch.plan.timings import load_cost
+    from alula.mismatch.plan.cost import AnalyticCost, Hardware, load_cost
     from alula.models.geometry import Geometry
 
     geometry = Geometry(**calibration.notes["shape"])
@@ -110,7 +109,7 @@ def as_bytes(text: str) -> float:
     return parse_bytes(text)
 
 
-def thresholds(calibration: "Calibration", cost: "Cost", work: "Workload", tau: float | None) -> "list[Tradeoff]":
+def thresholds(calibration: "Calibration", cost: "CostModel", work: "Workload", tau: float | None) -> "list[Tradeoff]":
     """The cost of the usual thresholds, of `tau`, and of the strictest one that can be reached."""
     from alula.mismatch.plan.tradeoff import GAPS, tradeoffs
 
@@ -136,5 +135,5 @@ def describe(plan: "Plan", calibration: "Calibration") -> str:
         shown = f"{bin_.tail.value:.4f} | {bin_.tail.lower:.4f}" if bin_.tail else "budget of the neighbouring bin |"
         lines.append(f"| {where} | {bin_.budget} | {shown} |")
     lines += [f"note: {warning}" for warning in plan.warnings]
-    lines += [f"not chosen: {family} ({why})" for family, why in plan.rivals]
+    lines += [f"not chosen: {family} ({why})" for family, why in plan.alternatives]
     return "\n".join(lines)

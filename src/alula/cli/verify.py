@@ -12,14 +12,14 @@ from alula.objective.veto import TOO_MANY, Share
 
 if TYPE_CHECKING:
     from alula.cli.common import Engines
-    from alula.mismatch.calibrate.calibrate import Text
+    from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.sparsity.policy import Sparsity
     from alula.sparsity.schedule import Schedule
 
 
 def run_verify(
     engines: "Engines",
-    text: "Text",
+    text: "TextSettings",
     named: Sequence[tuple[str, "Schedule", "Sparsity"]],
     tau: float | None,
     quantile: float,

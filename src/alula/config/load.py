@@ -175,11 +175,11 @@ def fields_at(path: Sequence[str]) -> list[str]:
 
 def with_options(fields: list[str], method: Any) -> list[str]:
     """An evictor's settings, with the options of its method by name."""
-    from alula.sparsity.evict import METHODS, own_settings  # torch: only for an error message
+    from alula.sparsity.evict import METHODS, option_names  # torch: only for an error message
 
     if method not in list(METHODS):
         return fields
-    return [field for field in fields if field != "options"] + [f"options.{name}" for name in own_settings(method)]
+    return [field for field in fields if field != "options"] + [f"options.{name}" for name in option_names(method)]
 
 
 def sections_in(annotation: Any) -> list[Any]:

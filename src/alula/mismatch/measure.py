@@ -1,7 +1,7 @@
-"""Tails of acceptance measured with the engine: of many policies on the same text, or of a policy on its own rollouts.
+"""Measures tails of acceptance with the engine.
 
-Shared text makes policies comparable: all are judged on the same tokens of the same prompts (paired), decoded again
-side by side in one batch. A policy's own rollouts are where it will be used: a schedule is confirmed on those.
+`measure_tails` compares many policies on the same text: the tokens are decoded again under every policy, all in one
+batch. `rollouts_with_acceptance` samples rollouts from one policy, for the final check of a schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from alula.terminal import progress_bar
 
 @dataclass(frozen=True)
 class Bins:
-    """How tokens become tails: `count` bins of `width` positions each, the last one open-ended."""
+    """Length bins and settings of the tail: `count` bins of `width` positions each, the last one open-ended."""
 
     width: int
     count: int
@@ -45,14 +45,14 @@ class Bins:
 
 
 def flat(rollouts: Sequence[Rollout], alphas: Sequence[Tensor]) -> tuple[Array, Array, Array]:
-    """α, position (prompt + generated tokens before it) and prompt of every token."""
+    """α, position (prompt + generated tokens before it) and prompt index of every token, as flat arrays."""
     alpha = np.concatenate([a.numpy() for a in alphas])
     positions = np.concatenate([len(r.prompt_ids) + np.arange(len(r)) for r in rollouts])
     prompts = np.repeat([r.prompt_index for r in rollouts], [len(r) for r in rollouts])
     return alpha, positions, prompts
 
 
-def measure(
+def measure_tails(
     engine: Engine,
     text: Sequence[Rollout],
     policies: Sequence[Sparsity],
@@ -61,7 +61,7 @@ def measure(
     done: Callable[[int, Tail, Savings], None] = lambda index, tail, kv: None,
     progress: bool = False,
 ) -> list[Tail]:
-    """The tail of every policy on `text`, all policies in one batch; `done` is told of each as soon as it is there."""
+    """The tail of every policy on `text`, all in one batch; calls `done` for each policy as soon as it is finished."""
     size = len(text)
     alphas: list[list[Tensor | None]] = [[None] * size for _ in policies]
     uses: list[list[KVUse]] = [[KVUse()] * size for _ in policies]
@@ -74,13 +74,13 @@ def measure(
             left[which] -= 1
             advance(len(alpha))
             if not left[which]:
-                tails[which] = found = bins.tail(text, alphas[which])  # type: ignore[call-overload,arg-type]
+                tails[which] = result = bins.tail(text, alphas[which])  # type: ignore[call-overload,arg-type]
                 alphas[which] = []
-                done(which, found, Savings.of(text, uses[which], policies[which], engine.geometry.layers))
+                done(which, result, Savings.of(text, uses[which], policies[which], engine.geometry.layers))
     return tails  # type: ignore[return-value]
 
 
-def own_rollouts(
+def rollouts_with_acceptance(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -88,30 +88,30 @@ def own_rollouts(
     *,
     progress: bool = False,
 ) -> tuple[list[Rollout], list[Tensor]]:
-    """Rollouts of a policy in their order, and α of each from the hidden states that it was sampled from."""
+    """Rollouts of a policy, ordered by prompt and sample, and α of each from the hidden states used in sampling."""
     requests = engine.requests(list(prompts), sampling, policy)
     for request in requests:
         request.keep_hidden = sampling.n
-    found = []
+    pairs = []
     with progress_bar(len(requests) * sampling.n, progress) as advance:
         for rollout in engine.stream(requests):
-            require(rollout.finish != "error", "the model's output is not finite; check its weights and dtype.")
-            [alpha] = kept_acceptance(engine, [rollout])  # at once: hidden states are too large to pile up
-            found.append((replace(rollout, hidden=None), alpha))
+            require(rollout.finish != "error", "model: its output is not finite; check its weights and dtype.")
+            [alpha] = kept_acceptance(engine, [rollout])  # now, since hidden states are too large to collect
+            pairs.append((replace(rollout, hidden=None), alpha))
             advance(len(rollout))
-    found.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-    return [rollout for rollout, _ in found], [alpha for _, alpha in found]
+    pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
+    return [rollout for rollout, _ in pairs], [alpha for _, alpha in pairs]
 
 
-def side_by_side(engine: Engine, text: Sequence[Rollout], evicts: bool) -> int:
-    """How many policies decode `text` together without waiting for rows or, unless they evict, for memory."""
+def policies_per_batch(engine: Engine, text: Sequence[Rollout], evicts: bool) -> int:
+    """Number of policies that can decode `text` in one batch: limited by rows and, unless they evict, by KV memory."""
     rows = engine.max_rows // len(text)
     held = sum(len(r.prompt_ids) + len(r) for r in text)
     fits = rows if evicts else engine.pool.usable * engine.page // held
     return max(1, min(rows, fits))
 
 
-def cut(text: Sequence[Rollout], first: int, last: int) -> list[Rollout]:
-    """What there is of the rollouts that reach position `first`, up to position `last`."""
+def cut_to_bin(text: Sequence[Rollout], first: int, last: int) -> list[Rollout]:
+    """The rollouts that reach position `first`, truncated at position `last`."""
     reaching = [r for r in text if len(r.prompt_ids) + len(r) > first and len(r.prompt_ids) < last]
     return [replace(r, token_ids=r.token_ids[: last - len(r.prompt_ids)]) for r in reaching]

@@ -1,7 +1,7 @@
-"""What a policy saved of the dense policy's KV, and whether it was sparse at all.
+"""KV that a policy saved compared with the dense policy, and whether it was sparse at all.
 
-A budget that no sequence outgrows is the dense policy measured against itself: its tail is 1 and nothing is vetoed,
-which says nothing about the budget.
+If no sequence exceeds the budget, the dense policy is compared with itself: the tail is 1 and nothing is vetoed, so
+the budget was not tested.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from alula.sparsity.policy import Sparsity, budget_at
 @dataclass(frozen=True)
 class Savings:
     saved: float
-    """Share of the dense policy's KV tokens that was not held; a long rollout counts for more, as in memory."""
+    """Share of the dense policy's KV tokens that was not held, weighted by rollout length."""
     not_read: float
-    """Share of them that attention did not read, evicted or not selected, averaged over the layers."""
+    """Share of the dense policy's KV tokens that attention did not read (evicted or not selected), mean over layers."""
     evictions: int
     sparse: int
-    """Rollouts of which some KV was evicted or left unread."""
+    """Rollouts with some KV evicted or not read."""
     rollouts: int
     longest: int
-    """Tokens of the longest sequence, prompt included."""
+    """Length of the longest sequence in tokens, prompt included."""
     sparse_layers: int
     """Layers that may be sparse: a selector's `dense_layers` never are."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], kv: Sequence[KVUse], policy: Sparsity, layers: int) -> "Savings":
-        """`kv`: of each rollout, under `policy`; not its own where its tokens were decoded again."""
+        """`kv`: KV use of each rollout under `policy`. Differs from `rollout.kv` if the tokens were decoded again."""
         selecting = selecting_layers(policy.select, layers)
         held = dense = read = sparse = 0.0
         for rollout, use in zip(rollouts, kv):
@@ -55,19 +55,19 @@ class Savings:
         )
 
     def never_sparse(self, name: str, policy: Sparsity) -> str:
-        """For a policy that was not: why its numbers say nothing, and the way out."""
+        """Message for a policy that was never sparse: why nothing was tested, and a hint."""
         if self.sparse_layers == 0:
             return (
-                f"{name} was never sparse: its dense_layers are all layers of the model, so nothing was tested; "
-                "use fewer."
+                f"{name} was never sparse: dense_layers covers all layers of the model, so nothing was tested; "
+                "lower dense_layers."
             )
-        it, smaller = "it", "budget"
+        limit, smaller = "the budget", "budget"
         evict = None if policy.select else policy.evict
-        if evict and budget_at(evict.budget, self.longest) < self.longest:  # so a smaller buffer alone would do
-            it, smaller = f"it and its buffer of {evict.buffer}", "budget or buffer"
+        if evict and budget_at(evict.budget, self.longest) < self.longest:  # a smaller buffer is enough
+            limit, smaller = f"the budget plus buffer={evict.buffer}", "budget or buffer"
             if evict.protect_prompt:
-                it += " beside the prompt"
+                limit += " plus the prompt"
         return (
-            f"{name} was never sparse: no sequence outgrew {it} (the longest has {self.longest} tokens), so "
+            f"{name} was never sparse: no sequence exceeded {limit} (the longest has {self.longest} tokens), so "
             f"nothing was tested; use a smaller {smaller}, or longer sequences (--length)."
         )

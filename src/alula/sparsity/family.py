@@ -1,4 +1,4 @@
-"""Families of policies that differ in one budget only: what a calibration searches and a schedule varies."""
+"""Families of policies that differ in one budget only. A calibration searches this budget, a schedule varies it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from alula.sparsity.text import budget as parse_budget
 from alula.sparsity.text import parse_part, part_text
 
 OPEN = 1 << 30
-"""Stands for the budget that varies, in a family's template."""
+"""Placeholder for the budget that varies, in a family's template."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,21 @@ class PolicyFamily:
 
 
 def parse_families(text: str, pages: tuple[int, ...] = (16,)) -> list[PolicyFamily]:
-    """The families in `block-topk,rkv:buffer=64:sinks=4`; a selector without a block once for every page size."""
+    """The families in `block-topk,rkv:buffer=64:sinks=4`; a selector without `block` gives one family per page size."""
     families = []
     for one in text.split(","):
         *before, last = (parse_part(part.strip(), ":") for part in one.split("&"))
-        require(len(before) < 2, f"methods: {one.strip()!r} should join one evictor and one selector.")
+        require(len(before) < 2, f"methods: {one.strip()!r} must join one evictor and one selector.")
         families += _with_pages(last, before[0] if before else None, pages)
     return families
 
 
 def _with_pages(part: dict[str, Any], evict: dict[str, Any] | None, pages: tuple[int, ...]) -> list[PolicyFamily]:
     method = part["method"]
-    require("budget" not in part, f"methods: {method}'s budget is what is searched; set --budgets.")
+    require(
+        "budget" not in part,
+        f"methods: {method} has a budget, but budgets are searched; set --budgets.",
+    )
     if method in EVICTORS:
         require(evict is None, f"methods: {method} is an evictor; write it before the &, and a selector after it.")
         return [PolicyFamily(Sparsity(evict=Evict(budget=OPEN, **part)))]
@@ -88,7 +91,7 @@ def _with_pages(part: dict[str, Any], evict: dict[str, Any] | None, pages: tuple
         require(
             name not in SELECTORS, f"methods: {name} & {method} are both selectors; & joins an evictor and a selector."
         )
-        require("budget" in evict, f"methods: {name} next to {method} needs a fixed budget: {name}:512+128.")
+        require("budget" in evict, f"methods: {name} & {method}: the evictor needs a budget, as in {name}:512+128.")
         evictor = Evict(**evict | {"budget": parse_budget(evict["budget"])})
     blocks = (part["block"],) if "block" in part else pages
     return [PolicyFamily(Sparsity(evictor, Select(budget=OPEN, **part | {"block": block}))) for block in blocks]

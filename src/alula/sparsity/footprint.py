@@ -29,17 +29,17 @@ def budgets(budget: Budget, length: Any) -> Any:
 
 
 def kept(evict: Evict, prompt: int, length: Any) -> Any:
-    """KV tokens that an eviction at `length` leaves."""
+    """KV tokens that an eviction at `length` keeps."""
     return budgets(evict.budget, length) + (prompt if evict.protect_prompt else 0)
 
 
 def trigger(evict: Evict, prompt: int, length: Any) -> Any:
-    """An eviction fires before a decode step at `length` that finds this many KV tokens, or more."""
+    """An eviction fires before a decode step at `length` if at least this many KV tokens are cached."""
     return kept(evict, prompt, length) + evict.buffer
 
 
 def steps_to_eviction(evict: Evict | None, prompt: int, length: int, held: int, steps: int) -> int:
-    """How many of the next `steps` decode steps come before the next eviction."""
+    """Number of decode steps before the next eviction, at most `steps`."""
     if evict is None:
         return steps
     if isinstance(evict.budget, int):
@@ -49,7 +49,7 @@ def steps_to_eviction(evict: Evict | None, prompt: int, length: int, held: int, 
 
 
 def largest_kept(evict: Evict | None, prompt: int) -> int:
-    """The most KV tokens that any eviction leaves."""
+    """The most KV tokens that any eviction keeps."""
     if evict is None:
         return UNLIMITED
     largest = max(evict.budget.budgets) if isinstance(evict.budget, Schedule) else evict.budget
@@ -67,12 +67,12 @@ def most_held(evict: Evict | None, prompt: int, longest: int) -> int:
 
 
 def pages_read(select: Select, length: Any) -> Any:
-    """Pages that a selecting layer may read in the step that makes a sequence `length` tokens long."""
+    """Pages that a selecting layer may read in the step that extends a sequence to `length` tokens."""
     return -(-budgets(select.budget, length) // select.block)
 
 
 def tokens_read(select: Select, length: Any, held: Any) -> Any:
-    """KV tokens that a selecting layer reads: whole pages, of which the last may be partly filled."""
+    """KV tokens that a selecting layer reads: full pages, except that the last may be partly filled."""
     allowed, cached = pages_read(select, length), -(-held // select.block)
     return np.where(allowed >= cached, held, (allowed - 1) * select.block + held - (cached - 1) * select.block)
 
@@ -95,11 +95,11 @@ class Footprint:
     moved: Array
     """KV tokens scored and copied by evictions."""
     summaries: Array
-    """Page summaries kept, of every layer, in KV tokens: one vector is half of a token's key and value."""
+    """Size of the page summaries kept, in KV tokens: one vector is half of a token's key and value."""
 
 
 def footprint(sparsity: Sparsity, prompt: int, new_tokens: int, layers: int) -> Footprint:
-    """The footprint of a whole generation: element i is the step at length prompt + i."""
+    """The footprint of a complete generation: element i is the step at length prompt + i."""
     lengths = np.arange(prompt, prompt + new_tokens)
     held, moved = _sawtooth(sparsity.evict, prompt, lengths)
     read, scored, summaries = held, np.zeros_like(held), np.zeros_like(held)

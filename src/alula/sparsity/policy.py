@@ -1,4 +1,4 @@
-"""What a sparse policy is: which KV is evicted for good, which part of the rest is read.
+"""Sparse policies: which KV is evicted for good, and which part of the rest is read.
 
 `Evict`, `Select` and `Sparsity` are the types of the Python API and the `sparsity` section of a recipe.
 """
@@ -33,7 +33,7 @@ def _as_budget(value: Any) -> Any:
 
 
 def _budget_source(budget: Budget) -> Any:
-    """What a recipe writes for a budget, so that it reads back the same."""
+    """A budget as written to a recipe; reading it gives the same budget."""
     return budget if isinstance(budget, int) else budget.source or budget.to_dict()
 
 
@@ -57,7 +57,7 @@ class Evict:
 
     An eviction fires when a sequence holds budget + buffer tokens, before the next token's attention, and
     keeps the first `sinks`, the last `window` and the best-scored others: `budget` in all. The trigger depends
-    on the sequence's own length only. In Python, options of the method are further keyword arguments:
+    on the sequence's length only. In Python, options of the method are further keyword arguments:
     `Evict("rkv", 512, buffer=128, mix=0.1)`.
     """
 
@@ -83,7 +83,7 @@ class Evict:
     @model_validator(mode="before")
     @classmethod
     def _collect_options(cls, given: Any) -> Any:
-        """In Python, keyword arguments that are no fields are options of the method."""
+        """In Python, keyword arguments that are not fields are options of the method."""
         if not isinstance(given, ArgsKwargs):
             return given
         settings = dict(given.kwargs or {})
@@ -102,10 +102,10 @@ class Evict:
             f"budget={least} is smaller than window + sinks = {self.window} + {self.sinks}, which are always kept; "
             "raise the budget or lower them.",
         )
-        from alula.sparsity.evict import build, check_settings  # torch: only where something is evicted
+        from alula.sparsity.evict import build, check_settings  # imports torch, so only if something is evicted
 
         for name, value in self.options:
-            require(name not in fields_of(Evict), f"options.{name}={value}: a setting of every evictor; drop options.")
+            require(name not in fields_of(Evict), f"options.{name}={value}: not an option; write {name}={value}.")
         check_settings(self.method, dict(self.options), common=(), kind="option")
         build(self)  # an invalid option raises here, not at the first eviction
 
@@ -123,8 +123,7 @@ class Evict:
 class Select:
     """Keep all KV, read the best `budget` tokens of it, in blocks, chosen per layer and KV head at every step.
 
-    The first block and the last two are always read and count in the budget. The prompt's own forward pass reads
-    everything.
+    The first block and the last two are always read and count in the budget. Prefill reads everything.
     """
 
     method: str
@@ -218,7 +217,7 @@ def changed_settings(part: Evict | Select, *always: str) -> dict[str, Any]:
 
 
 def check_schedules(sparsity: Sparsity, model: str) -> None:
-    """Raise where a schedule was planned for another model, method or setting."""
+    """Raise if a schedule was planned for another model, method or setting."""
     parts = (("evict", sparsity.evict), ("select", sparsity.select))
     both = {kind: describe(part, full=True) if part else "none" for kind, part in parts}
     for part in (sparsity.evict, sparsity.select):
@@ -233,5 +232,5 @@ def smallest(budget: Budget) -> int:
 
 
 def budget_at(budget: Budget, length: int) -> int:
-    """The budget in force for a sequence of `length` tokens: prompt and generated, whether evicted or not."""
+    """The budget for a sequence of `length` tokens: prompt and generated, evicted or not."""
     return budget.at(length) if isinstance(budget, Schedule) else budget

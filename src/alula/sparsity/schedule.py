@@ -1,4 +1,4 @@
-"""A budget that depends on the sequence's length: a table of steps, the last one open-ended."""
+"""A budget that depends on the sequence's length: one budget per length bin, the last bin open-ended."""
 
 import json
 import re
@@ -16,8 +16,8 @@ PRESETS = Path(__file__).with_name("presets")
 class Schedule:
     """`budgets[i]` KV tokens for lengths in [i·width, (i+1)·width); the last one for all longer sequences.
 
-    Length is the position (prompt + generated tokens), never the KV kept. The fields after `name` say what the
-    schedule was made for; `check` refuses another use. None means 'any'.
+    Length is the position (prompt + generated tokens), not the number of cached tokens. `model`, `method` and `block`
+    are those that the schedule was planned for, None for any; `check` raises on any other use.
     """
 
     budgets: tuple[int, ...]
@@ -28,7 +28,7 @@ class Schedule:
     block: int | None = None
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
     source: str | None = field(default=None, compare=False)
-    """The file or preset that it was loaded from, as it was written."""
+    """The file or preset that it was loaded from, as written in the recipe or command."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budgets", tuple(int(b) for b in self.budgets))
@@ -50,19 +50,19 @@ class Schedule:
         model: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Refuse a use that the schedule was not made for.
+        """Raise if the schedule was planned for another model, method, block size or setting.
 
-        `settings` are the method's others, by name, and what runs beside it: `evict` beside a selector's schedule,
-        `select` beside an evictor's.
+        `settings` are the method's other settings by name, and the other part of the policy as text: `evict` for a
+        selector's schedule, `select` for an evictor's.
         """
         uses = [("method", self.method, method), ("block", self.block, block), ("model", self.model, model)]
         fixed = self.notes.get("options", {}) | self.notes.get("beside", {})
         uses += [(name, value, (settings or {}).get(name)) for name, value in fixed.items()]
-        for what, made_for, used in uses:
-            if made_for is not None and used is not None and made_for != used:
-                trained = ", or take `model` out of its file if this one was trained from that" * (what == "model")
+        for name, planned, used in uses:
+            if planned is not None and used is not None and planned != used:
+                trained = ", or delete `model` from its file if this model was trained from it" * (name == "model")
                 raise SettingError(
-                    f"schedule {self.name!r} was made for {what}={made_for}, not {what}={used}; "
+                    f"schedule {self.name!r} was planned for {name}={planned}, not {name}={used}; "
                     f"calibrate and plan again for this setting{trained}."
                 )
 
@@ -97,9 +97,9 @@ class Schedule:
 
 
 def not_found(budget: str) -> SettingError:
-    """What was most likely meant: a number of tokens, a file, or a preset."""
+    """The error for an unreadable budget: as a number of tokens, a file, or a preset, whichever it resembles."""
     if re.fullmatch(r"[-+.\d]*\d[-+.\deEkK]*", budget):
         return SettingError(f"budget {budget!r}: must be a whole number of at least 1, or the name of a schedule.")
     if budget.endswith(".json") or "/" in budget:
-        return SettingError(f"schedule file {budget}: there is no such file; `alula plan` writes one.")
+        return SettingError(f"schedule file {budget}: does not exist; `alula plan` writes one.")
     return unknown("schedule file or preset", budget, [p.stem for p in PRESETS.glob("*.json")])

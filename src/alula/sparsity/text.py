@@ -7,7 +7,7 @@ BUDGET is a number of tokens (`2k` is 2048), the name of a schedule preset or a 
 is switched on: `snapkv:64+16,protect_prompt`. In a list of families (`alula.sparsity.family`), commas separate families
 and colons separate settings: `rkv:buffer=64:sinks=4`.
 
-This file knows methods and words; `alula.sparsity.policy` builds policies from them.
+This module returns names and values; `alula.sparsity.policy` builds policies from them.
 """
 
 import re
@@ -19,20 +19,20 @@ from alula.sparsity.schedule import Schedule
 
 FORMS = "dense, rkv:512+128,window=8,sinks=4, block-topk:1024,block=16, or an evictor & a selector"
 SELECT_SETTINGS = ("block", "dense_layers")
-WHOLE = ("buffer", "window", "sinks", *SELECT_SETTINGS)
-"""Settings that are whole numbers; the options of a method check themselves."""
+INTEGERS = ("buffer", "window", "sinks", *SELECT_SETTINGS)
+"""Settings that must be whole numbers. Each method checks its options itself."""
 
 
 def methods() -> tuple[list[str], list[str]]:
     """The names of all evictors and of all selectors."""
-    from alula.sparsity.evict import METHODS as EVICTORS  # here: a command that parses no policy need not load torch
+    from alula.sparsity.evict import METHODS as EVICTORS  # lazy: loads torch
     from alula.sparsity.select import METHODS as SELECTORS
 
     return list(EVICTORS), list(SELECTORS)
 
 
 def settings_of(text: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Keyword arguments of the evictor and of the selector in `text`; their budgets are left as text."""
+    """Keyword arguments of the evictor and of the selector in `text`; budgets stay text."""
     if text.strip() == "dense":
         return None, None
     evictor_names, selector_names = methods()
@@ -40,7 +40,7 @@ def settings_of(text: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None
     selectors: list[dict[str, Any]] = []
     for part in text.split("&"):
         method = part.partition(":")[0].strip()
-        require(method != "dense", f"sparsity {text!r}: dense stands alone; drop it to keep the rest.")
+        require(method != "dense", f"sparsity {text!r}: dense cannot be combined; drop it or the rest.")
         settings = parse_part(part.strip())
         require("budget" in settings, f"sparsity {part.strip()!r} has no budget; write one of: {FORMS}.")
         (evictors if method in evictor_names else selectors).append(settings)
@@ -53,7 +53,7 @@ def settings_of(text: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None
 
 
 def parse_part(text: str, separator: str = ",") -> dict[str, Any]:
-    """Keyword arguments of one evictor or selector; `budget` is left as text, and may be missing."""
+    """Keyword arguments of one evictor or selector; `budget` stays text and may be missing."""
     method, _, rest = (word.strip() for word in text.partition(":"))
     evictors, selectors = methods()
     if method not in evictors and method not in selectors:
@@ -65,10 +65,10 @@ def parse_part(text: str, separator: str = ",") -> dict[str, Any]:
     for word in words:
         name, equals, value = (piece.strip() for piece in word.partition("="))
         require(bool(name), f"sparsity {text!r} has an empty setting; write one of: {FORMS}.")
-        require(name not in settings, f"sparsity {text!r} gives {name} twice.")
+        require(name not in settings, f"sparsity {text!r} sets {name} twice.")
         settings[name] = value if name == "budget" else setting_value(value) if equals else True
-        whole = isinstance(settings[name], int) and not isinstance(settings[name], bool)
-        require(whole or name not in WHOLE, f"sparsity {text!r}: {name} must be a whole number, not {value!r}.")
+        is_integer = isinstance(settings[name], int) and not isinstance(settings[name], bool)
+        require(is_integer or name not in INTEGERS, f"sparsity {text!r}: {name} must be a whole number, not {value!r}.")
     names = [name for name in settings if name not in ("method", "budget")]
     if method in evictors:
         from alula.sparsity.evict import check_settings
@@ -124,7 +124,7 @@ def tokens(text: str) -> int:
 
 
 def part_text(method: str, budget: int | Schedule | None, settings: Mapping[str, Any], separator: str = ",") -> str:
-    """The text of one evictor or selector; without a budget, of a family."""
+    """The text of one evictor or selector, or of a family if there is no budget."""
     settings = dict(settings)
     head = method
     if budget is not None:

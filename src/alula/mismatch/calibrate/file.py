@@ -1,7 +1,6 @@
-"""The calibration file: which tail of acceptance each configuration has at each length, and how sure that is."""
+"""The calibration file: the tail of acceptance of every measured policy at every length, with confidence bounds."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from alula.errors import SettingError, require
+from alula.files import write_atomically
 from alula.mismatch.savings import Savings
-from alula.mismatch.tail import Estimate, Tail
+from alula.mismatch.tail import BinTail, Tail
 from alula.sparsity.family import PolicyFamily, parse_families
 from alula.sparsity.policy import Sparsity
 
@@ -19,8 +19,8 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One policy of the grid: a family at one budget."""
+class MeasuredPolicy:
+    """One measured policy: a family at one budget, with its tail and KV savings."""
 
     family: PolicyFamily
     budget: int
@@ -40,19 +40,19 @@ class Measured:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Measured":
+    def from_dict(cls, data: dict[str, Any]) -> "MeasuredPolicy":
         [family] = parse_families(data["family"])
         return cls(family, data["budget"], tail_from_dict(data["tail"]), Savings(**data["kv"]))
 
 
 @dataclass(frozen=True)
-class Forward:
-    """A growing schedule of an evictor that holds `tau`: each bin was measured under the budgets before it."""
+class GrowingSchedule:
+    """A growing schedule of an evictor that holds `tau`. Each bin was measured under the budgets of earlier bins."""
 
     family: PolicyFamily
     tau: float
     budgets: tuple[int, ...]
-    tails: tuple[Estimate | None, ...]
+    tails: tuple[BinTail | None, ...]
     """None where a bin inherits its neighbour's budget."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,32 +64,32 @@ class Forward:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Forward":
+    def from_dict(cls, data: dict[str, Any]) -> "GrowingSchedule":
         [family] = parse_families(data["family"])
-        tails = tuple(None if tail is None else Estimate(**tail) for tail in data["tails"])
+        tails = tuple(None if tail is None else BinTail(**tail) for tail in data["tails"])
         return cls(family, data["tau"], tuple(data["budgets"]), tails)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Tails of a grid of configurations on one model, and the floor that dense sampling itself has."""
+    """Tails of the measured policies of one model, and the floor: the dense policy's own tail."""
 
     model: str
     floor: Tail
     """Tail of the engine's dense policy against the learner: a threshold means nothing without it."""
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredPolicy, ...]
     temperature: float = 1.0
     notes: dict[str, Any] = field(default_factory=dict)
     """Prompts, seeds, versions: whatever says where the numbers come from."""
-    forward: tuple[Forward, ...] = ()
+    growing: tuple[GrowingSchedule, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measured", tuple(self.measured))
         for tail in [m.tail for m in self.measured]:
             require(
                 (len(tail), tail.width, tail.quantile) == (len(self.floor), self.width, self.quantile),
-                f"calibration: a tail has {len(tail)} bins of {tail.width} tokens at quantile {tail.quantile}, "
-                f"the floor {len(self.floor)} of {self.width} at {self.quantile}; measure all on the same bins.",
+                f"calibration: a tail has {len(tail)} bins of {tail.width} tokens at quantile {tail.quantile}, the "
+                f"floor has {len(self.floor)} of {self.width} at {self.quantile}; use the same bins for all.",
             )
 
     @property
@@ -104,18 +104,15 @@ class Calibration:
     def bins(self) -> int:
         return len(self.floor)
 
-    def families(self) -> dict[PolicyFamily, list[Measured]]:
+    def families(self) -> dict[PolicyFamily, list[MeasuredPolicy]]:
         """Measured policies by family, budgets ascending."""
-        families: dict[PolicyFamily, list[Measured]] = {}
+        families: dict[PolicyFamily, list[MeasuredPolicy]] = {}
         for one in sorted(self.measured, key=lambda m: m.budget):
             families.setdefault(one.family, []).append(one)
         return families
 
     def save(self, path: str | Path) -> None:
-        """Atomic: a killed calibration leaves the last whole file."""
-        whole, part = Path(path), Path(f"{path}.part")
-        part.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
-        os.replace(part, whole)
+        write_atomically(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -125,7 +122,7 @@ class Calibration:
             "notes": self.notes,
             "floor": tail_to_dict(self.floor),
             "measured": [one.to_dict() for one in self.measured],
-            "forward": [one.to_dict() for one in self.forward],
+            "forward": [one.to_dict() for one in self.growing],
         }
 
     @classmethod
@@ -133,7 +130,7 @@ class Calibration:
         try:
             data = json.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise SettingError(f"calibration file {path}: there is none; make it with `alula calibrate`.") from None
+            raise SettingError(f"calibration file {path}: does not exist; `alula calibrate` writes one.") from None
         except json.JSONDecodeError as error:
             raise SettingError(f"calibration file {path}: not JSON ({error}).") from error
         return cls.from_dict(data, str(path))
@@ -143,10 +140,10 @@ class Calibration:
         version = data.get("version")
         require(version == VERSION, f"calibration file {source}: version {version!r}, not {VERSION}; calibrate again.")
         try:
-            measured = tuple(map(Measured.from_dict, data["measured"]))
-            forward = tuple(map(Forward.from_dict, data["forward"]))
+            measured = tuple(map(MeasuredPolicy.from_dict, data["measured"]))
+            growing = tuple(map(GrowingSchedule.from_dict, data["forward"]))
             floor = tail_from_dict(data["floor"])
-            return cls(data["model"], floor, measured, data["temperature"], data["notes"], forward)
+            return cls(data["model"], floor, measured, data["temperature"], data["notes"], growing)
         except (KeyError, TypeError, AttributeError) as error:
             raise SettingError(f"calibration file {source}: not a calibration ({error!r}).") from error
 

@@ -1,7 +1,7 @@
-"""A policy measured on rollouts of its own: a trajectory under a fixed budget is not a scheduled one.
+"""Verifies a policy on rollouts that it samples itself: the text of a calibration comes from the dense policy.
 
-Two things decide: the tail of acceptance in every bin, which says that the policy is near the dense one token by token,
-and the share of vetoed rollouts, which says how many answers hold a token that the dense policy would not have written.
+Two criteria: the tail of acceptance in every bin (is the policy close to the dense one, token by token?) and the share
+of vetoed rollouts (how many answers contain a token that the dense policy would not have sampled?).
 """
 
 from dataclasses import asdict, dataclass
@@ -10,12 +10,12 @@ from typing import Any
 
 from alula.engine.engine import Engine
 from alula.errors import SettingError, require
-from alula.mismatch.calibrate.calibrate import Text
+from alula.mismatch.calibrate.calibrate import TextSettings
 from alula.mismatch.calibrate.file import tail_to_dict
 from alula.mismatch.control.monitor import budget_of, controlled
-from alula.mismatch.measure import Bins, own_rollouts
+from alula.mismatch.measure import Bins, rollouts_with_acceptance
 from alula.mismatch.savings import Savings
-from alula.mismatch.tail import MIN_PROMPTS, Estimate, Tail
+from alula.mismatch.tail import MIN_PROMPTS, BinTail, Tail
 from alula.objective.veto import TOO_MANY, Share
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.policy import Evict, Select, Sparsity
@@ -27,28 +27,28 @@ from alula.sparsity.select import METHODS as SELECTORS
 class Verification:
     schedule: Schedule
     tau: float | None
-    """None: the tail is reported and not judged."""
+    """None: the tail is reported but not tested."""
     tail: Tail
     vetoed: Share
     kv: Savings
 
     @property
     def violated(self) -> list[int]:
-        """Bins whose tail is confidently below tau: even its simultaneous upper bound is."""
+        """Bins whose tail is confidently below tau: its simultaneous upper bound is."""
         tau = 0.0 if self.tau is None else self.tau
         return [j for j, bin_ in enumerate(self.tail) if bin_.enough and bin_.upper < tau]
 
     @property
     def too_many_vetoed(self) -> bool:
-        """Confidently: even the lower bound is above what a run warns of."""
+        """Confidently more than the share that a run warns about: the lower bound is above it."""
         return self.vetoed.interval[0] > TOO_MANY
 
     @property
     def holds(self) -> bool:
-        """Nothing speaks against the policy, and something was tested."""
+        """No criterion is violated, and the policy was sparse in some rollout."""
         return not self.violated and not self.too_many_vetoed and self.kv.sparse > 0
 
-    def verdict(self, bin_: Estimate) -> str:
+    def verdict(self, bin_: BinTail) -> str:
         if self.kv.sparse == 0:
             return "never sparse"
         if not bin_.enough:
@@ -57,7 +57,7 @@ class Verification:
             return ""
         if bin_.upper < self.tau:
             return "below tau"
-        return "above tau" if bin_.lower >= self.tau else "not told apart from tau"
+        return "above tau" if bin_.lower >= self.tau else "undecided"
 
     def table(self) -> str:
         band = f"{100 * self.tail.confidence:g}% band"
@@ -88,40 +88,40 @@ def verify(
     engine: Engine,
     schedule: Schedule,
     policy: Sparsity,
-    text: Text,
+    text: TextSettings,
     tau: float | None,
     *,
     quantile: float = 0.05,
     confidence: float = 0.95,
     progress: bool = False,
 ) -> Verification:
-    """On rollouts that `policy` makes of the text's prompts, in the bins of its schedule."""
-    rollouts, alphas = own_rollouts(engine, text.prompts, text.sampling, policy, progress=progress)
+    """Sample rollouts from `policy` and measure them in the bins of its schedule."""
+    rollouts, alphas = rollouts_with_acceptance(engine, text.prompts, text.sampling, policy, progress=progress)
     bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
     vetoed = Share.vetoed(rollouts, engine.score(rollouts), text.samples)
     kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
     return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed, kv)
 
 
-def named(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:
-    """What to verify: a schedule's file or preset, or a policy as the command line spells it (`rkv:512+128`)."""
-    spells_a_policy = ":" in text or text.strip() in ("dense", *EVICTORS, *SELECTORS)
-    if not spells_a_policy or Path(text).exists():
+def parse_target(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:
+    """Schedule and policy of a `--verify` argument: a schedule file, a preset, or a policy such as `rkv:512+128`."""
+    is_policy = ":" in text or text.strip() in ("dense", *EVICTORS, *SELECTORS)
+    if not is_policy or Path(text).exists():
         schedule = Schedule.load(text)
         return schedule, policy_of(schedule)
     policy = Sparsity.parse(text)
     budget = budget_of(policy, controlled(policy))
     if budget is None:
-        raise SettingError("verify=dense: it is what others are measured against; name a sparse policy (rkv:512+128).")
+        raise SettingError("verify=dense: it is the reference; give a sparse policy, such as rkv:512+128.")
     if isinstance(budget, Schedule):
         return budget, policy
     return Schedule((budget,) * -(-length // width), width, text), policy
 
 
 def policy_of(schedule: Schedule) -> Sparsity:
-    """The policy that a planned schedule was made for: its method with the settings in its notes."""
+    """The policy that a schedule was planned for: its method with the settings in its notes."""
     if schedule.method is None:
-        raise SettingError(f"schedule {schedule.name!r} names no method; plan it with `alula plan`.")
+        raise SettingError(f"schedule {schedule.name!r}: its file names no method; `alula plan` writes one that does.")
     require(
         schedule.method in SELECTORS or schedule.method in EVICTORS,
         f"schedule {schedule.name!r}: its method {schedule.method!r} is neither a selector nor an evictor.",

@@ -1,7 +1,7 @@
-"""What a decode step costs: fitted to timings of this machine, or Sparrow's analytic form without any."""
+"""Cost model of a decode step: fitted to timings of this machine, or Sparrow's analytic form without timings."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from alula.errors import SettingError, require, unknown
-from alula.mismatch.plan.nnls import nnls
 from alula.models.geometry import Geometry
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
@@ -26,32 +25,48 @@ class Timing:
     context: int
     kv_read: float
     pages_scored: float
-    """Times the vectors kept per page, which are two for Quest."""
+    """Pages times summary vectors per page (two for Quest)."""
     ms: float
     kv_moved: float = 0.0
     """KV tokens scored and copied by evictions, per row and step."""
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "Timing":
-        """A record of a benchmark; fields that the cost model does not use are left out."""
+        """From a benchmark's record; ignores fields that the cost model does not use."""
         if missing := {"batch", "context", "kv_read", "pages_scored", "ms"} - set(record):
             raise SettingError(f"timing record: {sorted(missing)[0]!r} is missing; record it with `alula bench`.")
         return cls(**{name: record[name] for name in cls.__dataclass_fields__ if name in record})
 
 
-class Cost(Protocol):
+def timing_record(geometry: Geometry, batch: int, context: int, sparsity: Sparsity, ms: float) -> dict[str, Any]:
+    """The record of one measured step, for `fit`: `batch` rows launched (with padding) of `context` tokens each.
+
+    An evictor changes what is held, not how a step reads it: evictions run between steps.
+    """
+    step = footprint(Sparsity(select=sparsity.select), context, 1, geometry.layers)
+    return {
+        "batch": batch,
+        "context": context,
+        "kv_read": float(step.read[0]),
+        "pages_scored": float(step.scored[0]),
+        "ms": ms,
+        "shape": asdict(geometry),
+    }
+
+
+class CostModel(Protocol):
     @property
     def geometry(self) -> Geometry: ...
 
     def step_ms(self, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0) -> Array:
-        """Milliseconds of a step for rows that read, score and move this much (see `Footprint`)."""
+        """Milliseconds of a step; `read`, `scored` and `moved` are per row (see `Footprint`)."""
         ...
 
 
 def features(
     geometry: Geometry, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0
 ) -> dict[str, Array]:
-    """What a step's time is linear in. The `row` terms are latencies: work of one row that no batch hides."""
+    """Features of a step; its time is linear in them. The `row` terms are latencies: independent of the batch size."""
     b, r, s, m = (np.asarray(x, dtype=np.float64) for x in np.broadcast_arrays(batch, read, scored, moved))
     selecting = (s > 0).astype(np.float64)
     heads = geometry.layers * geometry.kv_heads
@@ -86,34 +101,34 @@ class FittedCost:
 
     @classmethod
     def load(cls, path: str | Path, geometry: Geometry | None = None) -> "FittedCost":
-        """A saved cost model; `geometry` is the model it is wanted for."""
+        """Load a saved cost model; raises if it was fitted for another geometry than `geometry`."""
         data = json.loads(Path(path).read_text())
         require(data.get("version") == 1, f"cost model {path}: version {data.get('version')!r}, not 1; fit it again.")
-        found = cls(Geometry(**data["geometry"]), data["constants"], data["notes"])
-        if geometry is not None and geometry != found.geometry:
+        cost = cls(Geometry(**data["geometry"]), data["constants"], data["notes"])
+        if geometry is not None and geometry != cost.geometry:
             raise SettingError(
-                f"cost model {path} was fitted for {found.geometry}, not {geometry}; run `alula bench` on it."
+                f"cost model {path} was fitted for {cost.geometry}, not {geometry}; run `alula bench` on that model."
             )
-        return found
+        return cost
 
 
 def fit(timings: Iterable[Timing | Mapping[str, Any]], geometry: Geometry, **notes: Any) -> FittedCost:
     """The constants that minimise Σ (predicted/measured − 1)²: short steps count as much as long ones."""
     steps = [t if isinstance(t, Timing) else Timing.from_dict(t) for t in timings]
-    require(len(steps) >= 5, f"{len(steps)} timings: a cost model needs at least 5, over several batches and lengths.")
+    require(len(steps) >= 5, f"timings: {len(steps)} steps; a fit needs at least 5, of several batches and lengths.")
     ms = np.array([t.ms for t in steps])
     require(bool((ms > 0).all()), "timings: every `ms` must be positive.")
     terms = features(geometry, *_columns(steps))
     constants = nnls(np.stack(list(terms.values()), 1) / ms[:, None], np.ones(len(ms)))
     fitted = FittedCost(geometry, dict(zip(terms, constants.tolist())))
-    if not terms["moved_gb"].any():  # no eviction was timed: what it moves is read and written at the KV's rate
+    if not terms["moved_gb"].any():  # no eviction was timed: assume reads and writes at the KV's rate
         fitted.constants["moved_gb"] = 2 * fitted.constants["kv_gb"]
     return FittedCost(
         geometry, fitted.constants, {"timings": len(ms), "median_error": median_error(fitted, steps), **notes}
     )
 
 
-def median_error(cost: Cost, timings: Iterable[Timing]) -> float:
+def median_error(cost: CostModel, timings: Iterable[Timing]) -> float:
     """Median |predicted/measured − 1|."""
     steps = list(timings)
     predicted = cost.step_ms(*_columns(steps))
@@ -123,6 +138,71 @@ def median_error(cost: Cost, timings: Iterable[Timing]) -> float:
 def _columns(steps: list[Timing]) -> tuple[Array, Array, Array, Array]:
     table = np.array([(t.batch, t.kv_read, t.pages_scored, t.kv_moved) for t in steps], dtype=np.float64)
     return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+
+
+def nnls(a: Array, b: Array, tolerance: float = 1e-10) -> Array:
+    """argmin_x ‖a x − b‖² subject to x ≥ 0: the active-set method of Lawson and Hanson (1974, chapter 23).
+
+    Columns are scaled to unit length first, so that features may come in any unit.
+    """
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0
+    a = a / scale
+    x, passive = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
+    threshold = tolerance * max(float(np.linalg.norm(b)), 1e-300)
+    for _ in range(10 * a.shape[1]):  # converges much earlier; the limit stops columns that swap due to rounding
+        gradient = np.where(passive, -np.inf, a.T @ (b - a @ x))
+        if gradient.max() <= threshold:
+            break
+        passive[gradient.argmax()] = True
+        x = _least_squares_inside(a, b, x, passive)
+    return x / scale
+
+
+def _least_squares_inside(a: Array, b: Array, x: Array, passive: Array) -> Array:
+    """Move from x towards the least-squares solution on `passive`, dropping columns that turn negative."""
+    while True:
+        target = np.zeros_like(x)
+        target[passive] = np.linalg.lstsq(a[:, passive], b, rcond=None)[0]
+        falling = passive & (target <= 0)
+        if not falling.any():
+            return target
+        gap = np.where(falling, x - target, 1.0)
+        share = np.where(falling, np.divide(x, gap, out=np.zeros_like(x), where=gap > 0), np.inf)
+        x = x + share.min() * (target - x)
+        passive[share.argmin()] = False
+        x[~passive] = 0
+
+
+def load_cost(path: str | Path, geometry: Geometry) -> FittedCost:
+    """The cost model for `geometry` from a file: saved by `FittedCost.save`, or fitted to the timing records in it.
+
+    The records may be anywhere in the JSON; records of another geometry are ignored.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise SettingError(f"timings file {path}: does not exist; `alula bench` writes one.") from None
+    except json.JSONDecodeError as error:
+        raise SettingError(f"timings file {path}: not JSON ({error}).") from error
+    if isinstance(data, dict) and "constants" in data:
+        return FittedCost.load(path, geometry)
+    timings = [record for record in records(data) if Geometry(**record["shape"]) == geometry]
+    if not timings:
+        raise SettingError(
+            f"timings file {path}: no decode step of a model with {geometry}; run `alula bench` on that model (if it "
+            "was a `shape:` model calibrated on a task, save it to a folder first: the task sets its vocabulary)."
+        )
+    return fit(timings, geometry, source=str(path))
+
+
+def records(data: Any) -> Iterator[dict[str, Any]]:
+    """Every timing record inside a JSON value."""
+    if isinstance(data, dict) and {"kv_read", "pages_scored", "ms", "shape"} <= set(data):
+        yield data
+    elif isinstance(data, dict | list):
+        for part in data.values() if isinstance(data, dict) else data:
+            yield from records(part)
 
 
 @dataclass(frozen=True)
@@ -152,10 +232,10 @@ class AnalyticCost:
 
     For N rows, P parameters, KV dimension D over all layers, r query heads per KV head, t tokens read and
     s pages scored:  compute = 2PN + 2rND·t + rND·s,  memory = P + 2ND·t + ND·s (in values),
-    time = compute/peak + bytes/bandwidth, which is the paper's compute + I·memory with its intensity I
-    spelled out as peak · value_bytes / bandwidth. Taken from appendix F: the weights' traffic P. Repaired: the
-    prompt's scoring terms lack the division by the page size and the factor r in print. The prompt's KV is
-    read by every row, as this engine does, not once per group. Evictions read and write what they move.
+    time = compute/peak + bytes/bandwidth, which is the paper's compute + I·memory with its intensity
+    I = peak · value_bytes / bandwidth. The weights' traffic P is from appendix F. One correction: in print, the
+    prompt's scoring terms lack the division by the page size and the factor r. Every row reads the prompt's KV,
+    as in this engine, not once per group. Evictions read and write what they move.
     """
 
     geometry: Geometry
@@ -174,7 +254,7 @@ class AnalyticCost:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationCost:
     """Predicted cost of generating `new_tokens` for every row of a batch."""
 
     ms: float
@@ -182,24 +262,26 @@ class Generation:
     batch: int
     tokens_per_second: float
     read_share: float
-    """KV tokens read, of those that the dense policy reads."""
+    """KV tokens read, as a share of what the dense policy reads."""
     peak_kv_bytes: float
-    """Of the whole batch, page summaries included."""
+    """KV of all rows, page summaries included."""
 
 
-def generation(cost: Cost, sparsity: Sparsity, *, batch: int, prompt: int, new_tokens: int) -> Generation:
-    """Integrate the step time over the lengths prompt … prompt + new_tokens − 1, all rows in step."""
+def generation_cost(cost: CostModel, sparsity: Sparsity, *, batch: int, prompt: int, new_tokens: int) -> GenerationCost:
+    """Sum of the step times over the lengths prompt … prompt + new_tokens − 1; all rows have equal length."""
     per_step = footprint(sparsity, prompt, new_tokens, cost.geometry.layers)
     ms = float(cost.step_ms(batch, per_step.read, per_step.scored, per_step.moved).sum())
     dense_read = np.arange(prompt, prompt + new_tokens).sum()
     peak = float((per_step.held + per_step.summaries).max()) * cost.geometry.kv_token_bytes * batch
-    return Generation(ms, batch, 1e3 * batch * new_tokens / ms, float(per_step.read.sum() / max(dense_read, 1)), peak)
-
-
-def largest_batch(cost: Cost, sparsity: Sparsity, *, kv_bytes: float, prompt: int, new_tokens: int) -> int:
-    """The most rows whose KV fits into `kv_bytes` at its peak."""
-    one = generation(cost, sparsity, batch=1, prompt=prompt, new_tokens=new_tokens).peak_kv_bytes
-    require(
-        one <= kv_bytes, f"kv_memory={kv_bytes:.0f} bytes: one row of {prompt + new_tokens} tokens needs {one:.0f}."
+    return GenerationCost(
+        ms, batch, 1e3 * batch * new_tokens / ms, float(per_step.read.sum() / max(dense_read, 1)), peak
     )
-    return int(kv_bytes // one)
+
+
+def largest_batch(cost: CostModel, sparsity: Sparsity, *, kv_bytes: float, prompt: int, new_tokens: int) -> int:
+    """The largest number of rows whose peak KV fits into `kv_bytes`."""
+    row = generation_cost(cost, sparsity, batch=1, prompt=prompt, new_tokens=new_tokens).peak_kv_bytes
+    require(
+        row <= kv_bytes, f"kv_memory={kv_bytes:.0f} bytes: one row of {prompt + new_tokens} tokens needs {row:.0f}."
+    )
+    return int(kv_bytes // row)

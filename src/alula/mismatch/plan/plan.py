@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alula.errors import SettingError, require
-from alula.mismatch.calibrate.file import Calibration, Forward, Measured
-from alula.mismatch.plan.cost import Cost, Generation, generation, largest_batch
-from alula.mismatch.tail import MIN_PROMPTS, Estimate
+from alula.mismatch.calibrate.file import Calibration, GrowingSchedule, MeasuredPolicy
+from alula.mismatch.plan.cost import CostModel, GenerationCost, generation_cost, largest_batch
+from alula.mismatch.tail import MIN_PROMPTS, BinTail
 from alula.sparsity.family import PolicyFamily
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import DENSE, Sparsity, describe
@@ -18,11 +18,11 @@ from alula.sparsity.schedule import Schedule
 Array = NDArray[Any]
 
 GAP = 0.085
-"""Sparrow's threshold 0.86 below its own dense floor of about 0.945."""
+"""Default distance of tau below the dense floor: Sparrow's tau is 0.86, its dense floor about 0.945."""
 
 
 class Infeasible(SettingError):
-    """No schedule reaches the threshold. `reachable` is the largest one that some schedule reaches."""
+    """No schedule reaches the threshold. `reachable` is the largest threshold that some schedule reaches."""
 
     def __init__(self, message: str, reachable: float) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class Infeasible(SettingError):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is generated: rows in step, all `new_tokens` long. The batch is given, or the memory for its KV."""
+    """The generation to plan for: rows of `new_tokens` each. Set either the batch or the memory for its KV."""
 
     new_tokens: int
     prompt: int = 0
@@ -40,25 +40,25 @@ class Workload:
 
     def __post_init__(self) -> None:
         require(self.new_tokens >= 1, f"new_tokens={self.new_tokens}: must be at least 1.")
-        require((self.batch is None) != (self.kv_bytes is None), "workload: give either batch or kv_bytes.")
+        require((self.batch is None) != (self.kv_bytes is None), "workload: set either batch or kv_bytes.")
 
-    def rows(self, cost: Cost, sparsity: Sparsity) -> int:
+    def rows(self, cost: CostModel, sparsity: Sparsity) -> int:
         if self.batch is not None:
             return self.batch
         assert self.kv_bytes is not None
         return largest_batch(cost, sparsity, kv_bytes=self.kv_bytes, prompt=self.prompt, new_tokens=self.new_tokens)
 
-    def run(self, cost: Cost, sparsity: Sparsity) -> Generation:
+    def run(self, cost: CostModel, sparsity: Sparsity) -> GenerationCost:
         rows = self.rows(cost, sparsity)
-        return generation(cost, sparsity, batch=rows, prompt=self.prompt, new_tokens=self.new_tokens)
+        return generation_cost(cost, sparsity, batch=rows, prompt=self.prompt, new_tokens=self.new_tokens)
 
 
 @dataclass(frozen=True)
 class PlannedBin:
     start: int
     budget: int
-    tail: Estimate | None
-    """Of the chosen configuration in this bin; None where the bin inherits its neighbour's budget."""
+    tail: BinTail | None
+    """The chosen policy's tail in this bin; None if the bin inherits its neighbour's budget."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Plan:
     tau: float
     floor: float
     bins: tuple[PlannedBin, ...]
-    dense: Generation
-    sparse: Generation
-    rivals: tuple[tuple[str, str], ...] = ()
-    """Every other family, and why it was not taken."""
+    dense: GenerationCost
+    sparse: GenerationCost
+    alternatives: tuple[tuple[str, str], ...] = ()
+    """The other families, each with its speed-up or the threshold that it reaches."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -84,41 +84,40 @@ def default_tau(calibration: Calibration) -> float:
 
 
 def plan(
-    calibration: Calibration, cost: Cost, workload: Workload, *, tau: float | None = None, name: str = "planned"
+    calibration: Calibration, cost: CostModel, workload: Workload, *, tau: float | None = None, name: str = "planned"
 ) -> Plan:
-    """In every bin the cheapest configuration whose tail's lower confidence bound is ≥ tau, growing with length.
+    """The cheapest schedule whose lower confidence bound is ≥ tau in every bin; budgets never fall with length.
 
-    A schedule varies the budget only, so each family of configurations (method, page size, ...) is planned by
-    itself and the fastest one wins. A family of evictors gets one budget for all lengths, since that is what
-    was measured: what an earlier, smaller budget evicts is gone. Growing schedules of evictors that `plan_forward`
-    built for this threshold or a higher one compete as they are.
+    A schedule varies the budget only, so each family (method, page size, ...) is planned separately and the fastest
+    plan wins. An evictor gets one budget for all lengths, since tails were measured under fixed budgets and evicted
+    tokens do not return. Growing schedules from the calibration compete if their threshold is at least tau.
     """
     threshold = default_tau(calibration) if tau is None else tau
-    require(0 < threshold < 1, f"tau={threshold:.3f}: must lie between 0 and 1.")
-    require(len(calibration.measured) > 0, "calibration: it holds no configuration; run `alula calibrate`.")
-    plans, refused = [], []
+    require(0 < threshold < 1, f"tau={threshold:.3f}: must be between 0 and 1.")
+    require(len(calibration.measured) > 0, "calibration: it contains no measured policy; run `alula calibrate`.")
+    plans, infeasible = [], []
     for family in calibration.families().values():
         try:
             plans.append(_plan_family(calibration, family, cost, workload, threshold, name))
         except Infeasible as error:
-            refused.append((family[0].family.describe(), error))
-    plans += [_planned_forward(calibration, f, cost, workload, name) for f in calibration.forward if f.tau >= threshold]
+            infeasible.append((family[0].family.describe(), error))
+    plans += [_plan_growing(calibration, f, cost, workload, name) for f in calibration.growing if f.tau >= threshold]
     if not plans:
-        raise max((error for _, error in refused), key=lambda error: error.reachable)
+        raise max((error for _, error in infeasible), key=lambda error: error.reachable)
     best = max(plans, key=lambda p: p.speedup)
-    rivals = [(p.family.describe(), f"{p.speedup:.2f}x") for p in plans if p is not best]
-    rivals += [(family, f"reaches {error.reachable:.3f}") for family, error in refused]
-    return Plan(**{**vars(best), "rivals": tuple(dict.fromkeys(rivals))})
+    alternatives = [(p.family.describe(), f"{p.speedup:.2f}x") for p in plans if p is not best]
+    alternatives += [(family, f"reaches {error.reachable:.3f}") for family, error in infeasible]
+    return Plan(**{**vars(best), "alternatives": tuple(dict.fromkeys(alternatives))})
 
 
 def _plan_family(
-    calibration: Calibration, family: list[Measured], cost: Cost, workload: Workload, tau: float, name: str
+    calibration: Calibration, family: list[MeasuredPolicy], cost: CostModel, workload: Workload, tau: float, name: str
 ) -> Plan:
     lower = np.stack([np.where(m.tail.enough, m.tail.lower, -np.inf) for m in family], 1)
-    owner = inherit_from(np.isfinite(lower).any(1))
-    trusted = np.unique(owner)
+    source = inherit_from(np.isfinite(lower).any(1))
+    trusted = np.unique(source)
     ms = np.zeros((calibration.bins, len(family)))
-    np.add.at(ms, owner, np.stack([_ms_per_bin(calibration, m.policy, cost, workload) for m in family], 1))
+    np.add.at(ms, source, np.stack([_ms_per_bin(calibration, m.policy, cost, workload) for m in family], 1))
     growing = family[0].family.kind == "select"
     if growing:
         chosen = cheapest_monotone(np.where(lower >= tau, ms, np.inf)[trusted])
@@ -131,35 +130,37 @@ def _plan_family(
     bins = tuple(
         PlannedBin(
             j * calibration.width,
-            family[rung[own]].budget,
-            family[rung[own]].tail[j] if own == j else None,
+            family[rung[i]].budget,
+            family[rung[i]].tail[j] if i == j else None,
         )
-        for j, own in enumerate(owner.tolist())
+        for j, i in enumerate(source.tolist())
     )
-    return assemble(calibration, family[0].family, bins, cost, workload, tau, name)
+    return build_plan(calibration, family[0].family, bins, cost, workload, tau, name)
 
 
-def _planned_forward(calibration: Calibration, forward: Forward, cost: Cost, workload: Workload, name: str) -> Plan:
-    steps = enumerate(zip(forward.budgets, forward.tails))
+def _plan_growing(
+    calibration: Calibration, growing: GrowingSchedule, cost: CostModel, workload: Workload, name: str
+) -> Plan:
+    steps = enumerate(zip(growing.budgets, growing.tails))
     bins = tuple(PlannedBin(j * calibration.width, budget, tail) for j, (budget, tail) in steps)
-    return assemble(calibration, forward.family, bins, cost, workload, forward.tau, name)
+    return build_plan(calibration, growing.family, bins, cost, workload, growing.tau, name)
 
 
-def assemble(
+def build_plan(
     calibration: Calibration,
     family: PolicyFamily,
     bins: tuple[PlannedBin, ...],
-    cost: Cost,
+    cost: CostModel,
     workload: Workload,
     tau: float,
     name: str = "planned",
 ) -> Plan:
-    """A plan from chosen budgets, with its schedule bound to model, method and page size."""
+    """A plan with the chosen budgets. Its schedule is bound to model, method, page size and settings."""
     budgets = tuple(planned.budget for planned in bins)
     evict = family.template.evict
-    beside = {"select": "none"}
+    other_part = {"select": "none"}
     if family.kind == "select":
-        beside = {"evict": describe(evict, full=True) if evict else "none"}
+        other_part = {"evict": describe(evict, full=True) if evict else "none"}
     inherited = [j for j, planned in enumerate(bins) if planned.tail is None]
     notes = {
         "tau": round(tau, 6),
@@ -167,7 +168,7 @@ def assemble(
         "quantile": calibration.quantile,
         "confidence": calibration.floor.confidence,
         "options": family.part.settings,
-        "beside": beside,
+        "beside": other_part,
         "inherited_bins": inherited,
     }
     schedule = Schedule(budgets, calibration.width, name, calibration.model, family.method, family.block, notes)
@@ -177,11 +178,11 @@ def assemble(
     thin = [j for j in inherited if j < trusted[-1]]
     if thin:
         where = ", ".join(f"{bins[j].start}-{bins[j].start + calibration.width}" for j in thin)
-        warnings.append(f"lengths {where}: fewer than {MIN_PROMPTS} prompts, so the budget is the neighbour's.")
+        warnings.append(f"lengths {where}: fewer than {MIN_PROMPTS} prompts, so the neighbouring bin's budget is used.")
     if trusted[-1] + 1 < len(bins):
         warnings.append(
-            f"lengths from {bins[trusted[-1] + 1].start} on: fewer than {MIN_PROMPTS} prompts got there, so the last "
-            "proven budget goes on without proof; calibrate on more prompts, or on some that take longer."
+            f"lengths from {bins[trusted[-1] + 1].start} on: fewer than {MIN_PROMPTS} prompts, so the last measured "
+            "budget continues untested; calibrate on more prompts, or on prompts with longer answers."
         )
     if (last := workload.prompt + workload.new_tokens) > calibration.bins * calibration.width:
         warnings.append(f"lengths {calibration.bins * calibration.width}-{last} were not measured.")
@@ -189,22 +190,22 @@ def assemble(
 
 
 def inherit_from(trusted: Array) -> Array:
-    """For every bin the bin whose budget it takes: itself if trusted, else the neighbour with the larger budget.
+    """The index of the bin whose budget each bin takes: itself if trusted, else the neighbour with the larger budget.
 
-    Budgets grow with length, so that is the next trusted bin, and past the last trusted one that one.
+    Budgets grow with length, so that is the next trusted bin, or the last trusted bin if there is no next one.
     """
-    at = np.flatnonzero(trusted)
+    sources = np.flatnonzero(trusted)
     require(
-        len(at) > 0,
+        len(sources) > 0,
         f"calibration: no bin has {MIN_PROMPTS} prompts, so no tail can be trusted; calibrate with more prompts.",
     )
-    return at[np.minimum(np.searchsorted(at, np.arange(len(trusted))), len(at) - 1)]
+    return sources[np.minimum(np.searchsorted(sources, np.arange(len(trusted))), len(sources) - 1)]
 
 
 def cheapest_monotone(cost: Array) -> list[int] | None:
-    """Non-decreasing choices k_0 ≤ k_1 ≤ … minimising Σ_j cost[j, k_j]; None if every one costs infinity.
+    """Non-decreasing choices k_0 ≤ k_1 ≤ … minimising Σ_j cost[j, k_j]; None if all are infinite.
 
-    Dynamic programming; of equal totals the one with the smaller budgets.
+    Dynamic programming; ties go to the smaller budgets.
     """
     total, came_from = cost[0], []
     for row in cost[1:]:
@@ -221,7 +222,7 @@ def cheapest_monotone(cost: Array) -> list[int] | None:
 
 
 def reachable_tau(lower: Array, growing: bool) -> float:
-    """The largest threshold that a non-decreasing (or, for an evictor, constant) choice passes in every bin."""
+    """The largest threshold that a non-decreasing (for an evictor: constant) choice of budgets reaches in every bin."""
     if not growing:
         return float(lower.min(0).max())
     passed = lower[0]
@@ -231,7 +232,7 @@ def reachable_tau(lower: Array, growing: bool) -> float:
 
 
 def _infeasible(
-    calibration: Calibration, family: list[Measured], lower: Array, trusted: Array, tau: float, growing: bool
+    calibration: Calibration, family: list[MeasuredPolicy], lower: Array, trusted: Array, tau: float, growing: bool
 ) -> Infeasible:
     reach = reachable_tau(lower[trusted], growing)
     worst = int(trusted[lower[trusted].max(1).argmin()])
@@ -246,8 +247,8 @@ def _infeasible(
     )
 
 
-def _ms_per_bin(calibration: Calibration, policy: Sparsity, cost: Cost, workload: Workload) -> Array:
-    """Time that a whole generation under one budget spends in each bin, at the dense policy's batch."""
+def _ms_per_bin(calibration: Calibration, policy: Sparsity, cost: CostModel, workload: Workload) -> Array:
+    """Milliseconds that a generation under one budget spends in each bin, at the dense policy's batch size."""
     per_step = footprint(policy, workload.prompt, workload.new_tokens, cost.geometry.layers)
     ms = cost.step_ms(workload.rows(cost, DENSE), per_step.read, per_step.scored, per_step.moved)
     lengths = np.arange(workload.prompt, workload.prompt + workload.new_tokens)

@@ -1,4 +1,4 @@
-"""Charts of a calibration and its plans: tails by length, and the Pareto front of threshold against speed-up."""
+"""SVG charts of a calibration and its plans: tails by length, and speed-up by threshold."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from alula.mismatch.plan.tradeoff import Tradeoff
 
 
 def plot_tails(calibration: Calibration, plan: Plan | None = None) -> str:
-    """Tail per length bin: a curve per configuration, the dense floor, and a plan's choice with its band."""
+    """Tail by length: one curve per policy, the dense floor, and the chosen plan with its confidence band."""
     centres = [(j + 0.5) * calibration.width for j in range(calibration.bins)]
-    several = len(calibration.families()) > 1  # of one family the budgets tell enough
+    several = len(calibration.families()) > 1  # with one family, the budget identifies a policy
     lines = []
     for i, one in enumerate(m for family in calibration.families().values() for m in family):
         lines.append(
@@ -50,7 +50,7 @@ def plot_tails(calibration: Calibration, plan: Plan | None = None) -> str:
 
 
 def plot_pareto(rows: Sequence[Tradeoff]) -> str:
-    """Predicted speed-up of the best plan at every threshold that has one."""
-    made = [(row.tau, row.plan.speedup) for row in rows if row.plan is not None]
-    line = Line("best plan", [tau for tau, _ in made], [speed for _, speed in made], dots=True)
-    return chart("What a threshold costs", "tau", "predicted speed-up", [line])
+    """Predicted speed-up of the best plan by threshold."""
+    points = [(row.tau, row.plan.speedup) for row in rows if row.plan is not None]
+    line = Line("best plan", [tau for tau, _ in points], [speed for _, speed in points], dots=True)
+    return chart("Speed-up by threshold", "tau", "predicted speed-up", [line])

@@ -1,4 +1,4 @@
-"""Evictors: which cached tokens a sequence keeps when it has too many. One file per method."""
+"""Evictors: which cached tokens a sequence keeps in an eviction. One file per method."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -21,7 +21,7 @@ from alula.sparsity.evict.tova import TOVA
 if TYPE_CHECKING:
     from alula.sparsity.policy import Evict
 
-__all__ = ["METHODS", "Cached", "Evictor", "build", "check_settings", "keep", "own_settings"]
+__all__ = ["METHODS", "Cached", "Evictor", "build", "check_settings", "keep", "option_names"]
 
 METHODS: dict[str, type[Evictor]] = {
     "streaming": Streaming,
@@ -34,39 +34,39 @@ METHODS: dict[str, type[Evictor]] = {
     "random": Random,
 }
 COMMON = ("buffer", "window", "sinks", "protect_prompt")
-"""What every method can be told by name; its budget has been given before."""
+"""Settings that every method has, besides its budget."""
 
 
 def build(evict: "Evict") -> Evictor:
-    """The evictor that `evict` asks for."""
+    """The evictor for these settings."""
     check_settings(evict.method, (name for name, _ in evict.options))
     return METHODS[evict.method](window=evict.window, **dict(evict.options))
 
 
 def check_settings(method: str, names: Iterable[str], *, common: Sequence[str] = COMMON, kind: str = "setting") -> None:
-    """Refuse names that are neither the method's own nor `common`: those that may be given in the same place."""
-    known = [*own_settings(method), *common]
+    """Raise for names that are neither options of the method nor in `common`."""
+    known = [*option_names(method), *common]
     for name in names:
         if name not in known:
             raise unknown(f"{kind} of evictor {method!r}:", name, known)
 
 
-def own_settings(method: str) -> list[str]:
+def option_names(method: str) -> list[str]:
     if method not in METHODS:
         raise unknown("evictor", method, METHODS)
     return [option.name for option in fields(METHODS[method]) if option.name != "window"]
 
 
 def keep(scores: Tensor, *, count: int, sinks: int, window: int, protected: int = 0) -> Tensor:
-    """The `count` slots that stay, per sequence, layer and head: scores [R, Hkv, n] -> int32 [R, Hkv, count].
+    """The `count` slots to keep, per sequence, layer and head: scores [R, Hkv, n] -> int32 [R, Hkv, count], ascending.
 
-    Ascending. The first max(sinks, protected) and the last `window` slots always stay; of the others the
-    best-scored ones do, the lower slot where scores are equal. NaN counts as −inf, −0.0 equals 0.0.
+    The first max(sinks, protected) and the last `window` slots are always kept, then those with the highest scores;
+    ties go to the lower slot. NaN counts as −inf, −0.0 equals 0.0.
     """
     rows, heads, n = scores.shape
     first = max(sinks, protected)
     require(
         first + window <= count <= n,
-        f"cannot keep {count} of {n} tokens when the first {first} and the last {window} always stay.",
+        f"budget: cannot keep {count} of {n} tokens if the first {first} and the last {window} are always kept.",
     )
     return top_indices(scores.flatten(0, 1), count, first, window).view(rows, heads, count)

@@ -1,4 +1,4 @@
-"""What every evictor is given, and what it answers."""
+"""`Evictor`, the interface of an eviction method, and `Cached`, its input."""
 
 from dataclasses import dataclass, fields
 
@@ -17,13 +17,13 @@ class Cached:
     """
 
     paged: PagedKeys
-    """the keys where they lie, in the model's dtype; R = C·L"""
+    """the keys in the paged cache, in the model's dtype; R = C·L"""
     queries: Tensor | None
-    """[R, Hq, W, D] the last `Evictor.queries` rotated queries, in any order; None where that is 0"""
+    """[R, Hq, W, D] the last `Evictor.queries` rotated queries, in any order; None if that is 0"""
     attention: Tensor | None
     """fp32 [R, Hkv, n] attention received so far; None unless `Evictor.accumulates`"""
     scaling: float
-    """what attention multiplies its logits with"""
+    """the factor of the attention logits"""
     row_keys: Tensor | None
     """int64 [R] a random key per rollout, the same in all of its layers; None unless `Evictor.seeded`"""
     position: Tensor | None
@@ -31,7 +31,7 @@ class Cached:
 
     @property
     def keys(self) -> Tensor:
-        """[R, Hkv, n, D], copied together by the first who asks"""
+        """[R, Hkv, n, D], gathered at the first access"""
         return self.paged.gathered
 
     @property
@@ -54,7 +54,7 @@ class Evictor:
     """Whether it needs the attention that every key has received so far."""
 
     seeded = False
-    """Whether it draws random numbers, and so needs the rollout's key and length."""
+    """Whether it draws random numbers, which needs the rollout's key and length."""
 
     @property
     def queries(self) -> int:
@@ -62,9 +62,9 @@ class Evictor:
         return 0
 
     def score(self, kv: Cached) -> Tensor:
-        """fp32 [R, Hkv, n], higher = keep. What is said of the sinks and of the last `window` is not read.
+        """fp32 [R, Hkv, n], higher = keep. Scores of the sinks and of the last `window` tokens are ignored.
 
-        A pure function of each sequence's own KV, never of the others in the batch.
+        Each sequence's scores depend on its own KV only, never on batch composition.
         """
         raise NotImplementedError
 

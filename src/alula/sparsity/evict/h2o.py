@@ -1,4 +1,4 @@
-"""H2O: the tokens that have received most attention so far."""
+"""H2O: keeps the tokens that have received the most attention so far."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from alula.sparsity.evict.base import Cached, Evictor
 class H2O(Evictor):
     """score_j = Σ over all queries so far, and over the group, of softmax_j(q·k_j/√d)
 
-    Prompt queries count; each query's softmax is over what was cached when it ran, and a kept token carries
-    its sum on. Under a selector a token that was not read counts too: exp(q·k) over the sum of those read.
+    Prompt queries count. Each query's softmax runs over the tokens cached at that step, and a kept token keeps its
+    sum. Under a selector, tokens that were not read count too: exp(q·k) over the sum of those read.
     Source: H2O (arXiv 2306.14048); its recent tokens are `window` here.
     """
 

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that point away from the others."""
+"""KeyDiff: keeps keys that differ from the mean direction of all keys."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Knorm: keys of small norm."""
+"""Knorm: keeps keys of small norm."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Random eviction: the control that every method must beat."""
+"""Random eviction: the baseline that every method must beat."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from alula.sparsity.evict.base import Cached, Evictor
 class Random(Evictor):
     """score_j = uniform in [0, 1), a hash of (rollout, layer, KV head, slot, length)
 
-    Counter-based: the same rollout evicts the same tokens again, in any batch and on any device, and torch's
-    own generators are neither read nor moved.
+    Counter-based: a rollout always evicts the same tokens, in any batch and on any device. The state of torch's
+    generators is neither read nor changed.
     """
 
     seeded = True

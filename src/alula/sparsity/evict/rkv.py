@@ -1,4 +1,4 @@
-"""R-KV: important tokens that no later token repeats."""
+"""R-KV: keeps important tokens that no later token repeats."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class RKV(Evictor):
     """score_j = mix · importance_j − (1 − mix) · softmax_j(redundancy_j)
 
     importance is SnapKV's score (`alula.ops.importance`); redundancy_j is the mean cosine similarity of key j
-    to the other keys of its head, where every key forgives the last one similar to it
-    (`alula.ops.rkv_score`). The softmax runs over all n keys. All in fp32, each head of each sequence by
-    itself. Source: R-KV (arXiv 2505.24133); the paper's λ is `mix`.
+    to the other keys of its head; every key's similarity to the last key similar to it is not counted
+    (`alula.ops.rkv_score`). The softmax runs over all n keys. All in fp32, separately for each head of each
+    sequence. Source: R-KV (arXiv 2505.24133); the paper's λ is `mix`.
 
     mix: weight of importance against redundancy. 0.1 in the paper, 0.07 in its code's class.
     kernel: width of the max-pooling over neighbouring tokens.
@@ -30,9 +30,9 @@ class RKV(Evictor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.mix <= 1, f"mix={self.mix}: between 0 (only redundancy) and 1 (only importance).")
+        require(0 <= self.mix <= 1, f"mix={self.mix}: must be between 0 (only redundancy) and 1 (only importance).")
         require_pooling(self.kernel)
-        require(0 <= self.threshold < 1, f"threshold={self.threshold}: a cosine similarity in [0, 1).")
+        require(0 <= self.threshold < 1, f"threshold={self.threshold}: must be a cosine similarity in [0, 1).")
 
     @property
     def queries(self) -> int:

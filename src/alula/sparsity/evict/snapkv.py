@@ -1,4 +1,4 @@
-"""SnapKV while decoding: what the last queries attend to."""
+"""SnapKV while decoding: keeps the tokens that the last queries attend to."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from alula.sparsity.evict.base import Cached, Evictor, require_pooling
 class SnapKV(Evictor):
     """score_j = maxpool(mean over the last `window` queries of softmax_j(max over the group of q·k_j/√d))
 
-    The softmax excludes the window's own keys. This is R-KV's decoding variant of SnapKV: R-KV with
+    The softmax excludes the keys of the window. This is R-KV's decoding variant of SnapKV: R-KV with
     mix = 1. Source: SnapKV (arXiv 2404.14469); R-KV (arXiv 2505.24133) for the variant.
 
     kernel: width of the max-pooling over neighbouring tokens.

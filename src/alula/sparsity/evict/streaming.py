@@ -1,4 +1,4 @@
-"""StreamingLLM: the sinks and the most recent tokens."""
+"""StreamingLLM: keeps the sinks and the most recent tokens."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""TOVA: what the newest query attends to, over all heads."""
+"""TOVA: keeps the tokens that the newest query attends to, averaged over all heads."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from alula.sparsity.evict.base import Cached, Evictor
 class TOVA(Evictor):
     """score_j = mean over all query heads of softmax_j(q_last·k_j/√d)
 
-    So all heads of a layer keep the same tokens. Source: TOVA (arXiv 2401.06104), which evicts at every step
+    All heads of a layer keep the same tokens. Source: TOVA (arXiv 2401.06104), which evicts at every step
     and protects nothing; here it runs at the common trigger.
     """
 
@@ -23,7 +23,7 @@ class TOVA(Evictor):
     def score(self, kv: Cached) -> Tensor:
         assert kv.queries is not None
         kv_heads = kv.shape[1]
-        # A KV head's query heads, taken as so many queries of a group of one.
+        # The query heads of a KV head, passed as separate queries with a group size of one.
         as_queries = kv.queries.squeeze(2).unflatten(1, (kv_heads, -1))
         per_head = importance(as_queries, kv.paged, kv.scaling, window=0, kernel=1)
         return per_head.mean(1, keepdim=True).expand(-1, kv_heads, -1).contiguous()
