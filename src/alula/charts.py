@@ -38,7 +38,7 @@ class Line:
     colour: str = COLOURS[0]
     dash: str = ""
     group: str = ""
-    """Lines of one group stand together in the legend, under its name."""
+    """Lines of one group are listed under its name in the legend."""
     dots: bool = False
 
 
@@ -125,7 +125,7 @@ def _dashes(line: Line) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> list[list[str]]:
-    """Rows of 16 units each: the name of a group before its first line, then a line's sample beside its label."""
+    """Rows of 16 units each: the name of a group before its first line, then a sample of each line with its label."""
     rows: list[list[str]] = []
     left, group = WIDTH - RIGHT + 20, ""
 

@@ -1,4 +1,4 @@
-"""The report page: what it says, and that a real browser draws it, alone and without asking the network."""
+"""The report page: its numbers, and its rendering in a real browser without network requests."""
 
 import html
 import json
@@ -42,11 +42,11 @@ HOSTILE = "</script><script>document.documentElement.dataset.pwned = 1</script><
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
         reason = "no chromium or google-chrome on PATH: install one (Debian: apt-get install chromium)"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    return found
+    return browser
 
 
 @pytest.fixture(scope="session")
@@ -67,8 +67,8 @@ def browse(chromium: str, page: Path, script: str = "") -> str:
 
 
 def attribute(dom: str, name: str) -> str | None:
-    found = re.search(rf'<html[^>]* data-{name}="([^"]*)"', dom)
-    return found and found.group(1)
+    match = re.search(rf'<html[^>]* data-{name}="([^"]*)"', dom)
+    return match and match.group(1)
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -82,9 +82,9 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 def test_three_runs_are_drawn_and_no_request_is_made(chromium, three, tmp_path):
     write_report(three, tmp_path / "report.html")
     watch = (
-        "const refused = []; addEventListener('securitypolicyviolation', (e) => refused.push(e.blockedURI));"
+        "const blocked = []; addEventListener('securitypolicyviolation', (e) => blocked.push(e.blockedURI));"
         "onload = () => document.documentElement.dataset.requests ="
-        "performance.getEntriesByType('resource').map((e) => e.name).concat(refused).join()"
+        "performance.getEntriesByType('resource').map((e) => e.name).concat(blocked).join()"
     )
     dom = browse(chromium, tmp_path / "report.html", watch)
     assert attribute(dom, "error") is None
@@ -92,7 +92,7 @@ def test_three_runs_are_drawn_and_no_request_is_made(chromium, three, tmp_path):
     figures = re.findall(r'<figure class="chart (\w+)"><figcaption>([^<]*)', dom)
     assert ("hero", "Reward") in figures
     assert ("hero", "Held-out accuracy · gsm8k") in figures
-    assert [place for place, _ in figures].count("main") == 9
+    assert [section for section, _ in figures].count("main") == 9
     curves = re.findall(r'<path class="curve (?:raw)?" d="(M[^"]+)"', dom)
     assert len(curves) > 40
     assert not any("NaN" in curve or "Infinity" in curve for curve in curves)
@@ -144,7 +144,7 @@ def test_read_out_switches_and_legend(chromium, three, tmp_path):
     assert answers["empty"] == "nothing to show"
 
 
-def test_hostile_text_stays_text_and_a_phone_does_not_scroll_sideways(chromium, tmp_path):
+def test_hostile_text_is_escaped_and_a_phone_does_not_scroll_sideways(chromium, tmp_path):
     run = write_run(tmp_path / "<img src=x onerror=pwn()>", "naive", steps=60)
     hostile = {"step": 60, "prompt": HOSTILE, "completion": HOSTILE, "reward": 0.0, "finish": "stop", "vetoed": True}
     for name, row in (
@@ -166,16 +166,16 @@ def test_hostile_text_stays_text_and_a_phone_does_not_scroll_sideways(chromium, 
     inner.write_text(inner.read_text().replace("</body>", f"<script>{tell}</script></body>"))
     outer = tmp_path / "outer.html"
     outer.write_text(
-        "<!doctype html><body><script>onmessage = (e) => document.documentElement.dataset.told = JSON.stringify(e.data)"
+        "<!doctype html><body><script>onmessage = (e) => document.documentElement.dataset.reply = JSON.stringify(e.data)"
         '</script><iframe src="inner.html" style="width:400px;height:3000px;border:0"></iframe></body>'
     )
-    width, pwned, images, error, text = json.loads(html.unescape(attribute(browse(chromium, outer), "told")))
+    width, pwned, images, error, text = json.loads(html.unescape(attribute(browse(chromium, outer), "reply")))
     assert (pwned, images, error) == (None, 0, None)
     assert text == HOSTILE
     assert width == 400
 
 
-def test_ten_runs_missing_metrics_a_run_still_going_and_a_run_just_begun(chromium, tmp_path):
+def test_ten_runs_with_missing_metrics_an_unfinished_and_a_new_run(chromium, tmp_path):
     runs = [write_run(tmp_path / f"run-{index}", "sparse-rl", steps=30, seed=index) for index in range(7)]
     going = write_run(tmp_path / "going", "naive", steps=45, close=False)
     with (going / "metrics.jsonl").open("a") as file:
@@ -231,7 +231,7 @@ def test_error_bars_stay_in_their_chart_log_axes_have_a_scale_and_progress_one_l
 # ---- without one
 
 
-def test_the_page_is_one_file_with_nothing_from_elsewhere(three, tmp_path):
+def test_the_page_is_self_contained(three, tmp_path):
     write_report(three, tmp_path / "out" / "report.html")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     page = (tmp_path / "out" / "report.html").read_text()
@@ -247,7 +247,7 @@ def test_the_page_is_one_file_with_nothing_from_elsewhere(three, tmp_path):
     assert not re.search(r"https?://|url\(|@import|\bfetch\(|XMLHttpRequest|import\(", page)
 
 
-def test_settings_that_differ_are_listed_apart_from_shared_ones(three):
+def test_differing_settings_are_listed_separately(three):
     table, shared = settings_tables([load_run(path, path.name) for path in three]).split("<details>")
     rows = re.findall(
         r"<tr><th>([\w.]+)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", table.replace("<wbr>", "")
@@ -261,7 +261,7 @@ def test_settings_that_differ_are_listed_apart_from_shared_ones(three):
     assert "6 settings that all runs share" in shared
 
 
-def test_headline_numbers_are_the_means_they_say(three):
+def test_headline_numbers(three):
     run = load_run(three[2], "sparse-rl")
     rows = [json.loads(line) for line in (three[2] / "metrics.jsonl").read_text().splitlines()]
     evals = [json.loads(line) for line in (three[2] / "evals.jsonl").read_text().splitlines()]
@@ -279,7 +279,7 @@ def test_headline_numbers_are_the_means_they_say(three):
     assert sum(parts.values()) == pytest.approx(sum(row["time/step"] for row in rows) / len(rows))
 
 
-def test_a_change_is_good_or_bad_only_beyond_its_noise():
+def test_a_change_is_marked_only_if_significant():
     assert accuracy_cell([(0.40, 0.02), (0.43, 0.02)]).tone == ""
     assert accuracy_cell([(0.40, 0.02), (0.50, 0.02)]).tone == "good"
     assert accuracy_cell([(0.40, 0.02), (0.30, 0.02)]).tone == "bad"
@@ -361,30 +361,30 @@ def test_a_folder_without_a_run_raises(tmp_path):
         write_report([], tmp_path / "report.html")
 
 
-def test_broken_lines_are_counted_and_a_last_line_cut_off_is_not(tmp_path, capsys):
-    whole = write_run(tmp_path / "whole", "dense", steps=20)
-    cut = shutil.copytree(whole, tmp_path / "cut")
+def test_broken_lines_are_counted_except_a_truncated_last_line(tmp_path, capsys):
+    complete = write_run(tmp_path / "complete", "dense", steps=20)
+    cut = shutil.copytree(complete, tmp_path / "cut")
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 21, "reward/mean": 0.')
-    write_report([whole, cut], tmp_path / "report.html")
+    write_report([complete, cut], tmp_path / "report.html")
     assert capsys.readouterr().err == ""
     assert 'class="warnings notes"' not in (tmp_path / "report.html").read_text()
 
-    broken = shutil.copytree(whole, tmp_path / "<b>broken")
-    lines = (whole / "metrics.jsonl").read_text().splitlines()
+    broken = shutil.copytree(complete, tmp_path / "<b>broken")
+    lines = (complete / "metrics.jsonl").read_text().splitlines()
     lines[2], lines[7], lines[9] = '{"step": 3, "rew', "[1]", '{"reward/mean": 0.5}'
     (broken / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (broken / "evals.jsonl").write_text("nonsense\n")
-    write_report([whole, broken], tmp_path / "report.html")
-    said = capsys.readouterr().err
+    write_report([complete, broken], tmp_path / "report.html")
+    printed = capsys.readouterr().err
     page = (tmp_path / "report.html").read_text()
     for name, count in (
         ("metrics.jsonl", "3 of 20 lines could not be read (first: line 3"),
         ("evals.jsonl", "1 of 1"),
     ):
-        assert f"alula: {broken / name}: {count}" in said
+        assert f"alula: {broken / name}: {count}" in printed
         assert f"<li>{html.escape(str(broken / name))}: {count}" in page
-    assert len(said.splitlines()) == 2
+    assert len(printed.splitlines()) == 2
     assert len(load_run(broken, "broken").curves["reward/mean"].steps) == 17
 
 
@@ -396,30 +396,30 @@ def test_broken_lines_are_counted_and_a_last_line_cut_off_is_not(tmp_path, capsy
         (b"just words\n", "it is not a mapping"),
     ],
 )
-def test_broken_settings_and_status_cost_the_page_only_what_they_tell(tmp_path, capsys, text, fault):
-    runs = [write_run(tmp_path / name, "dense", steps=5) for name in ("broken", "whole")]
+def test_broken_settings_and_status_are_left_out(tmp_path, capsys, text, fault):
+    runs = [write_run(tmp_path / name, "dense", steps=5) for name in ("broken", "complete")]
     for name in ("config.yaml", "status.json"):
         (runs[0] / name).write_bytes(text)
     write_report(runs, tmp_path / "report.html")
-    said = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr().err.splitlines()
     page = (tmp_path / "report.html").read_text()
-    assert [line.partition(", so")[0] for line in said] == [
+    assert [line.partition(", so")[0] for line in printed] == [
         f"alula: {runs[0] / name}: {fault}" for name in ("status.json", "config.yaml")
     ]
     assert page.count(f": {fault}, so the page does not show") == 2
     assert "<h2>Settings</h2>" in page
-    assert "so not compared: broken</p><details><summary>All 8 settings of whole</summary>" in page
+    assert "so not compared: broken</p><details><summary>All 8 settings of complete</summary>" in page
     assert load_run(runs[0], "broken").settings == {}
     write_report(runs[:1], tmp_path / "report.html")
     assert "No readable config.yaml in these folders." in (tmp_path / "report.html").read_text()
 
 
-def test_a_run_of_less_than_a_second_does_not_take_0_s(tmp_path):
+def test_duration_of_a_run_shorter_than_a_second(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [{"step": step, "time/step": 0.2} for step in (1, 2)])
     assert headline(load_run(tmp_path, "short"))[-1].value == "0.4 s"
 
 
-def test_a_run_without_anything_has_a_headline():
+def test_an_empty_run_has_a_headline():
     assert {cell.value for cell in headline(Run("empty", Path()))} == {"—"}
 
 
@@ -435,7 +435,7 @@ def test_the_command_writes_the_page_without_torch(three, tmp_path):
     assert (tmp_path / "page.html").stat().st_size > 100_000
 
 
-def test_a_folder_is_no_place_for_the_page(three, tmp_path):
+def test_a_folder_as_output_raises(three, tmp_path):
     with pytest.raises(SettingError, match=r"--out .*: is a folder"):
         write_report(three, tmp_path)
     assert not list(tmp_path.parent.glob("*.tmp"))

@@ -74,9 +74,9 @@ def test_redundancy_is_the_same_in_pieces(monkeypatch):
     from alula.ops import rkv_score as module
 
     keys = cached("rkv", n=25)[1].keys.flatten(0, 1)
-    whole = module.redundancy_torch(keys, 0.5)
+    expected = module.redundancy_torch(keys, 0.5)
     monkeypatch.setattr(module, "TORCH_ROWS", 7)
-    torch.testing.assert_close(module.redundancy_torch(keys, 0.5), whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(module.redundancy_torch(keys, 0.5), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_tova_follows_its_formula():
@@ -175,7 +175,7 @@ def test_rounds_of_eviction_keep_the_formulas_tokens(name, group):
                 slots = best_slots(scores, budget + buffer, budget, sinks, WINDOW)
                 expected[r][h] = [expected[r][h][slot] for slot in slots]
         assert positions.tolist() == expected
-        assert len({tuple(map(tuple, row)) for row in expected}) == rows, "every sequence chose for itself"
+        assert len({tuple(map(tuple, row)) for row in expected}) == rows, "sequences keep different tokens"
         new = torch.arange(length, length + buffer)
         positions = torch.cat([positions, new.expand(rows, heads, -1)], -1)
         expected = [[[*kept, *new.tolist()] for kept in row] for row in expected]
@@ -185,7 +185,7 @@ def test_rounds_of_eviction_keep_the_formulas_tokens(name, group):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_scores_are_fp32_finite_repeatable_and_leave_their_input_alone(name):
+def test_scores_are_fp32_finite_repeatable_and_do_not_change_their_input(name):
     evictor, kv = cached(name)
     before = kv.keys.clone()
     scores = evictor.score(kv)
@@ -209,7 +209,7 @@ def test_scores_are_independent_of_batch_composition(name, dtype):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_scores_do_not_protect_the_first_token(name):
-    """Sinks are the caller's affair: without them the first token goes where its score says."""
+    """Sinks are protected by `keep`, not by the score: without them the first token may be evicted."""
     evictor, kv = cached(name)
     kept = keep(evictor.score(kv), count=10, sinks=0, window=WINDOW)
     assert (kept[..., 0] > 0).any()
@@ -262,7 +262,7 @@ def test_keep_takes_the_larger_of_sinks_and_protected():
 
 
 @pytest.mark.parametrize(("count", "first", "window"), [(4, 3, 2), (11, 1, 1)])
-def test_keep_refuses_what_cannot_be_kept(count, first, window):
+def test_keep_raises_on_impossible_counts(count, first, window):
     with pytest.raises(SettingError, match=f"cannot keep {count} of 10"):
         keep(torch.zeros(1, 1, 10), count=count, sinks=first, window=window)
 
@@ -292,13 +292,13 @@ def test_build_passes_window_and_options():
         ("snapkv", {"kernel": 7.0}, "kernel=7.0: must be a whole number."),
     ],
 )
-def test_bad_settings_are_refused_in_one_sentence(method, options, message):
+def test_bad_settings_raise(method, options, message):
     with pytest.raises(SettingError) as refusal:
         Evict(method, 64, **options)
     assert message in str(refusal.value)
 
 
-def test_the_documented_example_of_an_own_evictor_runs(monkeypatch):
+def test_the_documented_example_of_a_custom_evictor_runs(monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "evictors.md").read_text()
     example = text.split("## Writing your own")[1].split("```python\n")[1].split("```")[0]
     monkeypatch.setitem(METHODS, "loudest", Evictor)  # so that it is removed again afterwards

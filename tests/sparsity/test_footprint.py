@@ -51,7 +51,7 @@ def test_the_engine_holds_and_reads_the_footprint(engine, sparsity, prompt):
         rollout.kv,
         expected.held + 1,
         np.arange(prompt, prompt + steps) + 1,
-    )  # with the step's own token
+    )  # with the token of this step
     assert kv.mean_tokens == pytest.approx(held.mean())
     assert kv.peak_tokens == max(prompt, held.max()) <= most_held(sparsity.evict, prompt, prompt + NEW)
     assert kv.dense_mean_tokens == pytest.approx(lengths.mean())

@@ -1,4 +1,4 @@
-"""Schedules: lookup, files, refusals, and the published presets."""
+"""Schedules: lookup, files, errors, and the published presets."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_lookup_is_by_length_and_the_last_bin_is_open():
     ]
 
 
-def test_a_file_brings_back_the_same_schedule(tmp_path):
+def test_a_saved_schedule_loads_unchanged(tmp_path):
     schedule = Schedule((64, 128), width=50, name="x", model="m", method="rkv", block=None, notes={"tau": 0.9})
     schedule.save(tmp_path / "x.json")
     again = Schedule.load(tmp_path / "x.json")
@@ -35,7 +35,7 @@ def test_a_file_brings_back_the_same_schedule(tmp_path):
     assert again.notes == {"tau": 0.9}
 
 
-def test_another_use_is_refused_with_the_reason():
+def test_another_use_raises():
     schedule = Schedule((64,), name="x", model="m", method="block-topk", block=16)
     schedule.check(method="block-topk", block=16, model="m")
     for wrong in (
@@ -47,7 +47,7 @@ def test_another_use_is_refused_with_the_reason():
             schedule.check(**wrong)
 
 
-def test_bad_files_are_refused(tmp_path):
+def test_bad_files_raise(tmp_path):
     with pytest.raises(SettingError, match=r"did you mean 'qwen3-4b-0.86'"):
         Schedule.load("qwen3-4b-086")
     for text in ("{", '{"width": 3}', '{"budgets": [1], "colour": 2}', '{"budgets": []}', '{"budgets": [0]}'):
@@ -57,7 +57,7 @@ def test_bad_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("rkv:-5", "budget '-5': must be a whole number of at least 1"),
         ("rkv:64.5", "budget '64.5': must be a whole number of at least 1"),
@@ -70,21 +70,21 @@ def test_bad_files_are_refused(tmp_path):
         ("quest:qwen3-4b-086", "did you mean 'qwen3-4b-0.86'?"),
     ],
 )
-def test_a_budget_that_is_none_is_answered_with_what_was_meant(text, said):
-    with pytest.raises(SettingError, match=re.escape(said)) as refused:
+def test_a_bad_budget_gives_a_hint(text, message):
+    with pytest.raises(SettingError, match=re.escape(message)) as raised:
         Sparsity.parse(text)
-    assert "known:" not in str(refused.value)
+    assert "known:" not in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ['{"bandwidth": 1, "records": []}', '{"budgets": ["a"]}', "[{}]", "{"])
-def test_another_kind_of_file_is_named(tmp_path, text):
+def test_another_kind_of_file_raises(tmp_path, text):
     path = tmp_path / "bench.json"
     path.write_text(text)
-    with pytest.raises(SettingError, match=rf"schedule file {path}: not a schedule \(.*\); `alula plan` writes one\."):
+    with pytest.raises(SettingError, match=rf"schedule file {path}: not a schedule \(.*\);"):
         Sparsity.parse(f"rkv:{path}")
 
 
-def test_every_published_schedule_is_there():
+def test_every_published_schedule_is_a_preset():
     published = {
         "1.7b": ["0.75", "0.80", "0.83", "0.86", "0.88", "0.90", "0.92", "0.94"],
         "4b": ["0.75", "0.80", "0.86", "0.88", "0.90", "0.92"],
@@ -170,21 +170,21 @@ def test_share_of_the_kv_that_the_published_schedules_read(size, share):
     assert read / sum(lengths) == pytest.approx(share, abs=0.006)
 
 
-def test_the_repaired_entry_says_so():
+def test_the_repaired_entry_is_documented():
     assert "388" in json.loads((PRESETS / "qwen3-8b-0.86.json").read_text())["notes"]["changed"]
 
 
 @pytest.mark.parametrize("name", PRESET_NAMES)
-def test_a_preset_knows_its_model_by_its_shape(name):
+def test_a_preset_warns_for_a_model_of_another_geometry(name):
     policy = Sparsity(select=Select("block-topk", Schedule.load(name)))
-    own = f"shape:qwen3-{name.split('-')[1]}"
-    assert schedules_of_other_models([policy], load_model_config(own)) == []
+    model = f"shape:qwen3-{name.split('-')[1]}"
+    assert schedules_of_other_models([policy], load_model_config(model)) == []
     for other, size in (("qwen3-0.6b", "num_hidden_layers|hidden_size"), ("smollm2-135m", "model_type")):
-        (said,) = schedules_of_other_models([policy], load_model_config(f"shape:{other}"))
-        assert re.match(rf"Schedule '{name}' .* Qwen/Qwen3-\S+ \(({size})=\w+, here \w+\)", said)
+        (warning,) = schedules_of_other_models([policy], load_model_config(f"shape:{other}"))
+        assert re.match(rf"Schedule '{name}' .* Qwen/Qwen3-\S+ \(({size})=\w+, here \w+\)", warning)
 
 
-def test_only_presets_are_told_by_their_shape():
+def test_only_presets_warn_by_geometry():
     mine = Schedule((64,), model="tiny-llama", notes={"tau": 0.9})
     for policy in (Sparsity(), Sparsity(Evict("rkv", 64)), Sparsity(select=Select("quest", mine))):
         assert schedules_of_other_models([policy], load_model_config("shape:tiny-llama")) == []

@@ -80,8 +80,8 @@ def test_defaults_of_families_are_left_out(text):
 
 
 def test_a_list_of_families():
-    found = parse_families("block-topk:dense_layers=1, rkv:buffer=64:mix=0.2,quest:block=8", (16, 32))
-    assert [(c.kind, c.method, c.part.settings) for c in found] == [
+    families = parse_families("block-topk:dense_layers=1, rkv:buffer=64:mix=0.2,quest:block=8", (16, 32))
+    assert [(c.kind, c.method, c.part.settings) for c in families] == [
         ("select", "block-topk", {"block": 16, "dense_layers": 1}),
         ("select", "block-topk", {"block": 32, "dense_layers": 1}),
         ("evict", "rkv", {"buffer": 64, "window": 8, "sinks": 4, "protect_prompt": False, "mix": 0.2}),

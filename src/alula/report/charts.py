@@ -68,7 +68,7 @@ def chart_data(runs: list[Run]) -> list[dict[str, Any]]:
     return [chart for chart in drawn if chart["lines"]]
 
 
-def metric_chart(runs: list[Run], chart: Chart, place: str) -> dict[str, Any]:
+def metric_chart(runs: list[Run], chart: Chart, section: str) -> dict[str, Any]:
     lines = []
     for index, run in enumerate(runs):
         curve = tail_curve(run) if chart.metric == "mismatch/tail" else run.curves.get(chart.metric)
@@ -81,7 +81,7 @@ def metric_chart(runs: list[Run], chart: Chart, place: str) -> dict[str, Any]:
         "format": chart.format,
         "log": chart.log,
         "limit": chart.limit,
-        "place": place,
+        "section": section,
         "lines": lines,
     }
 
@@ -137,7 +137,7 @@ def eval_chart(runs: list[Run], name: str) -> dict[str, Any]:
         "format": "percent",
         "log": False,
         "limit": None,
-        "place": "hero",
+        "section": "hero",
         "lines": lines,
     }
 

@@ -75,11 +75,11 @@ function seconds(run, step) {
   }
   return y[left] + ((y[right] - y[left]) * (step - x[left])) / (x[right] - x[left]);
 }
-const place = (line, step) => (state.time ? seconds(line.run, step) : step);
+const xValue = (line, step) => (state.time ? seconds(line.run, step) : step);
 
 // All charts share one horizontal axis, from the start to where the longest visible run ends.
 function end() {
-  const ends = charts.flatMap((chart) => chart.lines).filter(visible).map((line) => place(line, line.x[line.x.length - 1]));
+  const ends = charts.flatMap((chart) => chart.lines).filter(visible).map((line) => xValue(line, line.x[line.x.length - 1]));
   return Math.max(1e-9, ...ends);
 }
 const visible = (line) => !state.hidden.has(line.run) && (!state.time || runs[line.run].clock);
@@ -89,7 +89,7 @@ function prepare(chart, line, source) {
   const points = [];
   source.x.forEach((step, i) => {
     if (!chart.log || source.y[i] > 0)
-      points.push({ at: place(line, step), step, value: source.y[i], error: source.error ? source.error[i] || 0 : 0 });
+      points.push({ at: xValue(line, step), step, value: source.y[i], error: source.error ? source.error[i] || 0 : 0 });
   });
   return points;
 }
@@ -177,7 +177,7 @@ function warningMarks(chart) {
   chart.drawn.forEach(({ line }) => {
     if (line.dotted) return;
     for (const [step] of runs[line.run].warnings) {
-      const at = chart.x(place(line, step));
+      const at = chart.x(xValue(line, step));
       if (at < PAD.left - 1 || at > chart.right + 1) continue;
       element(chart.svg, "path", { d: `M${at} ${chart.bottom}l-3.500 6h7z`, style: `fill:var(--run-${runs[line.run].colour})` });
     }
@@ -239,8 +239,8 @@ function hideReadOut(chart) {
 function redraw() { charts.forEach(draw); }
 
 for (const chart of charts) {
-  const box = document.getElementById(chart.place === "more" ? "more" : "charts");
-  const figure = element(box, "figure", { class: `chart ${chart.place}` });
+  const box = document.getElementById(chart.section === "more" ? "more" : "charts");
+  const figure = element(box, "figure", { class: `chart ${chart.section}` });
   const caption = element(figure, "figcaption", {}, chart.title);
   element(caption, "small", {}, chart.unit + (chart.log ? ", log scale" : "") + (chart.note ? ` · ${chart.note}` : ""));
   chart.plot = element(figure, "div", { class: "plot" });
@@ -268,6 +268,6 @@ runs.forEach((run, index) => {
 document.getElementById("smooth").addEventListener("change", (event) => { state.smooth = event.target.checked; redraw(); });
 document.getElementById("time").addEventListener("change", (event) => { state.time = event.target.checked; redraw(); });
 document.getElementById("time-switch").hidden = !runs.some((run) => run.clock);
-document.getElementById("more-box").hidden = !charts.some((chart) => chart.place === "more");
+document.getElementById("more-box").hidden = !charts.some((chart) => chart.section === "more");
 redraw();
 document.documentElement.dataset.drawn = String(charts.length);

@@ -71,10 +71,10 @@ class Evictor:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            whole = option.type in (int, "int")
+            is_integer = option.type in (int, "int")
             require(
-                not isinstance(value, bool) and isinstance(value, int if whole else (int, float)),
-                f"{option.name}={value!r}: must be a {'whole number' if whole else 'number'}.",
+                not isinstance(value, bool) and isinstance(value, int if is_integer else (int, float)),
+                f"{option.name}={value!r}: must be a {'whole number' if is_integer else 'number'}.",
             )
 
 
