@@ -166,10 +166,10 @@ def test_hostile_text_is_escaped_and_a_phone_does_not_scroll_sideways(chromium, 
     inner.write_text(inner.read_text().replace("</body>", f"<script>{tell}</script></body>"))
     outer = tmp_path / "outer.html"
     outer.write_text(
-        "<!doctype html><body><script>onmessage = (e) => document.documentElement.dataset.reply = JSON.stringify(e.data)"
+        "<!doctype html><body><script>onmessage = (e) => document.documentElement.dataset.got = JSON.stringify(e.data)"
         '</script><iframe src="inner.html" style="width:400px;height:3000px;border:0"></iframe></body>'
     )
-    width, pwned, images, error, text = json.loads(html.unescape(attribute(browse(chromium, outer), "reply")))
+    width, pwned, images, error, text = json.loads(html.unescape(attribute(browse(chromium, outer), "got")))
     assert (pwned, images, error) == (None, 0, None)
     assert text == HOSTILE
     assert width == 400
