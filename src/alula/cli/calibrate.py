@@ -83,7 +83,7 @@ def calibrate(
     An interrupted calibration continues where it stopped. With --verify nothing is searched: each schedule or policy
     generates its own rollouts. The exit code is 1 if, for one of them, some bin's tail is confidently below tau,
     confidently more than 15 % of the rollouts contain a token that the dense policy would not have sampled, or no
-    rollout outgrew the budget, so that nothing was tested. With --vetoed, budgets are measured in the same way, and
+    rollout exceeded the budget, so that nothing was tested. With --vetoed, budgets are measured in the same way, and
     the exit code is 1 if no method has one.
     """
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
