@@ -215,7 +215,7 @@ def test_bench_goes_past_what_the_model_was_trained_for(capsys):
         (["--batch", "0"], "--batch 0: must be at least 1."),
         (["--context", "0"], "--context 0: must be at least 1."),
         (["--rollouts", "-1"], "--rollouts -1: must be at least 0."),
-        (["--batch", "2000"], "batch=2000, context=48: needs 6000 pages of KV, but kv_memory holds 84"),
+        (["--batch", "2000"], "batch=2000, context=32: needs 6000 pages of KV, but kv_memory holds 84"),
         (["--sparsity", "quest:128,block=32"], "this engine's pages hold 16 tokens; load it with page=32"),
         (["--page", "12"], "page=12: use a power of two"),
         (["--out", "/proc/none/x.json"], "--out /proc/none/x.json: cannot be written ("),
