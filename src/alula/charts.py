@@ -28,7 +28,7 @@ def look(index: int) -> Look:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; `low` and `high`, where given, are drawn as a band. Points that are not finite leave a gap."""
+    """One curve; `low` and `high`, if given, are drawn as a band. Points that are not finite leave a gap."""
 
     label: str
     x: Sequence[float]

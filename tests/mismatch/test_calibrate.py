@@ -346,11 +346,11 @@ def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
             cache.rollouts = text
             measured = MeasureBin(engine, EVICT, grid.budgets, cache, BINS, False)
             assert measured(grown.budgets[:j], j, smaller[-1]).lower < 0.6, "one rung less is not enough"
-    made = plan(
+    chosen = plan(
         calibration, AnalyticCost(Geometry(10**9, 2, 6, 2, 12), Hardware.named("h200")), Workload(30, batch=8), tau=0.6
     )
-    assert made.schedule.budgets == grown.budgets
-    assert made.family.kind == "evict"
+    assert chosen.schedule.budgets == grown.budgets
+    assert chosen.family.kind == "evict"
     calibration.save(tmp_path / "calibration.json")
     assert Calibration.load(tmp_path / "calibration.json").to_dict() == calibration.to_dict()
 
@@ -373,15 +373,15 @@ def test_an_evictor_with_a_selector(engine, text, tmp_path):
         AnalyticCost(Geometry.of(engine.model), Hardware.named("h200")),
         Workload(30, 6, kv_bytes=1 << 20),
     )
-    made = plan(replace(calibration, measured=tuple(only)), cost, work, tau=tau)
-    assert made.sparse.batch > made.dense.batch, "the memory that the evictor frees becomes rows"
-    policy = policy_of(made.schedule)
-    assert policy == Sparsity(evict, Select("block-topk", made.schedule, PAGE, 0))
+    chosen = plan(replace(calibration, measured=tuple(only)), cost, work, tau=tau)
+    assert chosen.sparse.batch > chosen.dense.batch, "the memory that the evictor frees becomes rows"
+    policy = policy_of(chosen.schedule)
+    assert policy == Sparsity(evict, Select("block-topk", chosen.schedule, PAGE, 0))
     engine.check(policy)
     for other, name in ((None, "none"), (Evict("streaming", 24, buffer=4, window=2, sinks=1), "streaming:24")):
         with pytest.raises(SettingError, match=f"was planned for evict=streaming:20\\+4,.* not evict={name}"):
             engine.check(replace(policy, evict=other))
-    assert "| 12-24 |" in verify(engine, made.schedule, policy, TEXT, tau).table()
+    assert "| 12-24 |" in verify(engine, chosen.schedule, policy, TEXT, tau).table()
 
 
 def test_a_schedule_planned_for_one_part_raises_with_another(engine, tmp_path):

@@ -66,18 +66,18 @@ def realistic(drop: float = 0.0) -> np.ndarray:
 
 def test_picks_the_cheapest_passing_budget_in_every_bin():
     lower = realistic()
-    made = plan(calibration(lower), COST, WORK, tau=0.86)
-    for j, planned in enumerate(made.bins):
+    chosen = plan(calibration(lower), COST, WORK, tau=0.86)
+    for j, planned in enumerate(chosen.bins):
         passing = [b for b, row in zip(BUDGETS, lower) if row[j] >= 0.86]
         assert planned.budget == min(passing)
         assert planned.tail.lower >= 0.86
-    assert len(set(made.schedule.budgets)) > 2
-    assert made.speedup > 1
+    assert len(set(chosen.schedule.budgets)) > 2
+    assert chosen.speedup > 1
 
 
 def test_the_schedule_is_bound_to_its_settings():
-    made = plan(calibration(realistic()), COST, WORK, tau=0.86, name="mine")
-    schedule = made.schedule
+    chosen = plan(calibration(realistic()), COST, WORK, tau=0.86, name="mine")
+    schedule = chosen.schedule
     assert (schedule.name, schedule.model, schedule.method) == ("mine", "some/model", "block-topk")
     assert (schedule.block, schedule.width) == (16, WIDTH)
     assert schedule.notes["tau"] == 0.86
@@ -86,8 +86,8 @@ def test_the_schedule_is_bound_to_its_settings():
 
 
 def test_default_threshold_is_the_floor_minus_the_papers_gap():
-    made = plan(calibration(realistic()), COST, WORK)
-    assert made.tau == pytest.approx(0.95 - GAP)
+    chosen = plan(calibration(realistic()), COST, WORK)
+    assert chosen.tau == pytest.approx(0.95 - GAP)
 
 
 def fastest_by_brute_force(cal: Calibration, tau: float) -> float:
@@ -118,10 +118,10 @@ def test_optimum_on_noisy_calibrations(seed, tau):
         with pytest.raises(Infeasible):
             plan(cal, COST, WORK, tau=raised.value.reachable + 1e-9)
     else:
-        made = plan(cal, COST, WORK, tau=tau)
-        assert all(planned.tail.lower >= tau for planned in made.bins)
-        assert list(made.schedule.budgets) == sorted(made.schedule.budgets)
-        assert made.speedup == pytest.approx(best, rel=1e-9)
+        chosen = plan(cal, COST, WORK, tau=tau)
+        assert all(planned.tail.lower >= tau for planned in chosen.bins)
+        assert list(chosen.schedule.budgets) == sorted(chosen.schedule.budgets)
+        assert chosen.speedup == pytest.approx(best, rel=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -166,24 +166,24 @@ def test_an_empty_calibration_raises():
 def test_thin_bins_inherit_the_neighbours_larger_budget():
     lower = realistic()
     prompts = np.array([5, 50, 10, 50, 50, 3])
-    lower[:, [0, 2, 5]] = 0.0  # whatever a thin bin seems to say must not count
-    made = plan(calibration(lower, prompts), COST, WORK, tau=0.86)
-    budgets = made.schedule.budgets
+    lower[:, [0, 2, 5]] = 0.0  # thin bins must not count
+    chosen = plan(calibration(lower, prompts), COST, WORK, tau=0.86)
+    budgets = chosen.schedule.budgets
     assert (budgets[0], budgets[2], budgets[5]) == (budgets[1], budgets[3], budgets[4])
     assert budgets[1] < budgets[3]
-    assert [planned.tail is None for planned in made.bins] == [True, False, True, False, False, True]
-    assert "lengths 0-500, 1000-1500: fewer than 20 prompts" in made.warnings[0]
-    assert "lengths from 2500 on" in made.warnings[1]
-    assert "untested" in made.warnings[1]
-    assert made.schedule.notes["inherited_bins"] == [0, 2, 5]
+    assert [planned.tail is None for planned in chosen.bins] == [True, False, True, False, False, True]
+    assert "lengths 0-500, 1000-1500: fewer than 20 prompts" in chosen.warnings[0]
+    assert "lengths from 2500 on" in chosen.warnings[1]
+    assert "untested" in chosen.warnings[1]
+    assert chosen.schedule.notes["inherited_bins"] == [0, 2, 5]
     with pytest.raises(SettingError, match="more prompts"):
         plan(calibration(lower, 5), COST, WORK, tau=0.86)
     assert inherit_from(np.array([False, True, False, True, False])).tolist() == [1, 1, 3, 3, 3]
 
 
 def test_lengths_past_the_calibration_give_a_warning():
-    made = plan(calibration(realistic()), COST, Workload(new_tokens=4000, batch=8), tau=0.86)
-    assert "3000-4000 were not measured" in made.warnings[0]
+    chosen = plan(calibration(realistic()), COST, Workload(new_tokens=4000, batch=8), tau=0.86)
+    assert "3000-4000 were not measured" in chosen.warnings[0]
 
 
 def test_the_fastest_family_wins_and_the_others_are_reported():
@@ -192,33 +192,33 @@ def test_the_fastest_family_wins_and_the_others_are_reported():
     more = [measured(select(64), b, make_tail(row)) for b, row in zip(BUDGETS, worse) if b > 200]
     more.append(measured(EVICT, 64, make_tail(realistic(drop=0.2)[0])))
     cal = replace(cal, measured=(*cal.measured, *more))
-    made = plan(cal, COST, WORK, tau=0.86)
-    assert made.family.block == 16
-    assert len(made.alternatives) == 2
-    assert "reaches 0." in dict(made.alternatives)["streaming:buffer=16:window=4"]
+    chosen = plan(cal, COST, WORK, tau=0.86)
+    assert chosen.family.block == 16
+    assert len(chosen.alternatives) == 2
+    assert "reaches 0." in dict(chosen.alternatives)["streaming:buffer=16:window=4"]
 
 
 def test_selecting_costs_more_than_reading_where_the_cache_is_short():
     """With an expensive selection, the first bin reads everything, although a smaller budget would pass."""
     constants = dict.fromkeys(features(GEOMETRY, 1, 1, 1), 0.0) | {"fixed": 1.0, "kv_gb": 0.1, "select": 1.0}
-    made = plan(calibration(np.full((5, BINS), 0.95)), FittedCost(GEOMETRY, constants), WORK, tau=0.9)
-    assert min(made.schedule.budgets) >= 512
+    chosen = plan(calibration(np.full((5, BINS), 0.95)), FittedCost(GEOMETRY, constants), WORK, tau=0.9)
+    assert min(chosen.schedule.budgets) >= 512
     cheap = plan(calibration(np.full((5, BINS), 0.95)), COST, WORK, tau=0.9)
     assert max(cheap.schedule.budgets) == 64
 
 
 def test_an_evictor_measured_at_fixed_budgets_gets_a_fixed_budget():
     lower = realistic()
-    made = plan(calibration(lower, family=EVICT), COST, WORK, tau=0.86)
-    assert set(made.schedule.budgets) == {min(b for b, row in zip(BUDGETS, lower) if row.min() >= 0.86)}
-    assert made.schedule.block is None
-    assert made.sparse.peak_kv_bytes < made.dense.peak_kv_bytes
+    chosen = plan(calibration(lower, family=EVICT), COST, WORK, tau=0.86)
+    assert set(chosen.schedule.budgets) == {min(b for b, row in zip(BUDGETS, lower) if row.min() >= 0.86)}
+    assert chosen.schedule.block is None
+    assert chosen.sparse.peak_kv_bytes < chosen.dense.peak_kv_bytes
 
 
 def test_memory_that_an_evictor_frees_becomes_rows():
     work = Workload(new_tokens=BINS * WIDTH, kv_bytes=8e9)
-    made = plan(calibration(np.full((5, BINS), 0.95), family=EVICT), COST, work, tau=0.9)
-    assert made.sparse.batch > 20 * made.dense.batch
+    chosen = plan(calibration(np.full((5, BINS), 0.95), family=EVICT), COST, work, tau=0.9)
+    assert chosen.sparse.batch > 20 * chosen.dense.batch
     with pytest.raises(SettingError, match="either batch or kv_bytes"):
         Workload(new_tokens=10)
 
@@ -263,13 +263,13 @@ def test_a_growing_schedule_equals_a_sweep_with_fewer_measurements():
 
 def test_earlier_bins_are_raised_if_one_bin_is_not_enough():
     measure, tau = Evictor(memory=0.9), 0.84
-    made = grow_schedule(measure, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
-    budgets = [planned.budget for planned in made]
+    chosen = grow_schedule(measure, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+    budgets = [planned.budget for planned in chosen]
     assert budgets == sorted(budgets)
     for j, b in enumerate(budgets):
         under = measure(tuple(budgets[:j]), j, b)
         assert under.lower >= tau
-        assert made[j].tail == under, "the reported tail was measured under the resulting schedule"
+        assert chosen[j].tail == under, "the reported tail was measured under the resulting schedule"
         smaller = [c for c in BUDGETS if (budgets[j - 1] if j else 0) <= c < b]
         if smaller and j == BINS - 1:
             assert measure(tuple(budgets[:j]), j, smaller[-1]).lower < tau, "one rung less is not enough"
@@ -289,12 +289,12 @@ def test_a_growing_schedule_holds_tau_under_noise(seed, tau, noise):
         return BinTail(lower, lower, lower, 1000, 50)
 
     try:
-        made = grow_schedule(noisy, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
+        chosen = grow_schedule(noisy, BUDGETS, bins=BINS, width=WIDTH, tau=tau)
     except Infeasible:
         return
-    budgets = tuple(planned.budget for planned in made)
+    budgets = tuple(planned.budget for planned in chosen)
     assert list(budgets) == sorted(budgets)
-    for j, planned in enumerate(made):
+    for j, planned in enumerate(chosen):
         assert planned.tail == noisy(budgets[:j], j, budgets[j])
         assert planned.tail.lower >= tau
 
@@ -392,8 +392,8 @@ def test_a_stricter_threshold_costs_speed():
 
 def test_charts_are_valid_svg():
     cal = calibration(realistic(), np.array([50, 50, 50, 50, 50, 5]))
-    made = plan(cal, COST, WORK, tau=0.86)
-    tails = ElementTree.fromstring(plot_tails(cal, made))
+    chosen = plan(cal, COST, WORK, tau=0.86)
+    tails = ElementTree.fromstring(plot_tails(cal, chosen))
     space = {"s": "http://www.w3.org/2000/svg"}
     assert len(tails.findall("s:polyline", space)) == len(BUDGETS) + 3  # the floor, tau and the plan
     assert len(tails.findall("s:circle", space)) == 5  # the thin bin has no tail

@@ -228,7 +228,7 @@ def test_error_bars_stay_in_their_chart_log_axes_have_a_scale_and_progress_one_l
     assert max(progress) < 20
 
 
-# ---- without one
+# ---- without a browser
 
 
 def test_the_page_is_self_contained(three, tmp_path):

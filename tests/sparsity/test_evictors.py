@@ -181,7 +181,7 @@ def test_rounds_of_eviction_keep_the_formulas_tokens(name, group):
         expected = [[[*kept, *new.tolist()] for kept in row] for row in expected]
 
 
-# --- what every method owes the engine -------------------------------------------------------------------------
+# --- properties of every method ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -293,15 +293,15 @@ def test_build_passes_window_and_options():
     ],
 )
 def test_bad_settings_raise(method, options, message):
-    with pytest.raises(SettingError) as refusal:
+    with pytest.raises(SettingError) as raised:
         Evict(method, 64, **options)
-    assert message in str(refusal.value)
+    assert message in str(raised.value)
 
 
 def test_the_documented_example_of_a_custom_evictor_runs(monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "evictors.md").read_text()
     example = text.split("## Writing your own")[1].split("```python\n")[1].split("```")[0]
-    monkeypatch.setitem(METHODS, "loudest", Evictor)  # so that it is removed again afterwards
+    monkeypatch.setitem(METHODS, "loudest", Evictor)  # removed again afterwards
     exec(example, {"__name__": "example"})
     evictor, kv = build(Evict("loudest", 20, power=2.0)), cached("knorm")[1]
     torch.testing.assert_close(evictor.score(kv), kv.keys.square().sum(-1))

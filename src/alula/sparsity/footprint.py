@@ -113,7 +113,7 @@ def footprint(sparsity: Sparsity, prompt: int, new_tokens: int, layers: int) -> 
 
 
 def _sawtooth(evict: Evict | None, prompt: int, lengths: Array) -> tuple[Array, Array]:
-    """Tokens held and moved: at the trigger the cache falls to what is kept, before the step's attention."""
+    """Tokens held and moved per step. At the trigger the cache shrinks to the kept tokens, before attention runs."""
     if evict is None:
         return lengths.astype(np.float64), np.zeros(len(lengths))
     held, moved, cached = np.empty(len(lengths)), np.zeros(len(lengths)), prompt

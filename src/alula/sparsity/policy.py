@@ -182,7 +182,7 @@ class Sparsity:
         return self.evict is None and self.select is None
 
     def describe(self, *, full: bool = False) -> str:
-        """The text that `parse` reads back, without settings at their defaults; `full` prints those too."""
+        """The text that `parse` reads back. Settings at their defaults are left out, unless `full`."""
         return " & ".join(describe(part, full=full) for part in (self.evict, self.select) if part) or "dense"
 
     def with_budget(self, kind: Kind, budget: Budget) -> "Sparsity":

@@ -87,11 +87,11 @@ def is_budget(word: str) -> bool:
 
 
 def parse_budget(word: str, text: str, *, buffer: bool) -> dict[str, Any]:
-    """BUDGET or, where a `buffer` is allowed, BUDGET+BUFFER."""
+    """BUDGET, or BUDGET+BUFFER if a `buffer` is allowed."""
     if not buffer:
         require(
             re.fullmatch(r"\d+k?\+.*", word) is None,
-            f"sparsity {text!r}: a selector keeps all KV, so it has no buffer; drop {word[word.find('+') :]!r}.",
+            f"sparsity {text!r}: a selector keeps all KV, so it has no buffer; remove {word[word.find('+') :]!r}.",
         )
         return {"budget": word}
     with_buffer = re.fullmatch(r"(.+)\+(\d+k?)", word)

@@ -43,7 +43,7 @@ class Grid:
     """Also build a growing schedule for every evictor."""
 
     def __post_init__(self) -> None:
-        require(len(self.families) > 0, "methods: name at least one selector or evictor to calibrate.")
+        require(len(self.families) > 0, "methods: give at least one selector or evictor.")
         require(len(self.budgets) > 0, "budgets: give at least one.")
         object.__setattr__(self, "budgets", tuple(sorted(set(self.budgets))))
         for family in self.families:
@@ -63,10 +63,13 @@ class TextSettings:
     def __post_init__(self) -> None:
         require(
             len(self.prompts) >= MIN_PROMPTS,
-            f"prompts={len(self.prompts)}: a bin's tail is trusted from {MIN_PROMPTS} prompts on; give more.",
+            f"prompts={len(self.prompts)}: a bin with fewer than {MIN_PROMPTS} prompts is not trusted; use more.",
         )
         longest = max(map(len, self.prompts))
-        require(self.length > longest, f"length={self.length}: the longest prompt alone has {longest} tokens.")
+        require(
+            self.length > longest,
+            f"length={self.length}: the longest prompt has {longest} tokens; use a larger length.",
+        )
         require(self.temperature > 0, f"temperature={self.temperature}: must be above 0.")
 
     @property

@@ -53,7 +53,7 @@ class GrowingSchedule:
     tau: float
     budgets: tuple[int, ...]
     tails: tuple[BinTail | None, ...]
-    """None where a bin inherits its neighbour's budget."""
+    """None if a bin inherits its neighbour's budget."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,7 +80,7 @@ class Calibration:
     measured: tuple[MeasuredPolicy, ...]
     temperature: float = 1.0
     notes: dict[str, Any] = field(default_factory=dict)
-    """Prompts, seeds, versions: whatever says where the numbers come from."""
+    """Settings that the numbers depend on: prompts, seeds, weights, versions."""
     growing: tuple[GrowingSchedule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -145,7 +145,9 @@ class Calibration:
             floor = tail_from_dict(data["floor"])
             return cls(data["model"], floor, measured, data["temperature"], data["notes"], growing)
         except (KeyError, TypeError, AttributeError) as error:
-            raise SettingError(f"calibration file {source}: not a calibration ({error!r}).") from error
+            raise SettingError(
+                f"calibration file {source}: not a calibration ({error!r}); `alula calibrate` writes one."
+            ) from error
 
 
 _PER_BIN = ("value", "lower", "upper", "tokens", "prompts")

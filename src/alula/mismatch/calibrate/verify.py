@@ -124,7 +124,7 @@ def policy_of(schedule: Schedule) -> Sparsity:
         raise SettingError(f"schedule {schedule.name!r}: its file names no method; `alula plan` writes one that does.")
     require(
         schedule.method in SELECTORS or schedule.method in EVICTORS,
-        f"schedule {schedule.name!r}: its method {schedule.method!r} is neither a selector nor an evictor.",
+        f"schedule {schedule.name!r}: method={schedule.method!r} is neither a selector nor an evictor.",
     )
     options = dict(schedule.notes.get("options", {}))
     if schedule.method in EVICTORS:
