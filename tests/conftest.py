@@ -1,4 +1,4 @@
-"""What all tests share: one thread per worker, no network, the tiny models and the real one."""
+"""Setup of all tests: one thread per worker, no network, the tiny models and the real one."""
 
 import os
 

@@ -136,7 +136,7 @@ def test_check_measures_the_longest_prompt(recipe, tmp_path, capsys, monkeypatch
         (["sampling.max_new_tokens=4096", "data.source=gsm8k"], "sampling.max_new_tokens=4096: model."),
     ],
 )
-def test_check_rejects_sequences_longer_than_the_model_s_positions(recipe, capsys, overrides, message):
+def test_check_rejects_sequences_longer_than_the_positions_of_the_model(recipe, capsys, overrides, message):
     plan_of(capsys, recipe, "sampling.max_new_tokens=4090")
     with pytest.raises(SystemExit) as ended:
         app(["train", "--check", str(recipe), *overrides])

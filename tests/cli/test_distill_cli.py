@@ -1,4 +1,4 @@
-"""`alula distill`: its files, its table, and what `--resume` accepts."""
+"""`alula distill`: its files, its table, and the settings that `--resume` compares."""
 
 import json
 

@@ -18,7 +18,7 @@ from alula.models.lora import init_adapter
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny model that speaks the task's language, as a Hugging Face folder."""
+    """A tiny model with the task's tokenizer, as a Hugging Face folder."""
     tokenizer = task_tokenizer(build("copy-last"))
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -36,16 +36,16 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def run(*words):
+def run(*arguments):
     try:
-        app([str(word) for word in words])
+        app([str(word) for word in arguments])
     except SystemExit as done:
         return done.code
     return 0
 
 
 def test_several_policies_in_one_table(folder, tmp_path, capsys):
-    out = tmp_path / "found.json"
+    out = tmp_path / "results.json"
     code = run(
         "eval",
         folder,
@@ -78,15 +78,15 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
     assert "maj@2" in shown
 
 
-def test_pool_and_weights_are_given_back_before_the_next_model_is_loaded(folder, monkeypatch):
-    """The next pool would be made of what the last one left."""
-    made, held, load = [], [], Engine.load.__func__
+def test_pool_and_weights_are_freed_before_the_next_model_is_loaded(folder, monkeypatch):
+    """Otherwise the next pool would get only the memory that the last one left."""
+    engines, held, load = [], [], Engine.load.__func__
 
     def loaded(cls, *arguments, **options):
         gc.collect()
-        held.append((sum(cache.resident for cache, _ in made), sum(weight() is not None for _, weight in made)))
+        held.append((sum(cache.resident for cache, _ in engines), sum(weight() is not None for _, weight in engines)))
         engine = load(cls, *arguments, **options)
-        made.append((engine.cache, weakref.ref(next(engine.model.parameters()))))
+        engines.append((engine.cache, weakref.ref(next(engine.model.parameters()))))
         return engine
 
     monkeypatch.setattr(Engine, "load", classmethod(loaded))
@@ -113,9 +113,9 @@ def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
     for _, b in adapter.weights.values():
         b.normal_(generator=torch.Generator().manual_seed(1))
     adapter.save(tmp_path / "phi")
-    found = []
+    results = []
     for words in ((), ("--sparse-adapter", tmp_path / "phi")):
-        out = tmp_path / "found.json"
+        out = tmp_path / "results.json"
         run(
             "eval",
             folder,
@@ -135,18 +135,18 @@ def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
             out,
             *words,
         )
-        found.append(json.loads(out.read_text()))
-    (dense, sparse), (dense_again, adapted) = found
-    assert [r["sparsity"] for r in found[1]] == ["dense", "streaming:6+2,window=2,sinks=1, with its adapter"]
+        results.append(json.loads(out.read_text()))
+    (dense, sparse), (dense_again, adapted) = results
+    assert [r["sparsity"] for r in results[1]] == ["dense", "streaming:6+2,window=2,sinks=1, with its adapter"]
     assert dense_again == dense
     assert adapted["lengths"] != sparse["lengths"]
 
 
-def test_models_are_named_as_they_were_given_and_tasks_take_options(folder, tmp_path):
-    """Every run exports a folder called `model`: its name alone would put two of them into one row."""
+def test_models_keep_their_given_names_and_tasks_take_options(folder, tmp_path):
+    """Every run exports a folder called `model`; its name alone would merge two models into one row."""
     other = tmp_path / "other" / "model"
     shutil.copytree(folder, other)
-    out = tmp_path / "new" / "found.json"
+    out = tmp_path / "new" / "results.json"
     run(
         "eval",
         folder,
@@ -169,19 +169,19 @@ def test_models_are_named_as_they_were_given_and_tasks_take_options(folder, tmp_
     assert [r["model"] for r in json.loads(out.read_text())] == [str(folder), str(other)]
 
 
-def test_a_file_of_other_fields_takes_a_template(folder, tmp_path, capsys):
-    data, out = tmp_path / "rows.jsonl", tmp_path / "found.json"
+def test_prompt_template_for_a_file_with_other_fields(folder, tmp_path, capsys):
+    data, out = tmp_path / "rows.jsonl", tmp_path / "results.json"
     data.write_text('{"question": "a b", "answer": "b"}\n')
-    words = ("eval", folder, "--data", data, "--max-new-tokens", 2, "--kv-memory", "8MiB", "--out", out)
-    assert run(*words) == 2
+    arguments = ("eval", folder, "--data", data, "--max-new-tokens", 2, "--kv-memory", "8MiB", "--out", out)
+    assert run(*arguments) == 2
     assert "--prompt" in capsys.readouterr().err
-    assert run(*words, "--prompt", "{question}") in (0, None)
+    assert run(*arguments, "--prompt", "{question}") in (0, None)
     assert json.loads(out.read_text())[0]["problems"] == 1
 
 
 def test_reasoning_gym_is_graded_by_its_own_verifier(folder, tmp_path):
     pytest.importorskip("reasoning_gym")
-    out = tmp_path / "found.json"
+    out = tmp_path / "results.json"
     run(
         "eval",
         folder,
@@ -200,7 +200,7 @@ def test_reasoning_gym_is_graded_by_its_own_verifier(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("--data", "task:copy-lost"), "did you mean 'copy-last'"),
         (("--data", "task:copy-last", "--sparsity", "rvk:64"), "did you mean 'rkv'"),
@@ -209,8 +209,8 @@ def test_reasoning_gym_is_graded_by_its_own_verifier(folder, tmp_path):
         (("--data", "task:copy-last", "--option", "symbols"), "name=value"),
     ],
 )
-def test_a_wrong_word_is_one_sentence(folder, capsys, words, said):
-    assert run("eval", folder, *words) == 2
+def test_invalid_option_exits_with_2(folder, capsys, arguments, message):
+    assert run("eval", folder, *arguments) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert "Traceback" not in error

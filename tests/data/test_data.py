@@ -45,7 +45,7 @@ def test_benchmark_rows_become_gradable_examples(tmp_path, name):
     assert grade("\\boxed{12345}", example.record()) == 0
 
 
-def test_the_papers_benchmarks_are_available():
+def test_benchmarks_of_the_paper_are_available():
     """The evaluation suite of arXiv 2601.10079."""
     suite = ("gsm8k", "math500", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "amc23")
     assert [BENCHMARKS[name].samples for name in suite] == [1, 1, 1, 1, 1, 32, 32]
@@ -72,7 +72,7 @@ def test_parquet_templates_and_nested_fields(tmp_path):
     assert data[2].answer == [2, 3]
     folder = load(str(tmp_path), prompt="{q.text}", answer="{target}")
     assert len(folder) == 5
-    with pytest.raises(SettingError, match=r'\(known: hint, q, target\); name another with data\.answer="{target}"'):
+    with pytest.raises(SettingError, match=r'hint, q, target.*data\.answer="{target}"'):
         load(str(tmp_path), prompt="{q.text}", answer="{targt}")
     with pytest.raises(SettingError, match=r"'q\.txt' .*known: text.* data\.prompt=\"{q\.text}\""):
         load(str(tmp_path), prompt="{q.txt}", answer="{target}")
@@ -104,20 +104,20 @@ def test_reasoning_gym_is_reproducible():
     ("source", "settings", "message"),
     [
         ("gsm8", {}, "did you mean 'gsm8k'"),
-        ("nothing.jsonl", {}, "does not exist"),
-        ("gsm8k", {"data_dir": "/nowhere"}, "has no folder 'gsm8k'"),
+        ("nothing.jsonl", {}, "'nothing.jsonl'"),
+        ("gsm8k", {"data_dir": "/nowhere"}, "'gsm8k'"),
         ("task:pointr", {}, "did you mean 'pointer'"),
         ("task:pointer", {"options": {"symbol": 3}}, "did you mean 'symbols'"),
         ("task:pointer", {"options": {"symbols": 1}}, "symbols=1"),
         ("task:pointer", {"size": 0}, "size=0"),
-        ("nothing.jsonl", {"options": {"symbols": 3}}, "'nothing.jsonl' does not exist"),
-        ("no/such/folder", {}, "'no/such/folder' does not exist"),
-        ("./nothing", {}, "'./nothing' does not exist"),
+        ("nothing.jsonl", {"options": {"symbols": 3}}, "'nothing.jsonl'"),
+        ("no/such/folder", {}, "'no/such/folder'"),
+        ("./nothing", {}, "'./nothing'"),
         ("reasoning-gym:chain_sun", {}, "did you mean 'chain_sum'"),
         ("reasoning-gym:chain_sum", {"options": {"terms": 3}}, "terms"),
     ],
 )
-def test_wrong_settings_are_named(source, settings, message):
+def test_invalid_settings_raise(source, settings, message):
     if source.startswith("reasoning-gym"):
         pytest.importorskip("reasoning_gym")
     with pytest.raises(SettingError, match=message):
@@ -136,10 +136,10 @@ def test_bytes_that_are_not_utf8_name_the_line(tmp_path):
     path.write_bytes(
         '{"prompt": "a", "answer": "ü\u2028"}\n'.encode() + '{"prompt": "ü", "answer": "b"}\n'.encode("latin1")
     )
-    with pytest.raises(SettingError, match=r"latin\.jsonl, line 2: not UTF-8"):
+    with pytest.raises(SettingError, match=r"latin\.jsonl, line 2: .*UTF-8"):
         load(str(path))
     path.write_bytes(path.read_bytes().splitlines()[0])
-    assert load(str(path))[0].answer == "ü\u2028", "what a text may hold is no end of a line"
+    assert load(str(path))[0].answer == "ü\u2028", "U+2028 inside a string does not end the line"
 
 
 def test_rows_that_do_not_fit_name_the_file_and_give_a_hint(tmp_path):
@@ -170,9 +170,9 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer():
-    made = task_tokenizer(build("pointer"))
-    made.add_tokens(["user", "assistant", "system", "short"])
-    return made
+    tokenizer = task_tokenizer(build("pointer"))
+    tokenizer.add_tokens(["user", "assistant", "system", "short"])
+    return tokenizer
 
 
 def test_plain_prompts_get_the_tokenizers_special_tokens(tokenizer):
@@ -221,11 +221,13 @@ def test_symbols_unknown_to_the_tokenizer_raise():
     with pytest.raises(SettingError, match=message):
         prepare(load("task:successor").split(50)[1], tokenizer)
     tokenizer.chat_template = TEMPLATE
-    assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000, "a template's own words"
+    assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000, (
+        "words of the template are allowed"
+    )
     with pytest.raises(SettingError, match=message):
         prepare(load("task:successor"), tokenizer)
     (example,) = prepare(Dataset((Example("a z"),)), tokenizer, chat=False)
-    assert example.prompt_ids[-1] == tokenizer.unk_token_id, "data of one's own is read as it is"
+    assert example.prompt_ids[-1] == tokenizer.unk_token_id, "other data may hold unknown symbols"
 
 
 # --- order ------------------------------------------------------------------------------------------------------
@@ -244,8 +246,8 @@ def numbered(size: int) -> Dataset:
 )
 def test_a_stream_resumes_anywhere_and_visits_all_once_an_epoch(size, draws, cut, seed):
     data = numbered(size)
-    whole = PromptStream(data, seed)
-    everything = [example for count in draws for example in whole.next(count)]
+    uninterrupted = PromptStream(data, seed)
+    everything = [example for count in draws for example in uninterrupted.next(count)]
 
     first = PromptStream(data, seed)
     before = [example for count in draws[:cut] for example in first.next(count)]
@@ -254,7 +256,7 @@ def test_a_stream_resumes_anywhere_and_visits_all_once_an_epoch(size, draws, cut
     second.load_state_dict(state)
     after = [example for count in draws[cut:] for example in second.next(count)]
     assert before + after == everything
-    assert second.seen == whole.seen == len(everything) == sum(draws)
+    assert second.seen == uninterrupted.seen == len(everything) == sum(draws)
 
     for start in range(0, len(everything) - size + 1, size):
         assert Counter(e.answer for e in everything[start : start + size]) == Counter(range(size))
@@ -271,7 +273,7 @@ def test_every_epoch_and_seed_has_its_own_order():
 
 def test_a_stream_rejects_other_data_and_another_seed():
     state = PromptStream(numbered(5), seed=1).state_dict()
-    with pytest.raises(SettingError, match="differs"):
+    with pytest.raises(SettingError, match="training data"):
         PromptStream(numbered(6), seed=1).load_state_dict(state)
     with pytest.raises(SettingError, match="seed=2"):
         PromptStream(numbered(5), seed=2).load_state_dict(state)

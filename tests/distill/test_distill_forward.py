@@ -1,5 +1,5 @@
-"""The sparse forward in the learner is the policy that sampled: against the engine's own log-probs, and its gradient
-against plain masked attention over full masks."""
+"""The sparse forward of the learner: its log-probs against the engine's, its gradient against plain attention with full
+masks."""
 
 import copy
 import gc
@@ -237,15 +237,15 @@ def test_chunks_of_queries_change_nothing(policy):
         out = sparse_attention(q, k, v, visibility, 1, 0.4, mask_elements=elements)
         results.append((out, *torch.autograd.grad((out * upstream).sum(), (q, k, v))))
     for other in results[1:]:
-        for mine, whole in zip(other, results[0]):
-            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
+        for chunked, expected in zip(other, results[0]):
+            torch.testing.assert_close(chunked, expected, rtol=1e-5, atol=1e-6)
 
 
 KERNEL_CASES = {
     "evictor": [METHODS["rkv"]],
     "selector": [METHODS["block-topk"]],
     "schedule": [VARIANTS["select, shrinking schedule"]],
-    "evictor beside selector": [METHODS["rkv"], METHODS["block-topk"]],
+    "evictor and selector": [METHODS["rkv"], METHODS["block-topk"]],
     "pages across tiles": [Sparsity(select=Select("block-topk", 9, block=3, dense_layers=1))],
     "two words to a tile": [Sparsity(select=Select("quest", 7, block=1, dense_layers=1))],
     "a page to a tile": [Sparsity(select=Select("block-topk", 192, block=64, dense_layers=1))],
@@ -295,9 +295,9 @@ def test_pages_are_chosen_as_the_reference_chooses_them():
     read = torch.where(
         (at < visibility.prompts[:, None])[:, None, :, None], held, visibility.pages_read(scores, at, pages)
     )
-    found = as_bits(words)
-    assert torch.equal(found[..., :pages], visibility.unpad(read.transpose(1, 2)))
-    assert not found[..., pages:].any()
+    chosen = as_bits(words)
+    assert torch.equal(chosen[..., :pages], visibility.unpad(read.transpose(1, 2)))
+    assert not chosen[..., pages:].any()
 
 
 @pytest.mark.kernels
@@ -310,8 +310,8 @@ def test_pages_read_do_not_depend_on_chunks(policy):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["evictor", "evictor beside selector", "a page to a tile"])
-def test_only_tiles_with_something_to_see_are_visited(name):
+@pytest.mark.parametrize("name", ["evictor", "evictor and selector", "a page to a tile"])
+def test_only_tiles_with_visible_keys_are_visited(name):
     lengths = ((3, 259), (100, 30)) if name == "a page to a tile" else ((3, 140), (9, 1), (70, 65))
     rollouts, *tensors = packed_case(*KERNEL_CASES[name], lengths=lengths)
     q, k, _ = (x.detach().to(DEVICE) for x in tensors)
@@ -397,9 +397,9 @@ def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, mode
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=5e-3)  # of values up to 5, at nearly the same parameters
     compiled.step(rollouts[5:])
     assert 0 < len(graphs) == counts
-    assert kernels or counts <= 10 * 4, "few variants of each piece, whatever the layer"
-    whole = [graph for graph in graphs if "sparse_attention" in graph.code]  # otherwise it breaks at the attention
-    assert len(whole) == (2 if kernels else 0), "with a gradient and without, whatever the layer"
+    assert kernels or counts <= 10 * 4, "few variants of each piece, for all layers"
+    unbroken = [graph for graph in graphs if "sparse_attention" in graph.code]  # otherwise it breaks at the attention
+    assert len(unbroken) == (2 if kernels else 0), "one with a gradient and one without, for all layers"
 
 
 def test_no_whole_mask_exists_when_chunked():
@@ -469,8 +469,8 @@ def test_the_dense_policy_never_sees_the_adapter(models):
     batch = collate(dense, range(len(dense)))
     with torch.no_grad():
         logits = distiller.policy.dense(batch) @ distiller.policy.head[0].T / 0.8
-        own = logits.log_softmax(-1).gather(-1, batch.target_ids[:, None])[:, 0]
-    torch.testing.assert_close(own, torch.cat(scores), rtol=0, atol=2e-6)
+        expected = logits.log_softmax(-1).gather(-1, batch.target_ids[:, None])[:, 0]
+    torch.testing.assert_close(expected, torch.cat(scores), rtol=0, atol=2e-6)
     assert all(torch.equal(before[name], p) for name, p in loaded.model.named_parameters())
 
 
@@ -497,7 +497,7 @@ def test_the_engine_takes_new_adapters_and_weights_in_place(models, tmp_path):
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_is_a_peft_adapter(models, tmp_path):
+def test_saved_adapter_loads_in_peft(models, tmp_path):
     peft = pytest.importorskip("peft")
     loaded = models[3]
     adapter = random_adapter(loaded.model, targets=("q_proj", "up_proj"))
@@ -519,34 +519,34 @@ def test_the_file_is_a_peft_adapter(models, tmp_path):
     assert (again.rank, again.alpha) == (adapter.rank, adapter.alpha)
 
 
-def test_what_is_refused(models, tmp_path):
+def test_invalid_input_raises(models, tmp_path):
     loaded = models[3]
     distiller, engine = distiller_of(loaded.model), engine_of(loaded)
     both = Sparsity(Evict("rkv", 24, buffer=5, window=3, sinks=2), Select("block-topk", 12, 4, 1))
-    with pytest.raises(SettingError, match="evictor and a selector together"):
+    with pytest.raises(SettingError, match="evictor and a selector"):
         distiller.score(engine.generate(PROMPTS, SAMPLING, both, record=True))
     with pytest.raises(SettingError, match="record=True"):
         distiller.score(engine.generate(PROMPTS, SAMPLING, METHODS["rkv"]))
     quest, topk = (engine.generate(PROMPTS, SAMPLING, METHODS[m]) for m in ("quest", "block-topk"))
-    whole = distiller_of(loaded.model, token_budget=10_000)
-    with pytest.raises(SettingError, match="different selectors"):
-        whole.score(quest + topk)
-    with pytest.raises(SettingError, match="record: 2 values for 4 prompts"):
+    one_batch = distiller_of(loaded.model, token_budget=10_000)
+    with pytest.raises(SettingError, match="selectors"):
+        one_batch.score(quest + topk)
+    with pytest.raises(SettingError, match=r"record: 2 .* 4 prompts"):
         engine.generate(PROMPTS, SAMPLING, METHODS["rkv"], record=[True, False])
-    with pytest.raises(SettingError, match="no sparse_adapter to update"):
+    with pytest.raises(SettingError, match="sparse_adapter"):
         engine.update_sparse_adapter(random_adapter(loaded.model))
     adapted = engine_of(loaded, sparse_adapter=random_adapter(loaded.model))
-    with pytest.raises(SettingError, match="one call for each"):
+    with pytest.raises(SettingError, match=r"sparsity: .*sparse_adapter"):
         adapted.generate(PROMPTS, SAMPLING, [METHODS["rkv"], Sparsity(), Sparsity(), Sparsity()])
-    with pytest.raises(SettingError, match=r"no adapter_config\.json"):
+    with pytest.raises(SettingError, match=r"adapter_config\.json"):
         engine_of(loaded, sparse_adapter=tmp_path)
     with pytest.raises(SettingError, match="q_proj"):
         distiller_of(loaded.model, targets=("q_pro",))
-    with pytest.raises(SettingError, match=r"for a weight of shape \(72, 48\)"):
+    with pytest.raises(SettingError, match=r"\(72, 48\)"):
         engine_of(models[4], sparse_adapter=random_adapter(loaded.model))
     strange = random_adapter(loaded.model)
     strange.save(tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(config.read_text().replace('"bias"', '"use_dora": true, "bias"'))
-    with pytest.raises(SettingError, match="use_dora is not plain LoRA"):
+    with pytest.raises(SettingError, match="use_dora"):
         Adapter.load(tmp_path)

@@ -66,9 +66,9 @@ def test_criterion_for_moving_to_the_sparser_policy():
     few = tail(np.full(500, 0.9), positions[:500], prompts[:500], width=50)
     assert lowest_bound(good) == pytest.approx(0.9)
     assert lowest_bound(late) == pytest.approx(0.7), "every bin counts"
-    assert lowest_bound(few) == -np.inf, "five prompts prove nothing"
+    assert lowest_bound(few) == -np.inf, "five prompts are too few"
     unlike = tail(np.where(prompts < 28, 0.9, 0.5), positions, prompts, quantile=0.07, width=50)
-    assert unlike.value.min() > 0.86 > unlike.lower.max(), "two prompts of thirty: the tail may as well be theirs"
+    assert unlike.value.min() > 0.86 > unlike.lower.max(), "two low prompts of thirty lower the bound"
     assert lowest_bound(unlike) < 0.86
     waits, planned = MoveSettings(sparsity="rkv:64", every=5), MoveSettings(sparsity="rkv:64", at=12)
     assert [step for step in range(1, 16) if measures_at(waits, step)] == [5, 10, 15]

@@ -39,7 +39,7 @@ def dense_text(engine):
 
 
 def distributions(model, rollout: Rollout, temperature: float, page: int = 4) -> list[list[float]]:
-    """Of every token, by a masked forward pass that replays what the rollout records."""
+    """Probabilities at every token, by a masked forward pass that replays the records of the rollout."""
     first = len(rollout.prompt_ids) - 1
     logits = oracle.replay(model, rollout, page).logits[first : first + len(rollout)].double()
     return (logits / temperature).softmax(-1).tolist()
@@ -87,7 +87,7 @@ def test_own_rollouts_forced_and_kept(name, engine, loaded):
     torch.testing.assert_close(without[0], engine.acceptance(rollouts[1:2], POLICIES[name])[0], rtol=0, atol=0)
 
 
-def test_many_policies_side_by_side(engine, dense_text):
+def test_one_policy_per_rollout(engine, dense_text):
     """One call with a policy per rollout equals one call each; a rollout may be listed many times."""
     selecting = [Sparsity(select=Select("quest", budget, 4, 1)) for budget in (12, 16, 24)]
     policies = [DENSE, *selecting, POLICIES["rkv"]]
@@ -128,7 +128,7 @@ def test_under_pressure(loaded, dense_text):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_bad_input(engine, dense_text):
+def test_invalid_input_raises(engine, dense_text):
     with pytest.raises(SettingError, match="sparsity: 2 policies for 6"):
         engine.acceptance(dense_text, [DENSE, DENSE])
     with pytest.raises(SettingError, match=r"select\.block=16"):
@@ -140,9 +140,9 @@ def test_bad_input(engine, dense_text):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", POLICIES)
 def test_captured_steps_on_a_gpu_equal_the_cpu(name):
-    """Forced text and kept hidden states, in graphs whose buffers were made for other requests before."""
+    """Forced text and kept hidden states, in graphs whose buffers served other requests before."""
     prompts, sampling = [[3, 4, 5], list(range(2, 60))], Sampling(max_new_tokens=120, ignore_eos=True)
-    found = {}
+    alphas = {}
     for device in ("cpu", "cuda"):
         loaded = load_model("shape:tiny-qwen3", dtype="float32")
         loaded.model.to(device)
@@ -152,11 +152,11 @@ def test_captured_steps_on_a_gpu_equal_the_cpu(name):
         requests = engine.requests(prompts, sampling, POLICIES[name])
         for request in requests:
             request.keep_hidden = 1
-        own = sorted(engine.stream(requests), key=lambda r: r.prompt_index)
-        found[device] = [
+        rollouts = sorted(engine.stream(requests), key=lambda r: r.prompt_index)
+        alphas[device] = [
             *engine.acceptance(text, POLICIES[name]),
-            *engine.acceptance(own),
+            *engine.acceptance(rollouts),
             *engine.acceptance(text, DENSE),
         ]
-    for a, b in zip(found["cpu"], found["cuda"], strict=True):
+    for a, b in zip(alphas["cpu"], alphas["cuda"], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)

@@ -124,23 +124,23 @@ def test_stop_tokens(loaded):
     stopped = engine.generate(PROMPTS, Sampling(n=2, max_new_tokens=40, stop=stop))
     ends = {*stop, *engine.inputs.eos_ids}
     assert sum(r.finish == "stop" for r in stopped) > 4
-    for one, whole in zip(stopped, free):
+    for one, unstopped in zip(stopped, free):
         if one.finish == "stop":
             assert one.token_ids[-1] in ends, "the stop token is among the tokens"
         else:
             assert len(one) == 40
         assert not ends & set(one.token_ids[:-1])
-        assert one.token_ids == whole.token_ids[: len(one)]
-        torch.testing.assert_close(one.logprobs, whole.logprobs[: len(one)], rtol=0, atol=1e-5)
+        assert one.token_ids == unstopped.token_ids[: len(one)]
+        torch.testing.assert_close(one.logprobs, unstopped.logprobs[: len(one)], rtol=0, atol=1e-5)
         assert one.kv.peak_tokens == len(one.prompt_ids) + max(len(one) - 1, 0)
 
 
 def test_a_first_token_that_stops(loaded):
     engine = Engine(loaded, **OPTIONS, lookahead=5)
-    (whole,) = engine.generate([[5] * 6], Sampling(max_new_tokens=3, temperature=0, ignore_eos=True))
-    sampling = Sampling(n=3, max_new_tokens=3, temperature=0, stop=(whole.token_ids[0],))
+    (unstopped,) = engine.generate([[5] * 6], Sampling(max_new_tokens=3, temperature=0, ignore_eos=True))
+    sampling = Sampling(n=3, max_new_tokens=3, temperature=0, stop=(unstopped.token_ids[0],))
     for rollout in engine.generate([[5] * 6, [7, 8]], sampling)[:3]:
-        assert (rollout.token_ids, rollout.finish) == (whole.token_ids[:1], "stop")
+        assert (rollout.token_ids, rollout.finish) == (unstopped.token_ids[:1], "stop")
     assert engine.pool.in_use == 0
 
 
@@ -149,17 +149,17 @@ def test_end_tokens_of_the_generation_config(tmp_path):
     model = oracle.custom_model(1).model
     prompt, sampling = [[5, 6, 7]], Sampling(max_new_tokens=12)
     probe = Engine(load_like(model, tmp_path), **OPTIONS)
-    (whole,) = probe.generate(prompt, replace(sampling, ignore_eos=True))
-    ends = [whole.token_ids[5], whole.token_ids[8]]
+    (unstopped,) = probe.generate(prompt, replace(sampling, ignore_eos=True))
+    ends = [unstopped.token_ids[5], unstopped.token_ids[8]]
     model.generation_config.eos_token_id = ends
     engine = Engine(load_like(model, tmp_path), **OPTIONS)
     assert set(ends) <= set(engine.inputs.eos_ids)
     (stopped,) = engine.generate(prompt, sampling)
-    first = min(whole.token_ids.index(end) for end in ends)
+    first = min(unstopped.token_ids.index(end) for end in ends)
     assert 0 < first <= 5
-    assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert stopped.token_ids == unstopped.token_ids[: first + 1]
     (ignored,) = engine.generate(prompt, replace(sampling, ignore_eos=True))
-    assert ignored.token_ids == whole.token_ids
+    assert ignored.token_ids == unstopped.token_ids
 
 
 def load_like(model, folder):

@@ -53,7 +53,7 @@ def check_rejected(engine, expected, message, prompts=GOOD, sampling=None, spars
         (torch.tensor([5, 6]), "prompt 0, 'tensor(5)'"),
     ],
 )
-def test_prompts(engine, expected, prompts, message):
+def test_invalid_prompts_raise(engine, expected, prompts, message):
     check_rejected(engine, expected, message, prompts)
 
 
@@ -81,12 +81,12 @@ def test_prompts(engine, expected, prompts, message):
         ),
     ],
 )
-def test_what_can_never_fit(engine, expected, prompts, sampling, sparsity, message):
+def test_requests_larger_than_the_pool_or_the_context_raise(engine, expected, prompts, sampling, sparsity, message):
     check_rejected(engine, expected, message, prompts, sampling, sparsity)
 
 
-def test_what_just_fits_runs(engine):
-    """The limits are exact: one token less than what is rejected runs to its end."""
+def test_largest_requests_that_fit_run(engine):
+    """The limits are exact: one token less than a rejected request runs to its end."""
     for prompts, sampling, sparsity in (
         ([[5] * 10], Sampling(max_new_tokens=110, ignore_eos=True), None),
         ([[5] * 119], Sampling(max_new_tokens=1, ignore_eos=True), None),
@@ -113,7 +113,7 @@ def test_what_just_fits_runs(engine):
         (lambda: Sampling(temprature=1), "did you mean 'temperature'?"),
     ],
 )
-def test_sampling(engine, expected, sampling, message):
+def test_invalid_sampling_raises(engine, expected, sampling, message):
     with pytest.raises(SettingError) as error:
         engine.generate(GOOD, sampling())
     assert message in str(error.value)
@@ -172,11 +172,11 @@ def test_invalid_policies_raise_when_built(policy, message):
         ),
     ],
 )
-def test_policies_that_do_not_fit_the_engine(engine, expected, sparsity, message):
+def test_policies_that_do_not_fit_the_engine_raise(engine, expected, sparsity, message):
     check_rejected(engine, expected, message, sparsity=sparsity)
 
 
-def test_engine_settings(loaded):
+def test_invalid_engine_settings_raise(loaded):
     for options, message in (
         ({"page": 12}, "page=12"),
         ({"max_rows": 0}, "max_rows=0"),
@@ -193,7 +193,7 @@ def test_engine_settings(loaded):
         Engine.load("no/such/model", kv_memry="1GiB")  # raises before anything is loaded
 
 
-def test_scores(engine, expected):
+def test_invalid_score_requests_raise(engine, expected):
     rollouts = engine.generate(GOOD, Sampling(max_new_tokens=6))
     empty = engine.generate(GOOD, Sampling(max_new_tokens=6))
     empty[1].token_ids = []
@@ -227,8 +227,8 @@ def test_top_p_gives_no_logprob_of_the_sampler(engine):
 
 
 @pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_failure_on_the_way_leaves_a_usable_engine(engine, expected, monkeypatch, step):
-    """The device runs out of memory in the prompt's pass or later: pages, rows and hooks are as before."""
+def test_engine_stays_usable_after_an_out_of_memory_error(engine, expected, monkeypatch, step):
+    """The device runs out of memory during prefill or decoding: pages, rows and hooks are as before."""
     healthy, calls = engine.runner.logits, []
 
     def fail(hidden):

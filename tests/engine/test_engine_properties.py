@@ -69,13 +69,13 @@ def small_engine(loaded, pages, page, rows, **options):
 def assert_same_as_alone(rollouts, engine, requests):
     for request in requests:
         for single in engine.stream([request]):
-            found = rollouts[request.id, single.sample_index]
-            assert found.token_ids == single.token_ids
-            assert torch.equal(found.logprobs, single.logprobs), "to the bit: the bucket is pinned"
-            assert found.finish == single.finish
-            assert (found.history is None) == (single.history is None)
-            assert single.history is None or torch.equal(found.history, single.history)
-            assert (found.kv.evictions, found.kv.peak_tokens) == (single.kv.evictions, single.kv.peak_tokens)
+            rollout = rollouts[request.id, single.sample_index]
+            assert rollout.token_ids == single.token_ids
+            assert torch.equal(rollout.logprobs, single.logprobs), "to the bit: the bucket is pinned"
+            assert rollout.finish == single.finish
+            assert (rollout.history is None) == (single.history is None)
+            assert single.history is None or torch.equal(rollout.history, single.history)
+            assert (rollout.kv.evictions, rollout.kv.peak_tokens) == (single.kv.evictions, single.kv.peak_tokens)
 
 
 METHODS = ["rkv", "snapkv", "h2o", "tova", "keydiff", "random", "streaming", "knorm"]
@@ -105,7 +105,7 @@ def policies(draw, page, selector):
 @st.composite
 def requests(draw, page):
     selector = draw(st.sampled_from(["quest", "block-topk"]))
-    made = []
+    drawn = []
     for _ in range(draw(st.integers(1, 4))):
         prompt = draw(st.lists(st.integers(2, 95), min_size=1, max_size=18))
         stop = (3, 7, 11, 19, 40, 61) if draw(st.booleans()) else ()
@@ -116,8 +116,8 @@ def requests(draw, page):
             temperature=draw(st.sampled_from([0.0, 0.8, 1.0])),
             seed=draw(st.integers(0, 9)),
         )
-        made.append((prompt, sampling, draw(policies(page, selector))))
-    return made
+        drawn.append((prompt, sampling, draw(policies(page, selector))))
+    return drawn
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -136,14 +136,14 @@ def test_results_are_independent_of_batch_composition_under_random_load(data, lo
         prefill_tokens=data.draw(st.sampled_from([1, 16384])),
     )
     engine._in_flight = data.draw(st.integers(0, 1))
-    made = []
+    submitted = []
     for i, (prompt, sampling, sparsity) in enumerate(wanted):
         (request,) = engine.requests([prompt], sampling, sparsity, record=True)
         request.prompt_index = i
-        made.append(request)
-    rollouts = {(made[r.prompt_index].id, r.sample_index): r for r in engine.stream(made)}
+        submitted.append(request)
+    rollouts = {(submitted[r.prompt_index].id, r.sample_index): r for r in engine.stream(submitted)}
     assert engine.pool.in_use == 0
-    assert_same_as_alone(rollouts, alone[page, rows], made)
+    assert_same_as_alone(rollouts, alone[page, rows], submitted)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -153,35 +153,35 @@ def test_results_are_independent_of_batch_composition_under_random_load(data, lo
     ids=["dense", "block-topk", "quest"],
 )
 def test_swapped_out_and_restored_exactly(sparsity, in_flight, loaded, alone):
-    """A pool for less than two of five: the young ones go to host memory and come back, to the bit."""
+    """The pool holds fewer than two of five sequences: younger ones are swapped out and restored bit for bit."""
     engine = small_engine(loaded, 26, 4, 8, lookahead=3)
     engine._in_flight = in_flight
     sampling = Sampling(n=3, max_new_tokens=44, ignore_eos=True)
-    made = engine.requests([[5, 6, 7] * 3, [8, 9]], sampling, sparsity, record=True)
-    rollouts = {(made[r.prompt_index].id, r.sample_index): r for r in engine.stream(made)}
+    submitted = engine.requests([[5, 6, 7] * 3, [8, 9]], sampling, sparsity, record=True)
+    rollouts = {(submitted[r.prompt_index].id, r.sample_index): r for r in engine.stream(submitted)}
     assert Watched.swaps == sum(r.kv.swaps for r in rollouts.values()) >= 4
     assert Watched.checks > 50
-    assert_same_as_alone(rollouts, alone[4, 8], made)
+    assert_same_as_alone(rollouts, alone[4, 8], submitted)
 
 
 def test_long_short_sparse_and_dense_in_a_small_pool(loaded, alone):
-    """Churn: evicting ones keep what they reserved, dense ones are swapped around them, all are exact."""
+    """Churn: evicting sequences keep their reserved pages, dense ones are swapped; all results are exact."""
     engine = small_engine(loaded, 44, 4, 8, lookahead=4)
     evict = Sparsity(Evict("rkv", 12, buffer=4, window=3, sinks=2))
     both = Sparsity(Evict("snapkv", 20, buffer=4, window=3, sinks=2), Select("quest", 16, 4, 1))
-    made = []
+    submitted = []
     for i, (prompt, new, policy) in enumerate(
         [(9, 100, None), (4, 90, evict), (30, 6, None), (6, 60, both), (12, 70, None), (25, 20, evict), (3, 110, None)]
     ):
         sampling = Sampling(n=1 + i % 2, max_new_tokens=new, ignore_eos=True)
         (request,) = engine.requests([list(range(5, 5 + prompt))], sampling, policy, record=True)
         request.prompt_index = i
-        made.append(request)
-    rollouts = {(made[r.prompt_index].id, r.sample_index): r for r in engine.stream(made)}
+        submitted.append(request)
+    rollouts = {(submitted[r.prompt_index].id, r.sample_index): r for r in engine.stream(submitted)}
     assert len(rollouts) == 10
     assert Watched.swaps > 0
-    assert all(r.kv.swaps == 0 for r in rollouts.values() if r.sparsity.evict), "what evicts is never preempted"
-    assert_same_as_alone(rollouts, alone[4, 8], made)
+    assert all(r.kv.swaps == 0 for r in rollouts.values() if r.sparsity.evict), "evicting sequences are never preempted"
+    assert_same_as_alone(rollouts, alone[4, 8], submitted)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -192,22 +192,22 @@ def test_aborts_at_any_time_leave_the_others_alone(data, loaded, alone):
     engine._in_flight = data.draw(st.integers(0, 1))
     evict = Sparsity(Evict("snapkv", 10, buffer=3, window=3, sinks=1))
     lengths = data.draw(st.lists(st.integers(1, 25), min_size=3, max_size=5))
-    made = []
+    submitted = []
     for i, new in enumerate(lengths):
         sampling = Sampling(n=2, max_new_tokens=new, ignore_eos=True)
         (request,) = engine.requests([[5 + i, 6, 7]], sampling, evict if i % 2 else None, record=True)
         request.prompt_index = i
-        made.append(request)
-    victims = data.draw(st.sets(st.integers(0, len(made) - 1), min_size=1))
-    moment = data.draw(st.integers(1, len(made)))
+        submitted.append(request)
+    victims = data.draw(st.sets(st.integers(0, len(submitted) - 1), min_size=1))
+    moment = data.draw(st.integers(1, len(submitted)))
     rollouts, aborted = {}, {}
-    for count, rollout in enumerate(engine.stream(made), 1):
-        place = rollouts if rollout.finish != "aborted" else aborted
-        place[made[rollout.prompt_index].id, rollout.sample_index] = rollout
+    for count, rollout in enumerate(engine.stream(submitted), 1):
+        results = rollouts if rollout.finish != "aborted" else aborted
+        results[submitted[rollout.prompt_index].id, rollout.sample_index] = rollout
         if count == moment:
             for victim in victims:
-                engine.abort(made[victim].id)
-    assert len(rollouts) + len(aborted) == 2 * len(made)
-    assert {key[0] for key in aborted} <= {made[v].id for v in victims}
+                engine.abort(submitted[victim].id)
+    assert len(rollouts) + len(aborted) == 2 * len(submitted)
+    assert {key[0] for key in aborted} <= {submitted[v].id for v in victims}
     assert engine.pool.in_use == 0
-    assert_same_as_alone(rollouts, alone[4, rows], [r for r in made if all(key[0] != r.id for key in aborted)])
+    assert_same_as_alone(rollouts, alone[4, rows], [r for r in submitted if all(key[0] != r.id for key in aborted)])

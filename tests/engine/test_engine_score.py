@@ -83,14 +83,14 @@ def test_sparse_rollouts_under_the_dense_policy(engine, loaded):
 
 @pytest.mark.parametrize("policy", [None, POLICIES["snapkv"]])
 def test_temperature_of_scores(policy, engine):
-    """The rollout's own unless another is given; greedy rollouts are scored at 1."""
+    """The default is the rollout's temperature; greedy rollouts are scored at 1."""
     greedy = engine.generate(PROMPTS, Sampling(max_new_tokens=12, temperature=0, ignore_eos=True), policy)
     for rollout, at_one in zip(greedy, engine.score(greedy, policy, temperature=1.0)):
         torch.testing.assert_close(at_one.logprobs, rollout.logprobs, rtol=0, atol=1e-5)
     warm = engine.generate(PROMPTS, Sampling(max_new_tokens=12, temperature=0.5, ignore_eos=True), policy)
-    own, given = engine.score(warm, policy), engine.score(warm, policy, temperature=0.5)
+    default, given = engine.score(warm, policy), engine.score(warm, policy, temperature=0.5)
     other = engine.score(warm, policy, temperature=2.0)
-    for a, b, c in zip(own, given, other):
+    for a, b, c in zip(default, given, other):
         assert torch.equal(a.logprobs, b.logprobs)
         assert not torch.allclose(a.logprobs, c.logprobs, atol=1e-2)
 
@@ -119,16 +119,16 @@ def test_long_scores_in_small_pieces(engine, loaded, monkeypatch):
     from alula.engine import scoring
 
     rollouts = engine.generate(PROMPTS, SAMPLING)
-    whole = engine.score(rollouts, topk=2)
+    at_once = engine.score(rollouts, topk=2)
     monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 96 * 5)
     monkeypatch.setattr(engine, "prefill_tokens", 30)
-    for a, b in zip(whole, engine.score(rollouts, topk=2)):
+    for a, b in zip(at_once, engine.score(rollouts, topk=2)):
         torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
         assert torch.equal(a.topk_ids, b.topk_ids)
 
 
 def test_tokens_after_non_finite_logits_score_nan(loaded):
-    """From the broken token on; in the dense pass, which sees a sequence whole, all through it."""
+    """Forced decoding: from the broken token on. The dense pass reads all tokens at once: everywhere."""
     rollouts = Engine(loaded, page=4, kv_memory="2MiB").generate(PROMPTS, SAMPLING, POLICIES["rkv"])
     bad = next(t for t in rollouts[0].token_ids[5:] if all(t not in r.prompt_ids + r.token_ids for r in rollouts[2:]))
     broken = oracle.custom_model(3)
@@ -137,9 +137,9 @@ def test_tokens_after_non_finite_logits_score_nan(loaded):
     engine = Engine(broken, page=4, kv_memory="2MiB")
     poisoned = Rollout([5, bad], [6, 7, 8], None, "length")
     scored = [*rollouts, poisoned]
-    whole = Engine(loaded, page=4, kv_memory="2MiB").score(scored, POLICIES["rkv"])
+    unbroken = Engine(loaded, page=4, kv_memory="2MiB").score(scored, POLICIES["rkv"])
     overlaps = engine.acceptance(scored, POLICIES["rkv"])
-    for r, score, well, alpha in zip(scored, engine.score(scored, POLICIES["rkv"], topk=2), whole, overlaps):
+    for r, score, well, alpha in zip(scored, engine.score(scored, POLICIES["rkv"], topk=2), unbroken, overlaps):
         text = r.prompt_ids + r.token_ids
         good = max(0, text.index(bad) + 1 - len(r.prompt_ids)) if bad in text[:-1] else len(r)
         assert score.logprobs.shape == alpha.shape == (len(r),)

@@ -39,7 +39,7 @@ def assert_reads_are_the_best(rollout: Rollout, seen: oracle.Pass, page: int, *,
     select, prompt, sparse = rollout.sparsity.select, len(rollout.prompt_ids), 0
     assert select is not None
     assert rollout.selected is not None
-    assert len(rollout.selected) == len(rollout) - 1, "the first token comes with the prompt, which is read whole"
+    assert len(rollout.selected) == len(rollout) - 1, "the first token comes with the prompt, which is read in full"
     gone_at = rollout.history
     for step, layers in enumerate(rollout.selected):
         assert [blocks is None for blocks in layers] == [i < select.dense_layers for i in range(len(layers))]
@@ -228,8 +228,8 @@ def test_pages_are_summarised_alike_however_many_layers_at_a_time(models, monkey
     assert torch.equal(cache.summaries[:, pages], expected)
 
 
-def test_a_selecting_row_that_evicts_beside_one_that_only_evicts(models):
-    """They share evictions, and the selecting one's pages are summarised all the same."""
+def test_evictions_of_a_row_with_a_selector_and_one_without(models):
+    """Both rows share a launch; the pages of the row with a selector are still summarised."""
     engine, evict = engine_of(models[3]), Evict("rkv", 24, buffer=5, window=3, sinks=2)
     prompts, both = [PROMPTS[2], PROMPTS[2][::-1]], Sparsity(evict, Select("quest", 16, 4, 1))
     policies = [both, Sparsity(evict)]

@@ -35,7 +35,7 @@ def test_rollouts_come_as_they_end(engine):
 @pytest.mark.parametrize("policy", [None, EVICT, SELECT], ids=["dense", "evict", "select"])
 def test_abort_returns_the_tokens_so_far(engine, policy):
     sampling = Sampling(n=2, max_new_tokens=40, ignore_eos=True)
-    whole = engine.generate(PROMPTS, sampling, policy)
+    unaborted = engine.generate(PROMPTS, sampling, policy)
     requests = engine.requests(PROMPTS, sampling, policy)
     short = engine.requests([[7, 8]], Sampling(max_new_tokens=10, ignore_eos=True), policy)
     done = {}
@@ -46,7 +46,7 @@ def test_abort_returns_the_tokens_so_far(engine, policy):
             done[rollout.prompt_index, rollout.sample_index] = rollout
     assert len(done) == 6
     for (prompt, sample), rollout in done.items():
-        complete = whole[2 * prompt + sample]
+        complete = unaborted[2 * prompt + sample]
         assert rollout.finish == ("aborted" if prompt == 1 else "length")
         assert rollout.token_ids == complete.token_ids[: len(rollout)]
         assert len(rollout) < 40 if prompt == 1 else len(rollout) == 40
@@ -102,7 +102,7 @@ def test_one_stream_at_a_time(engine):
         engine.generate(PROMPTS)
     with pytest.raises(SettingError, match="serving a stream"):
         engine.sleep()
-    assert len(list(stream)) == 2, "the first stream does not notice"
+    assert len(list(stream)) == 2, "the first stream is unaffected"
 
 
 def test_new_weights_change_results_in_place(engine, loaded):
@@ -164,7 +164,7 @@ def test_joined_projections_stay_the_parameters_they_were(model_type):
 
 
 def test_weights_that_do_not_fit_raise(engine):
-    """All of them, and none is copied: also where the wrong one comes last."""
+    """None of them is copied, even if the invalid one comes last."""
     before = {name: p.clone() for name, p in engine.model.named_parameters()}
     good = [(name, p + 1) for name, p in engine.model.named_parameters()]
     with pytest.raises(SettingError, match=r"'lm_head.wieght'; did you mean 'lm_head.weight'\?"):
@@ -187,7 +187,7 @@ def test_weights_can_come_one_by_one(engine):
 
     engine.update_weights(gathered(), lazily=True)
     assert engine.policy_version == 1
-    assert all(own.equal(new) for own, new in held)
+    assert all(parameter.equal(new) for parameter, new in held)
 
 
 def test_sleep_releases_the_memory_and_wake_restores_it(engine):
@@ -208,7 +208,7 @@ def test_sleep_releases_the_memory_and_wake_restores_it(engine):
 
 
 def test_results_do_not_depend_on_what_ran_before(engine, loaded):
-    """Pages, rings and sums are full of the past; a fresh engine gives the same bits."""
+    """Pages, rings and sums hold old data; a fresh engine gives the same bits."""
     sampling = Sampling(n=2, max_new_tokens=20, ignore_eos=True)
     h2o = Sparsity(Evict("h2o", 12, buffer=3, window=3, sinks=1))
     for policy in (h2o, EVICT, SELECT, None, h2o, SELECT):
@@ -220,7 +220,7 @@ def test_results_do_not_depend_on_what_ran_before(engine, loaded):
 def test_a_progress_bar_on_a_terminal_and_none_in_a_pipe(engine, capsys, monkeypatch):
     engine.generate(PROMPTS, Sampling(max_new_tokens=2))
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes the bar believe in a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats the output as a terminal
     engine.generate(PROMPTS, Sampling(max_new_tokens=2), progress=True)
     assert "rollouts" in capsys.readouterr().err
 
@@ -232,7 +232,7 @@ def test_strings_and_chat_messages_need_a_tokenizer(engine):
 
 
 def test_chat_messages_need_a_chat_template(engine):
-    """As base models come: a tokenizer, but no template."""
+    """Base models have a tokenizer, but no chat template."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -248,7 +248,7 @@ def test_chat_messages_need_a_chat_template(engine):
 
 
 def test_many_compiled_engines_live_in_one_process(monkeypatch):
-    """They share the code of one forward, and a whole graph that may not be compiled again would end in an error."""
+    """They share the code of one forward: recompiling its full graph too often would raise."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options, **given: real(f, backend="eager", **given))
     for group in range(1, 7):
@@ -267,6 +267,6 @@ def test_the_default_pool_lets_every_row_run(loaded, rows, monkeypatch):
         engine.runner, "decode", lambda chunk, features: (together.append(len(chunk.parts)), decode(chunk, features))[1]
     )
     prompts = [[3 + i, 4, 5] * 333 for i in range(rows)]
-    made = engine.generate(prompts, Sampling(max_new_tokens=40, ignore_eos=True), Sparsity(evict))
-    assert [len(rollout) for rollout in made] == [40] * rows
+    rollouts = engine.generate(prompts, Sampling(max_new_tokens=40, ignore_eos=True), Sparsity(evict))
+    assert [len(rollout) for rollout in rollouts] == [40] * rows
     assert set(together) == {rows}

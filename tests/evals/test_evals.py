@@ -37,7 +37,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
 @pytest.mark.parametrize(
     ("samples", "answers", "expected"),
     [
-        ([True, True, False], ["1/2", "0.5", "3"], 1),  # right answers vote together, however spelt
+        ([True, True, False], ["1/2", "0.5", "3"], 1),  # right answers vote together, in any notation
         ([True, False, False], ["1", "3", "3"], 0),
         ([True, False, False], ["1", "3", "4"], 1 / 3),
         ([True, False, False], ["1", "3", None], 1 / 2),

@@ -11,7 +11,7 @@ from alula.demo.tiny_model import WarmUp
 from alula.errors import SettingError
 
 
-def test_the_hint_is_right_as_often_as_it_says():
+def test_share_of_correct_hints():
     task = HintedPointer(symbols=6, min_hops=2, max_hops=4, hint=0.3)
     problems = [task.problem(random.Random(i)) for i in range(400)]
     right = sum(p.shortcut == f"= {p.answer}" for p in problems) / len(problems)
@@ -21,9 +21,9 @@ def test_the_hint_is_right_as_often_as_it_says():
 
 @pytest.mark.slow
 def test_the_demo_runs_from_start_to_end(tmp_path):
-    said: list[str] = []
+    lines: list[str] = []
     warm = WarmUp(problems=64, batch=8, careful_steps=3, mixture_steps=2)
-    arms = run_demo(tmp_path, steps=1, warm=warm, say=said.append)
+    arms = run_demo(tmp_path, steps=1, warm=warm, say=lines.append)
     assert [arm.name for arm in arms] == list(ARMS)
     assert all(0 <= arm.lowest <= arm.before <= 1 for arm in arms)
     assert arms[0].kv_saved == 0
@@ -31,6 +31,6 @@ def test_the_demo_runs_from_start_to_end(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ARMS)
     assert json.loads((tmp_path / "summary.json").read_text())[2]["name"] == "3-sparse-rl"
-    assert any("mixture" in line for line in said)
-    with pytest.raises(SettingError, match="another folder"):
+    assert any("mixture" in line for line in lines)
+    with pytest.raises(SettingError, match=f"--out {tmp_path}: "):
         run_demo(tmp_path)

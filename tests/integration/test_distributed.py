@@ -28,29 +28,29 @@ def two_ranks(tmp_path_factory):
     return out, json.loads((out / "report.json").read_text())
 
 
-def close(found, parameters, atol=1e-6):
+def close(result, parameters, atol=1e-6):
     expected = dict(parameters)
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value.detach(), atol=atol, rtol=0)
+        torch.testing.assert_close(result[name], value.detach(), atol=atol, rtol=0)
 
 
 def test_same_loss_and_same_parameters_as_one_process(two_ranks):
     out, report = two_ranks
     alone = learner(World(), keep_reference=True)
-    for number, found in enumerate(report["steps"], start=1):
+    for number, result in enumerate(report["steps"], start=1):
         expected = summary(step(alone))
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-        assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-6)
-        assert found["grad_norm"] > 0.1  # so that clipping, too, is over both ranks
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert result["metrics"] == pytest.approx(expected["metrics"], abs=1e-6)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-6)
+        assert result["grad_norm"] > 0.1  # so that clipping, too, is over both ranks
         for count in ("taken", "tokens", "scored_tokens"):
-            assert found[count] == expected[count]
+            assert result[count] == expected[count]
         if number > 1:
             close(load_file(out / f"after-{['two', 'three'][number - 2]}.safetensors"), alone.full_parameters())
     scores, references = alone.score(rollouts()), alone.score(rollouts(), reference=True)
-    for (found, reference), a, b in zip(report["scores"], scores, references):
-        assert found == pytest.approx(a.logprobs.tolist(), abs=1e-5)
+    for (result, reference), a, b in zip(report["scores"], scores, references):
+        assert result == pytest.approx(a.logprobs.tolist(), abs=1e-5)
         assert reference == pytest.approx(b.logprobs.tolist(), abs=1e-5)
 
 

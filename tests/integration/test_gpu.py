@@ -1,4 +1,4 @@
-"""On a CUDA device: captured and compiled steps give what eager ones give, and the CPU's reference too."""
+"""On a CUDA device: captured and compiled steps equal eager ones and the CPU reference."""
 
 import numpy as np
 import pytest
@@ -23,9 +23,11 @@ def rollouts(device: str, policy: Sparsity, prompts: list[list[int]], new_tokens
     loaded.model.to(device)
     longest = max(map(len, prompts)) + new_tokens + 64
     engine = Engine(loaded, kv_memory="512MiB", max_rows=8, max_length=longest, **options)
-    made = engine.generate(prompts, Sampling(n=2, max_new_tokens=new_tokens, ignore_eos=True), policy, progress=False)
+    rollouts = engine.generate(
+        prompts, Sampling(n=2, max_new_tokens=new_tokens, ignore_eos=True), policy, progress=False
+    )
     assert engine.pool.in_use == 0
-    return made
+    return rollouts
 
 
 def assert_same(a, b):

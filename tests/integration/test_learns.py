@@ -27,7 +27,7 @@ def train_until_it_knows(config):
     return start, run.accuracy
 
 
-def test_chance_is_what_it_is_said_to_be():
+def test_accuracy_of_random_answers_is_the_chance_of_the_task():
     assert build("successor", symbols=4, prefix=2, length=2).chance == CHANCE
 
 
@@ -47,8 +47,8 @@ def test_from_chance_to_nine_in_ten(tmp_path, sparsity, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_not_when_log_probs_are_shifted_by_one_token(tmp_path, monkeypatch, seed):
-    """The classic mistake: the hidden state *after* a token is asked for that token."""
+def test_shifted_log_probs_do_not_learn(tmp_path, monkeypatch, seed):
+    """The classic mistake: a token's log-prob is taken from the hidden state *after* that token."""
     right = learner.collate
 
     def shifted(*arguments, **options):

@@ -28,8 +28,8 @@ def text(engine) -> Rollout:
 def test_dense_greedy_equals_transformers(smollm2_model, text):
     assert text.token_ids[:48] == oracle.greedy(smollm2_model.model, text.prompt_ids, 48)
     assert text.text.startswith("Once upon a time")
-    whole = smollm2_model.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert text.prompt_ids == whole
+    templated = smollm2_model.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert text.prompt_ids == templated
 
 
 def test_logprobs_equal_a_plain_forward_pass(smollm2_model, text):

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment, or asked to stop, and continued, ends as if nothing had happened."""
+"""A run that is killed at any moment, or stopped by a signal, and resumed equals an uninterrupted run."""
 
 import os
 import random
@@ -39,16 +39,16 @@ def end_of(child: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run that nobody touches: its files, its exported weights, and how long it took."""
-    out = tmp_path_factory.mktemp("whole") / "run"
+def uninterrupted(tmp_path_factory):
+    """The uninterrupted run: its files, its exported weights and its duration."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
     began = time.monotonic()
     assert end_of(start(out, resume=False)) == 0
     return toy.files(out), (out / "model" / "model.safetensors").read_bytes(), time.monotonic() - began
 
 
-def same(out: Path, whole) -> None:
-    files, weights, _ = whole
+def check_equal(out: Path, uninterrupted) -> None:
+    files, weights, _ = uninterrupted
     for name, rows in toy.files(out).items():
         assert rows == files[name], name
     assert (out / "model" / "model.safetensors").read_bytes() == weights
@@ -58,8 +58,8 @@ def finish(out: Path) -> None:
     assert end_of(start(out, resume=True)) == 0
 
 
-def test_the_untouched_run_is_worth_comparing(whole):
-    files, _, _ = whole
+def test_uninterrupted_run_has_varied_metrics(uninterrupted):
+    files, _, _ = uninterrupted
     assert [row["step"] for row in files["metrics.jsonl"]] == list(range(1, 9))
     assert [(row["step"], row["policy"]) for row in files["evals.jsonl"]] == [
         (step, policy) for step in (0, 2, 4, 6, 8) for policy in ("sparse", "dense")
@@ -68,30 +68,30 @@ def test_the_untouched_run_is_worth_comparing(whole):
     assert any(row["kv/saved"] > 0 for row in files["metrics.jsonl"])
 
 
-def test_two_runs_of_one_seed_are_the_same(tmp_path, whole):
+def test_two_runs_of_one_seed_are_the_same(tmp_path, uninterrupted):
     assert end_of(start(tmp_path / "run", resume=False)) == 0
-    same(tmp_path / "run", whole)
+    check_equal(tmp_path / "run", uninterrupted)
 
 
-def test_killed_again_and_again(tmp_path, whole):
-    """kill -9 at random moments, continued every time; where a run gets to its end, another one begins."""
+def test_killed_again_and_again(tmp_path, uninterrupted):
+    """kill -9 at random moments, resumed every time; after a run finishes, another one starts."""
     moments, kills, runs = random.Random(os.environ.get("ALULA_KILL_SEED", "0")), 0, 0
     while kills < KILLS:
         child = start(tmp_path / f"run-{runs}", resume=True)
-        time.sleep(moments.uniform(0.02, 0.6) * whole[2])
+        time.sleep(moments.uniform(0.02, 0.6) * uninterrupted[2])
         os.kill(child, signal.SIGKILL)
         if end_of(child) == 0:
-            same(tmp_path / f"run-{runs}", whole)
+            check_equal(tmp_path / f"run-{runs}", uninterrupted)
             runs += 1
         else:
             kills += 1
     for run in range(runs + 1):
         finish(tmp_path / f"run-{run}")
-        same(tmp_path / f"run-{run}", whole)
+        check_equal(tmp_path / f"run-{run}", uninterrupted)
 
 
-@pytest.mark.parametrize("place", ["half of the tensors", "before the marker", "before the rename", "while pruning"])
-def test_killed_inside_a_checkpoint_write(tmp_path, whole, place):
+@pytest.mark.parametrize("moment", ["half of the tensors", "before the marker", "before the rename", "while pruning"])
+def test_killed_inside_a_checkpoint_write(tmp_path, uninterrupted, moment):
     out = tmp_path / "run"
 
     def die_at_the_second_checkpoint() -> None:
@@ -113,11 +113,11 @@ def test_killed_inside_a_checkpoint_write(tmp_path, whole, place):
             os.truncate(path, path.stat().st_size // 2)
 
         write, nothing = checkpoint.save_file, lambda *_: None
-        if place == "half of the tensors":
+        if moment == "half of the tensors":
             checkpoint.save_file = counting(write, half)
-        elif place == "before the marker":
+        elif moment == "before the marker":
             checkpoint.Checkpoints._commit = counting(checkpoint.Checkpoints._commit, nothing)
-        elif place == "before the rename":
+        elif moment == "before the rename":
             aside = checkpoint._flush
             checkpoint._flush = lambda path: die(path) if path.name.startswith(".aside") else aside(path)
             die = counting(aside, nothing)
@@ -125,33 +125,33 @@ def test_killed_inside_a_checkpoint_write(tmp_path, whole, place):
             checkpoint.Checkpoints._prune = counting(checkpoint.Checkpoints._prune, nothing)
 
     assert end_of(start(out, resume=False, before=die_at_the_second_checkpoint)) == -signal.SIGKILL
-    whole_ones = [path.name for path in checkpoint.Checkpoints(out / "checkpoints").all()]
-    assert whole_ones == ["step-00000002", "step-00000004"][: 2 if place == "while pruning" else 1]
+    complete = [path.name for path in checkpoint.Checkpoints(out / "checkpoints").all()]
+    assert complete == ["step-00000002", "step-00000004"][: 2 if moment == "while pruning" else 1]
     finish(out)
-    same(out, whole)
+    check_equal(out, uninterrupted)
 
 
 PHASES = ("rollouts", "rewards", "scoring", "learning", "evaluation (sparse)", "checkpoint", "export")
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_asked_to_stop(tmp_path, whole, phase):
-    """Saves where it is, says so, and leaves: whatever it is doing, at the third time that it does it."""
+def test_signal_in_every_phase(tmp_path, uninterrupted, phase):
+    """The run saves a checkpoint and its status, then exits: at the third occurrence of every phase."""
     out = tmp_path / "run"
-    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[PHASES.index(phase) % 3]
+    sent = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[PHASES.index(phase) % 3]
 
-    def ask_in_phase() -> None:
+    def signal_in_phase() -> None:
         times = []
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
 
-        def ask(record, name):
+        def phase_with_signal(record, name):
             times.append(name)
             if times.count(phase) == (1 if phase == "export" else 3) and name == phase:
-                os.kill(os.getpid(), asked)
+                os.kill(os.getpid(), sent)
 
-        RunLogger.phase = ask
+        RunLogger.phase = phase_with_signal
 
-    code = end_of(start(out, resume=False, before=ask_in_phase))
+    code = end_of(start(out, resume=False, before=signal_in_phase))
     steps = [row["step"] for row in toy.rows(out, "metrics.jsonl")]
     latest = checkpoint.Checkpoints(out / "checkpoints").latest()
     assert latest is not None
@@ -163,16 +163,16 @@ def test_asked_to_stop(tmp_path, whole, phase):
         assert steps[-1] < 8
         assert '"stopped"' in (out / "status.json").read_text()
     finish(out)
-    same(out, whole)
+    check_equal(out, uninterrupted)
 
 
-def test_asked_to_stop_in_the_middle_of_an_evaluation(tmp_path, whole):
-    """The step is done, its evaluation is not: it is made up for."""
+def test_signal_during_an_evaluation(tmp_path, uninterrupted):
+    """The step is done but its evaluation is not: the resumed run evaluates it."""
     from alula.trainer import trainer as module
 
     out = tmp_path / "run"
 
-    def ask_in_an_evaluation() -> None:
+    def signal_in_an_evaluation() -> None:
         calls = []
         right = module.evaluate_policy
 
@@ -184,14 +184,14 @@ def test_asked_to_stop_in_the_middle_of_an_evaluation(tmp_path, whole):
 
         module.evaluate_policy = evaluate
 
-    assert end_of(start(out, resume=False, before=ask_in_an_evaluation)) == 130
+    assert end_of(start(out, resume=False, before=signal_in_an_evaluation)) == 130
     assert [row["step"] for row in toy.rows(out, "metrics.jsonl")] == [1, 2]
     assert {row["step"] for row in toy.rows(out, "evals.jsonl")} == {0}
     finish(out)
-    same(out, whole)
+    check_equal(out, uninterrupted)
 
 
-def test_resume_without_a_checkpoint_starts_again(tmp_path, whole):
+def test_resume_without_a_checkpoint_starts_again(tmp_path, uninterrupted):
     out = tmp_path / "run"
     child = start(out, resume=False)
     while not (out / "evals.jsonl").exists() or not (out / "evals.jsonl").read_text():
@@ -199,11 +199,11 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path, whole):
     os.kill(child, signal.SIGKILL)
     end_of(child)
     finish(out)
-    same(out, whole)
+    check_equal(out, uninterrupted)
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
+def test_resuming_a_finished_run_changes_nothing(tmp_path, uninterrupted):
     out = tmp_path / "run"
     assert end_of(start(out, resume=False)) == 0
     finish(out)
-    same(out, whole)
+    check_equal(out, uninterrupted)

@@ -1,4 +1,4 @@
-"""Calibrate, plan, verify, train under the schedule, report: the whole way on the command line, on the CPU."""
+"""Calibrate, plan, verify, train under the schedule, report: all steps on the command line, on the CPU."""
 
 import json
 from importlib.resources import files
@@ -67,17 +67,17 @@ def schedule(calibration, folder):
 
 
 def test_calibration(calibration):
-    found = Calibration.load(calibration)
-    assert found.model == MODEL
-    assert found.floor.overall > 1 - 1e-5
-    families = found.families()
+    loaded = Calibration.load(calibration)
+    assert loaded.model == MODEL
+    assert loaded.floor.overall > 1 - 1e-5
+    families = loaded.families()
     assert [(f.kind, f.method, [m.budget for m in ms]) for f, ms in families.items()] == [
         ("evict", "streaming", [12, 24, 64]),
         ("select", "block-topk", [12, 24, 64]),
     ]
     for measured in families.values():
         assert measured[0].tail.overall < measured[1].tail.overall < measured[2].tail.overall
-    assert len(found.growing) == 1, "a growing schedule for the evictor"
+    assert len(loaded.growing) == 1, "a growing schedule for the evictor"
     ElementTree.fromstring(calibration.with_suffix(".svg").read_text())
 
 
@@ -87,26 +87,25 @@ def test_plan(schedule, calibration, folder, capsys):
     for suffix in (".pareto.svg", ".tails.svg"):
         ElementTree.fromstring(schedule.with_suffix(suffix).read_text())
     assert alula("plan", calibration, "--tau", 0.9999999, "--out", folder / "none.json") == 2
-    said = capsys.readouterr()
-    assert "| 0.915 |" in said.out
-    assert "is out of reach" in said.err
-    assert "the best reachable is" in said.err
+    printed = capsys.readouterr()
+    assert "| 0.915 |" in printed.out
+    assert "tau=1.000 is out of reach" in printed.err
     assert not (folder / "none.json").exists()
 
 
 def test_verification_on_fresh_rollouts(schedule, folder, capsys):
     out = folder / "verified.json"
     code = alula("calibrate", MODEL, *DATA, *SIZES, "--verify", schedule, "--out", out)
-    found = json.loads(out.read_text())
-    assert code == (1 if found["violated"] else 0)
-    assert found["violated"] == []
+    result = json.loads(out.read_text())
+    assert code == (1 if result["violated"] else 0)
+    assert result["violated"] == []
     assert "tau 0.6000 holds" in capsys.readouterr().out
     assert alula("calibrate", MODEL, *DATA, *SIZES, "--verify", schedule, "--out", out, "--tau", 0.999) == 1
     assert json.loads(out.read_text())["violated"]
 
 
 def recipe(folder, schedule, name: str, **changes) -> str:
-    """A run under the schedule, with a controller that is told to hold more than the schedule was planned for."""
+    """A run under the schedule; `changes` are settings on top."""
     planned = Schedule.load(schedule)
     settings = {k: v for k, v in planned.notes["options"].items() if k not in ("block", "protect_prompt")}
     part = "select" if planned.block else "evict"
@@ -150,12 +149,12 @@ def test_training_under_the_schedule_and_a_report(schedule, folder):
 
 
 def test_a_controlled_run_survives_a_stop(schedule, folder):
-    """tau above what the schedule holds: budgets rise, and a resumed run goes on with the schedule in force."""
+    """tau is above the tail of the schedule: budgets rise, and a resumed run continues with the current schedule."""
     control = {"enabled": True, "tau": 0.99, "on_violation": "adapt", "false_alarm_steps": 1, "ladder": [12, 24, 64]}
     checkpoint = {"every": 2}
-    whole = recipe(folder, schedule, "whole", control=control, steps=4, checkpoint=checkpoint)
+    one_run = recipe(folder, schedule, "whole", control=control, steps=4, checkpoint=checkpoint)
     parts = recipe(folder, schedule, "parts", control=control, steps=4, checkpoint=checkpoint)
-    assert alula("train", whole) == 0
+    assert alula("train", one_run) == 0
     assert alula("train", parts, "steps=2") == 0
     assert alula("train", parts, "--resume") == 0
     uninterrupted, resumed = ([without_clocks(row) for row in rows(folder, name)] for name in ("whole", "parts"))
@@ -183,20 +182,20 @@ def test_a_violated_tail_stops_the_run(schedule, folder, capsys):
 MISFITS = {
     "another model": (
         {"model": {"source": "shape:tiny-qwen3"}},
-        f"was planned for model={MODEL}, not model=shape:tiny-qwen3",
+        f"model={MODEL}, not model=shape:tiny-qwen3",
     ),
-    "another method": ({"sparsity": {"method": "quest"}}, "was planned for method=block-topk, not method=quest"),
-    "another page": ({"sparsity": {"block": 2}}, "was planned for block=4, not block=2"),
-    "other settings": ({"sparsity": {"dense_layers": 2}}, "was planned for dense_layers=1, not dense_layers=2"),
+    "another method": ({"sparsity": {"method": "quest"}}, "method=block-topk, not method=quest"),
+    "another page": ({"sparsity": {"block": 2}}, "block=4, not block=2"),
+    "other settings": ({"sparsity": {"dense_layers": 2}}, "dense_layers=1, not dense_layers=2"),
 }
 
 
 @pytest.mark.parametrize("what", MISFITS)
-def test_a_schedule_that_does_not_fit_is_refused(what, calibration, folder, capsys):
+def test_schedule_that_does_not_fit_raises(what, calibration, folder, capsys):
     path = folder / "selecting.json"
-    whole = Calibration.load(calibration)
-    only = [m for m in whole.measured if m.family.kind == "select"]
-    Calibration(whole.model, whole.floor, tuple(only), notes=whole.notes).save(folder / "selectors.json")
+    complete = Calibration.load(calibration)
+    selectors = [m for m in complete.measured if m.family.kind == "select"]
+    Calibration(complete.model, complete.floor, tuple(selectors), notes=complete.notes).save(folder / "selectors.json")
     assert alula("plan", folder / "selectors.json", "--tau", 0.6, "--out", path) == 0
     changes, reason = MISFITS[what]
     for check in (["--check"], []):
@@ -205,8 +204,8 @@ def test_a_schedule_that_does_not_fit_is_refused(what, calibration, folder, caps
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("sparrow-*.yaml")), ids=lambda path: path.stem)
-def test_recipes_say_what_they_mean(path, tmp_path, monkeypatch):
-    """Every setting is known and fits the others, and the controller has a tau (a planned schedule brings its own)."""
+def test_sparrow_recipes_enable_the_controller(path, tmp_path, monkeypatch):
+    """The controller has a tau: a setting, or the tau of the planned schedule."""
     monkeypatch.chdir(tmp_path)
     Schedule((512, 1024), notes={"tau": 0.86}).save("schedule.json")
     config = load_config(path)
@@ -214,27 +213,27 @@ def test_recipes_say_what_they_mean(path, tmp_path, monkeypatch):
     assert resolve_control(config.control, config.sparsity, 32000).tau in (0.95, 0.86)
 
 
-def test_the_toy_recipe_moves_its_budgets(folder):
+def test_controller_of_the_toy_recipe_changes_budgets(folder):
     assert alula("train", RECIPES / "sparrow-toy.yaml", "steps=8", f"out={folder / 'toy'}", "eval.every=0") == 0
-    found = rows(folder, "toy")
-    assert all("mismatch/tail" in row for row in found)
-    assert found[-1]["schedule/version"] > 0
+    metrics = rows(folder, "toy")
+    assert all("mismatch/tail" in row for row in metrics)
+    assert metrics[-1]["schedule/version"] > 0
 
 
 def test_the_demo_model_from_calibration_to_report(tmp_path):
-    """The demo's own model, problems and recipe: an evictor beside a selector, planned, checked and trained under."""
+    """The demo's model, problems and recipe with an evictor and a selector: planned, verified and used in training."""
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     warm = WarmUp(problems=64, batch=8, careful_steps=8, mixture_steps=2)
     model = build_warm_model(tmp_path / "model", task, warm, 0, lambda *_: None)
     data = tmp_path / "train.jsonl"
     write_problems(task.dataset(128, 1000), data)
-    asked = [model, "--data", data, "--length", 80, "--prompts", 32, "--kv-memory", "32MiB", "--max-rows", 128]
+    common = [model, "--data", data, "--length", 80, "--prompts", 32, "--kv-memory", "32MiB", "--max-rows", 128]
     methods = ["--methods", "streaming:budget=48:buffer=8:window=4:sinks=1&block-topk:dense_layers=0", "--pages", 4]
     calibration, schedule = tmp_path / "calibration.json", tmp_path / "schedule.json"
-    assert alula("calibrate", *asked, *methods, "--budgets", "16,32,80", "--bin", 40, "--out", calibration) == 0
+    assert alula("calibrate", *common, *methods, "--budgets", "16,32,80", "--bin", 40, "--out", calibration) == 0
     assert alula("plan", calibration, "--tau", 0.5, "--kv-memory", "1MiB", "--out", schedule) == 0
     checked = ["--verify", schedule, "--out", tmp_path / "verified.json"]
-    assert alula("calibrate", *asked, *checked) == 0
+    assert alula("calibrate", *common, *checked) == 0
     settings = [
         f"model.source={model}",
         f"data.source={data}",
@@ -247,7 +246,7 @@ def test_the_demo_model_from_calibration_to_report(tmp_path):
     ]
     evict = "sparsity.evict={{method: streaming, budget: {}, buffer: 8, window: 4, sinks: 1}}"
     demo = files("alula.demo") / "demo.yaml"
-    assert alula("train", demo, *settings, evict.format(40)) == 2, "beside another evictor the tail is unknown"
+    assert alula("train", demo, *settings, evict.format(40)) == 2, "the tail is unknown with another evictor"
     assert alula("train", demo, *settings, evict.format(48)) == 0
     assert all(0 < row["mismatch/tail"] <= 1 for row in rows(tmp_path, "run"))
     assert alula("report", tmp_path / "run", "--out", tmp_path / "report.html") == 0

@@ -1,4 +1,4 @@
-"""The learner really runs packed attention, in every layer: another implementation gives the same numbers, slowly."""
+"""The learner runs packed attention in every layer. (A fallback would give the same numbers, slowly.)"""
 
 import torch
 

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -68,9 +69,9 @@ def llama3_inv_freq(theta: float, dim: int, factor: float, low: float, high: flo
 
 
 def inv_freq(model: nn.Module) -> torch.Tensor:
-    found = [buffer for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
-    assert len(found) == 1
-    return found[0]
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
+    assert len(buffers) == 1
+    return buffers[0]
 
 
 # Shapes
@@ -144,7 +145,7 @@ def test_rope_frequencies_stay_float32_in_bfloat16() -> None:
 
 @pytest.fixture
 def llama3_folder(tmp_path: Path) -> Path:
-    """A folder as people publish it: bfloat16 safetensors, scaled RoPE, a list of end tokens."""
+    """A published model folder: bfloat16 safetensors, scaled RoPE, a list of end tokens."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500_000.0,
@@ -178,7 +179,7 @@ def test_pickled_weights_are_never_read(llama3_folder: Path) -> None:
     state = load_model(llama3_folder).model.state_dict()
     (llama3_folder / "model.safetensors").unlink()
     torch.save(state, llama3_folder / "pytorch_model.bin")
-    with pytest.raises(SettingError, match=r"no \.safetensors file"):
+    with pytest.raises(SettingError, match=r"\.safetensors"):
         load_model(llama3_folder)
 
 
@@ -189,28 +190,28 @@ def test_code_in_a_model_folder_is_never_run(llama3_folder: Path) -> None:
     config["model_type"] = "evil"
     config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (llama3_folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SettingError, match="cannot be loaded"):
+    with pytest.raises(SettingError, match=re.escape(str(llama3_folder))):
         load_model(llama3_folder)
     assert not proof.exists()
 
 
-def test_weights_that_are_not_in_the_files_are_never_drawn_at_random(llama3_folder: Path) -> None:
+def test_missing_weights_raise(llama3_folder: Path) -> None:
     path = llama3_folder / "model.safetensors"
-    whole = load_file(path)
+    complete = load_file(path)
     name = "model.layers.1.mlp.up_proj.weight"
     for weights in (
-        {k: v for k, v in whole.items() if k != name},
-        whole | {name: whole[name][:5].clone()},
-        {k: v for k, v in whole.items() if ".layers." not in k},
+        {k: v for k, v in complete.items() if k != name},
+        complete | {name: complete[name][:5].clone()},
+        {k: v for k, v in complete.items() if ".layers." not in k},
     ):
         save_file(weights, path, metadata={"format": "pt"})
-        with pytest.raises(SettingError, match=r"weights of LlamaForCausalLM") as error:
+        with pytest.raises(SettingError, match=r" [0-9]+ weights of LlamaForCausalLM") as error:
             load_model(llama3_folder)
         assert "\n" not in str(error.value)
     path.write_bytes(b"no weights at all" * 10)
-    with pytest.raises(SettingError, match="deserializing header"):
+    with pytest.raises(SettingError, match=re.escape(str(llama3_folder)) + ".*header"):
         load_model(llama3_folder)
-    with pytest.raises(SettingError, match=r"must be \.gguf"):
+    with pytest.raises(SettingError, match=r"model\.safetensors'.*\.gguf"):
         load_model(path)
 
 
@@ -218,23 +219,23 @@ def test_weights_that_are_not_in_the_files_are_never_drawn_at_random(llama3_fold
     ("source", "message"),
     [
         ("shape:qwen3-1.7", "did you mean 'qwen3-1.7b'"),
-        ("/no/such/folder", "no such file or folder"),
-        ("missing.gguf", "no such file or folder"),
-        ("nobody/nothing", "'nobody/nothing' cannot be loaded"),
+        ("/no/such/folder", "model '/no/such/folder': "),
+        ("missing.gguf", "model 'missing.gguf': "),
+        ("nobody/nothing", "model 'nobody/nothing' "),
     ],
 )
-def test_a_wrong_source_gets_one_sentence(source: str, message: str) -> None:
+def test_invalid_source_raises_with_one_line(source: str, message: str) -> None:
     with pytest.raises(SettingError, match=message) as error:
         load_model(source)
     assert "\n" not in str(error.value)
 
 
-def test_a_wrong_dtype_gets_one_sentence() -> None:
+def test_invalid_dtype_raises() -> None:
     with pytest.raises(SettingError, match="dtype=int8"):
         load_model("shape:tiny-llama", dtype="int8")
 
 
-def test_a_wrong_device_gets_one_sentence() -> None:
+def test_invalid_device_raises() -> None:
     for device in ("tpu", "mps", "mta"):
         with pytest.raises(SettingError, match=f"device={device}:"):
             load_model("shape:tiny-llama", device=device)
@@ -336,8 +337,8 @@ def test_unsupported_architectures_raise(config: LlamaConfig, reason: str) -> No
     [
         (MistralConfig(**SMALL), "layer 0 .*sliding_window"),
         (Gemma2Config(**SMALL, head_dim=16), "layer 0 .*sliding_window, softcap"),
-        (GraniteConfig(**SMALL, logits_scaling=8.0), "its logits are not"),
-        (CohereConfig(**SMALL), "its logits are not"),
+        (GraniteConfig(**SMALL, logits_scaling=8.0), "logits"),
+        (CohereConfig(**SMALL), "logits"),
         (DeepseekV2Config(**SMALL, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16), "different sizes"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
@@ -362,10 +363,10 @@ def test_the_dry_run_passes_plain_decoders_and_leaves_them_alone(config: type[Ll
 
 def test_a_twin_has_the_same_parameters_and_another_config(tiny: LoadedModel) -> None:
     model, twin = tiny.model, share_weights(tiny.model)
-    own = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     theirs = dict(twin.named_parameters(remove_duplicate=False))
-    assert own.keys() == theirs.keys()
-    assert all(theirs[name] is parameter for name, parameter in own.items())
+    assert parameters.keys() == theirs.keys()
+    assert all(theirs[name] is parameter for name, parameter in parameters.items())
     assert len(list(twin.parameters())) == len(list(model.parameters()))
     with torch.no_grad():
         assert torch.equal(twin(PROMPT).logits, model(PROMPT).logits)
@@ -443,7 +444,7 @@ def test_no_progress_bar_in_a_pipe(llama3_folder: Path, capsys: pytest.CaptureFi
 
 
 def test_the_bar_of_gguf_conversion_is_silent_in_a_pipe_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers makes it past its own switch."""
+    """transformers creates this bar without checking its own switch."""
     for shown in (False, True):
         with nullcontext() if shown else no_progress_bars_in_pipes():
             assert list(modeling_gguf_pytorch_utils.tqdm(range(3), desc="tensors")) == [0, 1, 2]

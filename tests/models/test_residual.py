@@ -65,7 +65,7 @@ def wide(shape, **settings):
 
 
 def seen(model, run):
-    """dtypes of what the layers give, and of what the products read."""
+    """The dtypes of the layers' outputs and of the matrix products' inputs."""
     given, read = [], []
     layers = model.get_decoder().layers
     hooks = [layer.register_forward_hook(lambda _, i, out: given.append(out.dtype)) for layer in layers]
@@ -177,7 +177,7 @@ def test_other_plain_decoders_hold_it_too(config):
 
 
 class Rounds(nn.Module):
-    """A layer that gives what its weights are."""
+    """A layer whose output has the dtype of its weights."""
 
     def __init__(self, layer):
         super().__init__()
@@ -189,8 +189,8 @@ class Rounds(nn.Module):
 
 def test_unsupported_architectures_raise():
     for config, reason in (
-        (Olmo2Config(**SMALL), "Olmo2ForCausalLM has products that read it without a norm before them"),
-        (Starcoder2Config(**SMALL), r"Starcoder2ForCausalLM cannot read it \(.*dtype"),
+        (Olmo2Config(**SMALL), "Olmo2ForCausalLM .*norm"),
+        (Starcoder2Config(**SMALL), r"Starcoder2ForCausalLM .*dtype"),
     ):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         with pytest.raises(SettingError, match=f"^residual=float32: {reason}.*dtype=float32") as error:
@@ -198,7 +198,7 @@ def test_unsupported_architectures_raise():
         assert "\n" not in str(error.value)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), dtype=torch.bfloat16).eval()
     model.model.layers[1] = Rounds(model.model.layers[1])
-    with pytest.raises(SettingError, match="LlamaForCausalLM rounds it between its layers"):
+    with pytest.raises(SettingError, match=r"residual=float32: LlamaForCausalLM .*layers"):
         widen_residual(model)
     with pytest.raises(SettingError, match="residual=float64"):
         load_model("shape:tiny-llama", residual="float64")
@@ -210,13 +210,13 @@ def test_unsupported_architectures_raise():
 def gap(loaded, policy):
     """Mean distance of the engine's log-probs and those of a packed pass of the same policy."""
     engine = Engine(loaded, page=8, kv_memory="32MiB", max_rows=8)
-    made = engine.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)
-    assert all(len(r) == 48 for r in made)
+    rollouts = engine.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)
+    assert all(len(r) == 48 for r in rollouts)
     if policy.dense:
-        scores = [s.logprobs for s in engine.score(made)]
+        scores = [s.logprobs for s in engine.score(rollouts)]
     else:
-        scores = Distiller(loaded.model, DistillSettings(rank=2, alpha=4.0)).score(made)
-    return torch.cat([s - r.logprobs for s, r in zip(scores, made)]).abs().mean().item()
+        scores = Distiller(loaded.model, DistillSettings(rank=2, alpha=4.0)).score(rollouts)
+    return torch.cat([s - r.logprobs for s, r in zip(scores, rollouts)]).abs().mean().item()
 
 
 @pytest.mark.parametrize("policy", [Sparsity(), EVICT, SELECT], ids=["dense", "evict", "select"])
@@ -233,10 +233,10 @@ def test_engine_and_its_sparse_twin_are_wide():
     for policy in (EVICT, SELECT):
         run = lambda _: adapted.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)  # noqa: B023, E731
         assert seen(adapted.sparse_model, run) == ({torch.float32}, {torch.bfloat16})
-    made = adapted.generate(PROMPTS, SAMPLING, EVICT, record=True)
+    rollouts = adapted.generate(PROMPTS, SAMPLING, EVICT, record=True)
     distiller = Distiller(loaded.model, DistillSettings(rank=2, alpha=4.0))
-    for own in (distiller.policy.model, distiller.policy.teacher):
-        assert seen(own, lambda _: distiller.step(made)) == ({torch.float32}, {torch.bfloat16})
+    for model in (distiller.policy.model, distiller.policy.teacher):
+        assert seen(model, lambda _: distiller.step(rollouts)) == ({torch.float32}, {torch.bfloat16})
 
 
 def test_all_layers_compile_to_one_graph(monkeypatch):
@@ -306,7 +306,7 @@ def test_the_reference_policy_is_wide_and_stays():
         assert not torch.equal(a, c)
 
 
-def test_a_recipe_asks_for_it(tmp_path):
+def test_recipe_sets_the_residual_dtype(tmp_path):
     from alula.trainer.memory_plan import plan_memory
     from alula.trainer.trainer import Trainer
 

@@ -32,7 +32,7 @@ def code_mean(rows: list[list[float]]) -> float:
 
 
 def by_hand(name: str, rows: list[list[float]]) -> tuple[list[list[float]], list[bool]]:
-    """Each preset written out: weights of every token (0 where dropped) and which rollouts are not dropped whole."""
+    """Each preset written out: weights of every token (0 where dropped) and which rollouts are not dropped entirely."""
     weights, keep = [], []
     for row in rows:
         first, product = vetoed(row), xi(sum(row))
@@ -138,8 +138,10 @@ def test_metrics_are_taken_before_masking(batch):
     shared = expected.keys() - {"rejected", "masked_token", "capped_token"}
     for correction in PRESETS.values():  # what is dropped later changes no measurement
         others = metrics_of(batch, correction)
-        own = {"veto_rate", "veto_rate_token"} if correction.veto == 1e-3 else set()  # taken at its own threshold
-        assert all(others[name] == metrics[name] for name in shared - own)
+        at_threshold = (
+            {"veto_rate", "veto_rate_token"} if correction.veto == 1e-3 else set()
+        )  # taken at its own threshold
+        assert all(others[name] == metrics[name] for name in shared - at_threshold)
 
 
 def test_shares_of_capped_and_masked_tokens():
@@ -157,7 +159,7 @@ def test_shares_of_capped_and_masked_tokens():
 def test_batch_normalisation_is_per_optimizer_step_and_over_ranks(level, batch, data):
     steps = data.draw(st.lists(st.integers(0, 1), min_size=batch.rollouts, max_size=batch.rollouts))
     correction = Correction(weight=level, cap=1.5, batch_normalise=True)
-    whole = corrected(batch, correction, step=torch.tensor(steps)).weights.split(batch.lengths)
+    weights = corrected(batch, correction, step=torch.tensor(steps)).weights.split(batch.lengths)
     rows = batch.log_ratios()
     level_of = {
         "token": lambda row: [xi(value) for value in row],
@@ -171,7 +173,7 @@ def test_batch_normalisation_is_per_optimizer_step_and_over_ranks(level, batch, 
         if row:
             mean = sum(values) / len(values)
             expected = torch.tensor(row, dtype=torch.float64) / (mean if mean > 1e-8 else 1.0)
-            torch.testing.assert_close(whole[i], expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(weights[i], expected, rtol=1e-12, atol=0)
 
     # Two ranks with half of the rollouts each, and an all-reduce between them.
     if batch.rollouts > 1 and len(set(steps)) == 2:
@@ -181,10 +183,10 @@ def test_batch_normalisation_is_per_optimizer_step_and_over_ranks(level, batch, 
             mine = [torch.tensor([steps[i] for i in half]) for half in halves]
             results = on_ranks(2, lambda r, reduce, _: corrected(parts[r], correction, step=mine[r], reduce=reduce))
             joined = torch.cat([result.weights for result in results])
-            torch.testing.assert_close(joined, torch.cat(whole), rtol=1e-12, atol=0)
+            torch.testing.assert_close(joined, torch.cat(weights), rtol=1e-12, atol=0)
             metrics = metrics_of(batch, correction)
-            for found in on_ranks(2, lambda r, reduce, gather: metrics_of(parts[r], correction, gather=gather)):
-                assert found == pytest.approx(metrics, rel=1e-9)
+            for result in on_ranks(2, lambda r, reduce, gather: metrics_of(parts[r], correction, gather=gather)):
+                assert result == pytest.approx(metrics, rel=1e-9)
 
 
 def _part(batch: Batch, rows: range) -> Batch:
@@ -250,7 +252,7 @@ def test_percentiles_equal_torch_quantile(values):
 
 
 def test_percentiles_are_those_of_all_ranks_together_with_one_collective():
-    """Ranks of unequal size whose own percentiles are far from the whole's, one of them without a token."""
+    """Ranks of unequal size whose percentiles differ from those of all tokens; one rank has no token."""
     values = [torch.randn(301).double(), torch.rand(57).double() - 3, torch.empty(0).double()]
     calls = []
 
@@ -262,33 +264,33 @@ def test_percentiles_are_those_of_all_ranks_together_with_one_collective():
         sequence = torch.zeros(len(values[rank]), dtype=torch.int64)
         return mismatch_metrics(values[rank], sequence, int(len(sequence) > 0), gather=counting)
 
-    found = on_ranks(3, measured)
+    results = on_ranks(3, measured)
     assert sorted(calls) == [0, 1, 2]
     expected = torch.cat(values).exp()
     alone = mismatch_metrics(values[0], torch.zeros(301, dtype=torch.int64), 1)
     for percent in (1, 5, 50, 95, 99):
         name, quantile = f"xi_p{percent:02}", expected.quantile(percent / 100).item()
-        assert [one[name] for one in found] == pytest.approx([quantile] * 3)
+        assert [one[name] for one in results] == pytest.approx([quantile] * 3)
         assert alone[name] != pytest.approx(quantile), "one rank alone would measure something else"
 
 
 @pytest.mark.parametrize(
-    ("settings_", "says"),
+    ("settings_", "message"),
     [
-        ({"cap": 2.0}, "set weight"),
-        ({"batch_normalise": True}, "no weight"),
-        ({"mask": "token"}, "mask_low"),
-        ({"mask_high": 2.0}, "set mask"),
-        ({"mask": "token", "mask_low": 2.0, "mask_high": 1.0}, "below"),
-        ({"reroll": True}, "set veto"),
-        ({"veto": 1e-4, "reroll": True, "prefix_only": True}, "choose"),
+        ({"cap": 2.0}, r"cap=2\.0 .*weight"),
+        ({"batch_normalise": True}, "batch_normalise=true: .*weight"),
+        ({"mask": "token"}, "mask=token: .*mask_low"),
+        ({"mask_high": 2.0}, r"mask_high=2\.0: .*mask"),
+        ({"mask": "token", "mask_low": 2.0, "mask_high": 1.0}, r"mask_low=2\.0 .*mask_high=1\.0"),
+        ({"reroll": True}, "reroll .*veto"),
+        ({"veto": 1e-4, "reroll": True, "prefix_only": True}, "prefix_only and reroll"),
         ({"weight": "tokens"}, "'token'"),
         ({"inner": "acepted"}, "'accepted'"),
         ({"veto": 0.0}, "veto=0.0"),
     ],
 )
-def test_a_contradictory_correction_raises(settings_, says):
-    with pytest.raises(SettingError, match=says):
+def test_a_contradictory_correction_raises(settings_, message):
+    with pytest.raises(SettingError, match=message):
         Correction(**settings_)
 
 

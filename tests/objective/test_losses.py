@@ -182,10 +182,10 @@ def test_released_sparse_rl_code(batch):
 @given(batch=batches(), data=st.data())
 def test_micro_batches_add_up_to_the_step(loss, correction, batch, data):
     settings_, preset = CASES[loss], PRESETS[correction]
-    whole, split = leaves(batch)
+    at_once, split = leaves(batch)
     corrected = correct(flat(batch.dense), flat(batch.sparse), batch.sequence, preset, sequences=batch.rollouts)
     parts = divisors(settings_, preset, batch.sequence, batch.rollouts, corrected, max_length=MAX_LENGTH)
-    expected, whole_metrics = ours(batch, settings_, preset, whole)
+    expected, whole_metrics = ours(batch, settings_, preset, at_once)
     of = data.draw(st.lists(st.integers(0, 2), min_size=batch.rollouts, max_size=batch.rollouts))
     total, metrics = split.sum() * 0, []
     for part in range(3):
@@ -206,7 +206,7 @@ def test_micro_batches_add_up_to_the_step(loss, correction, batch, data):
         )
         total = total + loss_part
         metrics.append(metrics_part)
-    assert_same_with_gradient(total, expected, split, whole)
+    assert_same_with_gradient(total, expected, split, at_once)
     merged = merge_metrics(metrics)
     assert merged.keys() == whole_metrics.keys()
     for name, value in whole_metrics.items():
@@ -355,18 +355,18 @@ def test_meaningful_combinations_pass():
 
 
 @pytest.mark.parametrize(
-    ("settings_", "says"),
+    ("settings_", "message"),
     [
         ({"loss": "gsp"}, "'gspo'"),
-        ({"loss": "cispo", "dual_clip": 9.0}, "cispo"),
-        ({"dual_clip": 1.1}, "above 1"),
-        ({"clip_low": 1.5}, "clip_low"),
-        ({"clip_high": -0.1}, "clip_high"),
-        ({"kl": -1.0}, "kl"),
+        ({"loss": "cispo", "dual_clip": 9.0}, r"dual_clip=9\.0.*cispo"),
+        ({"dual_clip": 1.1}, r"dual_clip=1\.1"),
+        ({"clip_low": 1.5}, r"clip_low=1\.5"),
+        ({"clip_high": -0.1}, r"clip_high=-0\.1"),
+        ({"kl": -1.0}, r"kl=-1\.0"),
     ],
 )
-def test_an_invalid_loss_raises(settings_, says):
-    with pytest.raises(SettingError, match=says):
+def test_an_invalid_loss_raises(settings_, message):
+    with pytest.raises(SettingError, match=message):
         Loss(**settings_)
 
 
@@ -377,7 +377,7 @@ def test_dr_grpo_needs_the_generation_limit():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_first_gradient_of_every_loss_is_the_policy_gradient(name):
-    """At ρ = 1 the gradient is −A ∇log π / divisor, whatever the clip."""
+    """At ρ = 1 the gradient is −A ∇log π / divisor, for any clip."""
     new = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     sequence, advantages = torch.tensor([0, 0, 1]), torch.tensor([1.0, -4.0], dtype=torch.float64)
     parts = divisors(Loss(name), Correction.none(), sequence, 2, max_length=MAX_LENGTH)

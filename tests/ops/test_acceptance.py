@@ -44,9 +44,9 @@ def test_chunks_change_nothing_and_heads_may_be_functions(chunk):
     torch.manual_seed(1)
     p_hidden, q_hidden, head = torch.randn(10, 8), torch.randn(10, 8), torch.nn.Linear(8, 23)
     weight = torch.randn(23, 8)
-    whole = acceptance(p_hidden @ weight.T, head(q_hidden))
+    expected = acceptance(p_hidden @ weight.T, head(q_hidden))
     torch.testing.assert_close(
-        chunked_acceptance(p_hidden, weight, q_hidden, head, chunk=chunk), whole, rtol=0, atol=1e-6
+        chunked_acceptance(p_hidden, weight, q_hidden, head, chunk=chunk), expected, rtol=0, atol=1e-6
     )
 
 

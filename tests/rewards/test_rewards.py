@@ -198,7 +198,7 @@ def test_workers_are_lazy_few_light_and_persistent(functions):
     assert not any(alive(pid) for pid in before)
 
 
-def test_a_reward_that_prints_into_a_closed_pipe_grades_on(functions):
+def test_reward_may_print_into_a_closed_pipe(functions):
     shown, (reader, writer) = os.dup(2), os.pipe()
     os.close(reader)
     try:
@@ -213,7 +213,7 @@ def test_a_reward_that_prints_into_a_closed_pipe_grades_on(functions):
     assert batch.parts[functions] == [5, 5]
 
 
-def test_a_killed_answer_takes_its_own_programs_along(functions, tmp_path):
+def test_killed_grader_also_ends_its_child_processes(functions, tmp_path):
     note = tmp_path / "pid"
     with Rewards([RewardTerm(name=functions)], timeout=1.0, workers=1) as rewards:
         rewards.score(["child"], [{"note": str(note)}])
@@ -260,7 +260,7 @@ def test_an_interrupted_batch_leaves_no_replies_behind(functions):
         (RewardTerm(name="model:/nowhere/at/all"), "model:/nowhere/at/all"),
     ],
 )
-def test_wrong_settings_are_named_at_once(spec, message):
+def test_invalid_settings_raise_when_built(spec, message):
     with pytest.raises(SettingError, match=message):
         Rewards([spec])
 
@@ -268,18 +268,18 @@ def test_wrong_settings_are_named_at_once(spec, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (RewardTerm(name="no_such_module:f"), "module 'no_such_module'"),
+        (RewardTerm(name="no_such_module:f"), "'no_such_module'"),
         (RewardTerm(name="my_rewards:behav"), "did you mean 'behave'"),
         (RewardTerm(name="math", options={"boxed": True}), "did you mean 'boxed_only'"),
-        (RewardTerm(name="format", options={"pattern": "("}), "not valid"),
+        (RewardTerm(name="format", options={"pattern": "("}), "pattern"),
     ],
 )
-def test_wrong_graders_are_named_at_start(functions, spec, message):
+def test_invalid_graders_raise_at_start(functions, spec, message):
     with Rewards([spec], workers=1) as rewards, pytest.raises(SettingError, match=message):
         rewards.start()
 
 
-def test_counts_must_agree():
+def test_different_numbers_of_completions_and_examples_raise():
     with pytest.raises(SettingError, match="2 completions but 1 examples"):
         Rewards([RewardTerm(name="length", options={"target": 3})]).score(["a", "b"], [{}])
 

@@ -94,7 +94,7 @@ def test_last_and_best_are_kept(tmp_path):
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "marker"])
 def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, damage):
-    said = []
+    reports = []
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (1, 2):
         checkpoints.save(step, small(step), {"step": step})
@@ -110,11 +110,11 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, damage):
         (victim / "rank-0.json").unlink()
     else:
         (victim / MARKER).write_text("{")
-    checkpoints = Checkpoints(tmp_path, keep=3, report=said.append)
+    checkpoints = Checkpoints(tmp_path, keep=3, report=reports.append)
     assert read(checkpoints, checkpoints.latest()) == (1.0, {"step": 1})
-    assert len(said) == 1
-    assert "step-00000002 is damaged" in said[0]
-    with pytest.raises(CheckpointError, match="damaged"):
+    assert len(reports) == 1
+    assert "step-00000002 is damaged" in reports[0]
+    with pytest.raises(CheckpointError, match=r"step-00000002 .*damaged"):
         checkpoints.load(victim, small())
     # training goes on from step 1 and reaches step 2 again
     checkpoints.save(2, small(2), {"step": 2})
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, damage):
     assert checkpoints.best() is None
 
 
-def test_no_checkpoint_no_answer(tmp_path):
+def test_latest_of_an_empty_folder_is_none(tmp_path):
     assert Checkpoints(tmp_path / "none").latest() is None
 
 
@@ -150,29 +150,29 @@ FULL_DISK = """
 
 
 def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
-    """The operating system refuses bytes in the middle of the file, as it does on a full disk."""
+    """The operating system rejects a write in the middle of the file, as on a full disk."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)], capture_output=True, text=True
     )
     assert result.returncode == 7, result.stderr
-    assert "step-00000002 could not be written" in result.stdout
+    assert "step-00000002 " in result.stdout
     assert "too large" in result.stdout
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest().name == "step-00000001"
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_space_raises_before_anything_is_written(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, small(1), {})
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match=r"needs .* MiB and the disk has"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 .* MiB .* 0\.0 MiB"):
         checkpoints.save(2, small(2), {})
     assert checkpoints.latest().name == "step-00000001"
 
 
 def test_state_that_is_not_json_raises(tmp_path):
-    with pytest.raises(CheckpointError, match="not JSON serializable"):
+    with pytest.raises(CheckpointError, match="JSON"):
         Checkpoints(tmp_path).save(1, small(), {"what": object()})
     assert list(tmp_path.iterdir()) == []
 
@@ -192,7 +192,7 @@ WRITER = """
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_writing(tmp_path):
-    """kill -9 at random moments of a loop that does nothing but write: what is left is whole and gets newer."""
+    """kill -9 at random moments of a loop that only writes: the latest checkpoint is complete and gets newer."""
     rng, newest, unfinished, kills = random.Random(0), 0, 0, 0
     while kills < 3 or not (newest and unfinished):
         kills += 1
@@ -207,10 +207,10 @@ def test_killed_in_the_middle_of_writing(tmp_path):
         os.kill(writer.pid, signal.SIGKILL)
         writer.wait()
         unfinished += any(tmp_path.glob(".aside-*"))
-        said = []
-        checkpoints = Checkpoints(tmp_path, report=said.append)
+        reports = []
+        checkpoints = Checkpoints(tmp_path, report=reports.append)
         path = checkpoints.latest()
-        assert said == []
+        assert reports == []
         if path is None:
             assert newest == 0
             continue
@@ -224,15 +224,15 @@ def test_killed_in_the_middle_of_writing(tmp_path):
 def test_pickles_raise(tmp_path):
     path = Checkpoints(tmp_path).save(1, small(), {})
     torch.save({}, path / "optimizer.pt")
-    with pytest.raises(CheckpointError, match=r"optimizer.pt, a pickle"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt.*pickle"):
         Checkpoints(tmp_path).load(path, small())
 
 
 def test_a_checkpoint_of_another_model_raises(tmp_path):
     path = Checkpoints(tmp_path).save(1, small(), {})
-    with pytest.raises(CheckpointError, match="does not fit this model"):
+    with pytest.raises(CheckpointError, match=r"step-00000001 .*model"):
         Checkpoints(tmp_path).load(path, {"model.w": torch.zeros(3, 3)})
-    with pytest.raises(CheckpointError, match="does not fit this model"):
+    with pytest.raises(CheckpointError, match=r"step-00000001 .*model"):
         Checkpoints(tmp_path).load(path, {"model.other": torch.zeros(3)})
 
 

@@ -1,4 +1,4 @@
-"""The run folder: lines written whole, a resumed run's files equal to an uninterrupted one's."""
+"""The run folder: complete lines, and a resumed run's files equal to an uninterrupted one's."""
 
 import contextlib
 import io
@@ -39,18 +39,18 @@ def rows(path: Path) -> list[dict]:
 @pytest.mark.parametrize("cut", [0, 1, 17, 60])
 @pytest.mark.parametrize("checkpoint", [-1, 0, 3, 5, 11])
 def test_resumed_files_equal_the_uninterrupted_ones(tmp_path, checkpoint, cut):
-    train(tmp_path / "whole", 1, 12, None)
+    train(tmp_path / "uninterrupted", 1, 12, None)
     train(tmp_path / "killed", 1, 12, None, clock=3.0)
     for name in LINES:  # a kill in the middle of a write leaves part of a line
         path = tmp_path / "killed" / name
         os.truncate(path, path.stat().st_size - cut)
     train(tmp_path / "killed", max(checkpoint, 0) + 1, 12, checkpoint, clock=5.0)
     for name in LINES:
-        whole, killed = rows(tmp_path / "whole" / name), rows(tmp_path / "killed" / name)
-        assert len(whole) > 2
-        assert list(map(without_clocks, whole)) == list(map(without_clocks, killed))
+        uninterrupted, killed = rows(tmp_path / "uninterrupted" / name), rows(tmp_path / "killed" / name)
+        assert len(uninterrupted) > 2
+        assert list(map(without_clocks, uninterrupted)) == list(map(without_clocks, killed))
         if name != "metrics.jsonl":
-            assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+            assert (tmp_path / "uninterrupted" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
 
 
 def test_every_line_is_on_disk_at_once_even_when_killed(tmp_path):
@@ -64,7 +64,7 @@ def test_every_line_is_on_disk_at_once_even_when_killed(tmp_path):
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "running"
 
 
-def test_numbers_keep_every_bit_and_what_is_not_finite_is_null(tmp_path):
+def test_numbers_keep_every_bit_and_non_finite_ones_are_null(tmp_path):
     import torch
 
     value = 0.1 + 0.2
@@ -116,10 +116,10 @@ def test_tensorboard_holds_the_resumed_curve(tmp_path):
     assert curve == [(step, step / 10) for step in range(1, 6)]
 
 
-def test_sinks_are_named_or_explained(tmp_path, monkeypatch):
+def test_unknown_and_uninstalled_sinks_raise(tmp_path, monkeypatch):
     with pytest.raises(SettingError, match="did you mean 'wandb'"):
         MetricsWriter(tmp_path / "a", ["wandbb"])
-    monkeypatch.setitem(sys.modules, "trackio", None)  # what Python does for a package that is not there
+    monkeypatch.setitem(sys.modules, "trackio", None)  # the import then fails, as for a missing package
     with pytest.raises(SettingError, match=r"pip install 'alula\[trackio\]'"):
         MetricsWriter(tmp_path / "b", ["trackio"])
 
@@ -193,7 +193,7 @@ def test_the_live_line_never_wraps_and_keeps_the_step(width):
     assert "left · reward 0.457 · length 312" in line
 
 
-def test_what_was_not_measured_is_left_out():
+def test_missing_metrics_are_left_out():
     assert describe({"reward/mean": 0.5}) == "reward 0.500"
     assert describe({"reward/mean": None, "kv/saved": 0.0}) == "KV saved 0%"
 

@@ -69,7 +69,7 @@ def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def visible_keys(rollout: Rollout, layers: int, kv_heads: int, page: int) -> Tensor:
-    """bool [layer, kv_head, T, T]: what each query of the rollout saw, by its own records."""
+    """bool [layer, kv_head, T, T]: the keys that each query of the rollout saw, from its records."""
     prompt, length = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout)
     visible = torch.ones(length, length, dtype=torch.bool).tril().repeat(layers, kv_heads, 1, 1)
     if rollout.history is not None:
@@ -93,7 +93,7 @@ def replay(model: PreTrainedModel, rollout: Rollout, page: int = 1) -> Pass:
 
 
 def logprobs(seen: Pass, rollout: Rollout, temperature: float | None = None) -> Tensor:
-    """Of the rollout's own tokens: the token at position p is predicted at p − 1."""
+    """Log-probs of the rollout's tokens: the token at position p is predicted at p − 1."""
     assert seen.logits is not None
     first = len(rollout.prompt_ids) - 1
     logits = seen.logits[first : first + len(rollout)] / (temperature or rollout.sampling.temperature or 1.0)

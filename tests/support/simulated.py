@@ -19,7 +19,7 @@ from alula.sparsity.schedule import Schedule
 
 @dataclass
 class Arrival:
-    """A request, when it comes, after how many tokens each rollout stops, and when it is aborted."""
+    """A request: its arrival, the number of tokens after which each rollout stops, and when it is aborted."""
 
     at: int
     prompt: int
@@ -35,7 +35,7 @@ class Arrival:
 
 @dataclass
 class Life:
-    """What must be true of one sequence."""
+    """Invariants of one sequence."""
 
     sequence: Sequence
     order: tuple[int, int]
@@ -86,7 +86,7 @@ class Simulation:
                     self.slots[start.copy[1]] = list(self.slots[start.copy[0]])
                 life = self.lives[start.sequence]
                 life.content = self.prompt_labels(start.sequence.request)
-                assert not scheduler.swapped, "nothing new starts while somebody waits to come back"
+                assert not scheduler.swapped, "no new sequence starts while a swapped one waits"
                 self.order_started.append(life.order)
             chunk = scheduler.plan()
             self.check_pages()
@@ -115,14 +115,14 @@ class Simulation:
             self.lives[sequence] = Life(sequence, (len(requests), sequence.sample), stop)
         requests.append((arrival, sequences))
 
-    # -- what the host may believe at any time -------------------------------------------------------------
+    # -- invariants of the host ----------------------------------------------------------------------------
 
     def check_pages(self) -> None:
         """Invariant 5: the pages in use are exactly those of live rows, and of prompts whose rollouts wait."""
         scheduler = self.scheduler
         holders = Counter(page for s in scheduler.running for page in s.pages)
         holders.update(page for group in scheduler.waiting for page in group.pages)
-        assert 0 not in holders, "page 0 is nobody's"
+        assert 0 not in holders, "page 0 is the scratch page"
         assert len(holders) == self.pool.in_use
         for page, count in holders.items():
             assert self.pool._references[page] == count
@@ -143,8 +143,8 @@ class Simulation:
         if evict is None:
             return
         budget = max(evict.budget.budgets) if isinstance(evict.budget, Schedule) else evict.budget
-        whole = budget + evict.buffer + (s.prompt_len if evict.protect_prompt else 0)
-        limit = pages_for(whole, self.page)
+        tokens = budget + evict.buffer + (s.prompt_len if evict.protect_prompt else 0)
+        limit = pages_for(tokens, self.page)
         if s.kv_len == s.position:  # nothing evicted yet
             limit = max(limit, pages_for(s.prompt_len, self.page))
         assert len(s.pages) <= limit
@@ -190,7 +190,7 @@ class Simulation:
 
     def decode(self, life: Life, row: int, tables: dict, kv_len: list) -> None:
         page = tables[row][kv_len[row] // self.page]
-        assert page != 0, "a live row writes where nobody's page is"
+        assert page != 0, "a live row writes to the scratch page"
         assert all(page not in pages for other, pages in tables.items() if other != row), "a shared page is written"
         label = (*life.order, life.written)
         life.written += 1
@@ -205,7 +205,7 @@ class Simulation:
         assert len(set(fresh)) == len(fresh)
         held = {page for pages in tables.values() for page in pages if page}
         # rows that end with this chunk keep their pages until it has run
-        assert held.isdisjoint(fresh), "an eviction writes over what is read in the same launch"
+        assert held.isdisjoint(fresh), "an eviction overwrites a page that the same launch reads"
         held_by_prompts = {page for group in self.scheduler.waiting for page in group.pages}
         assert held_by_prompts.isdisjoint(fresh)
         for sequence, row, old, new in zip(event.sequences, event.rows, event.old, event.new):
@@ -220,7 +220,7 @@ class Simulation:
             self.write(new, 0, life.content)
             tables[row], kv_len[row] = list(new), event.keep
 
-    # -- what the host learns later ------------------------------------------------------------------------
+    # -- results of the device -----------------------------------------------------------------------------
 
     def collect(self, results: list[tuple[Life, int, bool]]) -> None:
         for life, steps, first in results:

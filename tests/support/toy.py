@@ -28,8 +28,8 @@ def trainer(config: RunConfig, resume: bool = False) -> Trainer:
     return Trainer(config, resume=resume, stream=io.StringIO())
 
 
-def said(run: Trainer) -> str:
-    """What the run printed."""
+def printed(run: Trainer) -> str:
+    """The run's console output."""
     assert isinstance(run.logger.stream, io.StringIO)
     return run.logger.stream.getvalue()
 
@@ -39,10 +39,10 @@ def rows(out: Path, name: str) -> list[dict[str, Any]]:
 
 
 def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics less the keys that no two runs share."""
+    """A row of metrics without the times, which differ from run to run."""
     return {name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))}
 
 
 def files(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Everything that a run wrote, less the clocks."""
+    """All lines that a run wrote, without the times."""
     return {name: [without_clocks(row) for row in rows(out, name)] for name in LINES}

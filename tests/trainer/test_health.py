@@ -77,9 +77,9 @@ TROUBLES = {
 @pytest.mark.parametrize("kind", TROUBLES)
 def test_each_trouble_is_reported_once_and_in_time(kind, seed):
     name, value, earliest, latest = TROUBLES[kind]
-    found = watch(sick(name, value, seed, noise=0.0 if kind == "groups-equal" else 0.1))
-    assert [what for _, what in found] == [kind]
-    assert earliest <= found[0][0] <= latest
+    warnings = watch(sick(name, value, seed, noise=0.0 if kind == "groups-equal" else 0.1))
+    assert [what for _, what in warnings] == [kind]
+    assert earliest <= warnings[0][0] <= latest
 
 
 def test_a_problem_that_comes_back_is_reported_again():
@@ -94,13 +94,13 @@ def test_a_problem_that_comes_back_is_reported_again():
 def test_no_warning_advises_the_correction_that_is_in_use(correction):
     monitor = HealthMonitor(correction)
     name, value, *_ = TROUBLES["mismatch-rising"]
-    found = [warning for row in sick(name, value) for warning in monitor.observe(row)]
+    warnings = [warning for row in sick(name, value) for warning in monitor.observe(row)]
     monitor.observe_eval("held", "sparse", accuracy=0.90, stderr=0.01)
     monitor.observe_eval("held", "dense", accuracy=0.9, stderr=0.01)
     monitor.observe_eval("held", "sparse", accuracy=0.95, stderr=0.01)
-    found += monitor.observe_eval("held", "dense", accuracy=0.1, stderr=0.01)
-    assert [warning.kind for warning in found] == ["mismatch-rising", "dense-sparse-divergence"]
-    for warning in found:
+    warnings += monitor.observe_eval("held", "dense", accuracy=0.1, stderr=0.01)
+    assert [warning.kind for warning in warnings] == ["mismatch-rising", "dense-sparse-divergence"]
+    for warning in warnings:
         words = re.split(r"[^a-z-]", warning.advice)
         assert correction not in words
         assert ("strict" in words) is (correction not in ("strict", "reroll"))
@@ -136,16 +136,16 @@ def test_a_run_that_rerolls_is_warned_of_the_cost_and_not_advised_to_reject():
 def test_rejected_counts_only_rejected_rollouts(veto_rate, rejected, parts):
     """A correction without a veto rejects none of the vetoed rollouts; a mask also rejects rollouts without a veto."""
     monitor, row = HealthMonitor(), {"mismatch/veto_rate": veto_rate, "mismatch/rejected": rejected}
-    found = [(step, w.kind, w.message) for step in range(1, 9) for w in monitor.observe(row)]
-    assert [(step, kind) for step, kind, _ in found] == ([(5, "rejection")] if parts else [])
-    for *_, message in found:
+    warnings = [(step, w.kind, w.message) for step in range(1, 9) for w in monitor.observe(row)]
+    assert [(step, kind) for step, kind, _ in warnings] == ([(5, "rejection")] if parts else [])
+    for *_, message in warnings:
         positions = [message.find(part) for part in parts]
         assert -1 not in positions
         assert positions == sorted(positions)
         assert ("mask" in message) is ("mask" in parts)
 
 
-def test_messages_say_what_and_what_to_try():
+def test_messages_name_the_problem_and_give_advice():
     monitor = HealthMonitor()
     warnings = [warning for row in sick("mismatch/veto_rate", lambda step: 0.2) for warning in monitor.observe(row)]
     assert "last 5 steps" in warnings[0].message
@@ -157,9 +157,9 @@ def test_messages_say_what_and_what_to_try():
 def test_advice_for_equal_groups_depends_on_their_reward(accuracy, word):
     monitor = HealthMonitor()
     row = {"groups/no_signal": 1.0, "reward/accuracy": accuracy, "reward/mean": accuracy}
-    found = [warning for step in range(5) for warning in monitor.observe(row | {"step": step})]
-    assert len(found) == 1
-    assert word in found[0].advice
+    warnings = [warning for step in range(5) for warning in monitor.observe(row | {"step": step})]
+    assert len(warnings) == 1
+    assert word in warnings[0].advice
 
 
 def test_a_solved_task_may_lose_its_entropy():
@@ -181,18 +181,18 @@ def test_missing_and_broken_numbers_are_skipped():
 def evaluate(dense: list[float], reward, sparse: list[float] | None = None, n: int = 300) -> list[tuple[int, str]]:
     """Held-out evaluations every 20 steps of a run whose reward follows `reward(step)`."""
     monitor = HealthMonitor()
-    found: list[tuple[int, str]] = []
+    warnings: list[tuple[int, str]] = []
     for index, accuracy in enumerate(dense):
         stderr = math.sqrt(max(accuracy * (1 - accuracy), 1 / n) / n)
         if sparse:
             monitor.observe_eval("held", "sparse", accuracy=sparse[index], stderr=stderr, length=100)
-        found += [
+        warnings += [
             (index, warning.kind)
             for warning in monitor.observe_eval("held", "dense", accuracy=accuracy, stderr=stderr, length=100)
         ]
         for step in range(20):
             monitor.observe({"step": 20 * index + step, "reward/mean": reward(20 * index + step)})
-    return found
+    return warnings
 
 
 def rising(step: int) -> float:
@@ -216,7 +216,7 @@ def test_a_sparse_policy_far_ahead_of_the_dense_one():
     """The dense policy never falls, but it is not the one that learns."""
     dense, sparse = [0.10, 0.12, 0.13, 0.12, 0.13], [0.10, 0.14, 0.40, 0.60, 0.70]
     assert evaluate(dense, rising, sparse) == [(2, "dense-sparse-divergence")]
-    assert evaluate(sparse, rising, dense) == [], "behind is where it belongs"
+    assert evaluate(sparse, rising, dense) == [], "a sparse policy behind the dense one is normal"
 
 
 def test_everything_falling_is_a_breakdown():
@@ -224,7 +224,7 @@ def test_everything_falling_is_a_breakdown():
 
 
 def test_a_fall_from_the_evaluation_before_the_first_step_is_compared_with_the_first_rewards():
-    """Nothing has been earned by then; a reward that rose from 0.3 to 0.38 has not fallen."""
+    """There are no rewards before the first step; a reward that rose from 0.3 to 0.38 has not fallen."""
     assert evaluate([0.5, 0.45, 0.2, 0.1], rising) == [(2, "dense-sparse-divergence")]
     assert evaluate([0.5, 0.45, 0.2, 0.1], falling) == [(2, "dense-falling")]
 
@@ -243,8 +243,8 @@ def test_a_slow_fall_is_seen_in_two_evaluations():
 
 
 def test_recovery_and_a_second_fall_are_reported_again():
-    found = evaluate([0.5, 0.5, 0.2, 0.2, 0.5, 0.5, 0.5, 0.2], rising)
-    assert [index for index, _ in found] == [2, 7]
+    warnings = evaluate([0.5, 0.5, 0.2, 0.2, 0.5, 0.5, 0.5, 0.2], rising)
+    assert [index for index, _ in warnings] == [2, 7]
 
 
 def test_noise_in_evaluations_is_not_a_fall():
@@ -261,13 +261,13 @@ def test_a_resumed_monitor_warns_as_an_uninterrupted_one():
     series = sick(name, value)
     for row in series:
         row["policy/entropy"] = ramp(row["step"], 0.4, 0.01, 50, 200)
-    whole = watch(series)
-    assert len(whole) >= 2
+    uninterrupted = watch(series)
+    assert len(uninterrupted) >= 2
     for cut in (1, 60, 120, 140, 250):
         before, after = HealthMonitor(), HealthMonitor()
-        found = watch(series[:cut], before)
+        warnings = watch(series[:cut], before)
         before.observe_eval("held", "sparse", accuracy=0.5, stderr=0.02)
         before.observe_eval("held", "dense", accuracy=0.5, stderr=0.02)
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-        assert found + watch(series[cut:], after) == whole
+        assert warnings + watch(series[cut:], after) == uninterrupted
         assert after.observe_eval("held", "dense", accuracy=0.1, stderr=0.02) != []

@@ -26,7 +26,7 @@ def settings(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def made(*overrides):
+    def build(*overrides):
         return toy.quick(
             tmp_path / "run",
             f"data={{source: {path}, prompt: '{{prompt}}', answer: '{{answer}}'}}",
@@ -41,7 +41,7 @@ def settings(tmp_path):
             *overrides,
         )
 
-    return made
+    return build
 
 
 def controlled(on_violation, *more):
@@ -127,14 +127,14 @@ def test_a_prompt_that_does_not_fit_raises_before_the_first_step(settings, overr
         pytest.param([*controlled("stop"), pool(10)], id="control-that-moves-nothing"),
     ],
 )
-def test_what_just_fits_runs(settings, overrides):
+def test_longest_prompt_that_fits_runs(settings, overrides):
     assert toy.trainer(settings(*overrides)).run()
 
 
 @pytest.mark.parametrize("policy", [toy.DENSE, EVICT])
 def test_sequences_longer_than_the_positions_raise(settings, monkeypatch, policy):
-    """By every policy: an evictor holds few tokens, and the learner reads them all."""
+    """Under every policy: an evictor holds few tokens, but the learner reads all of them."""
     monkeypatch.setitem(shapes.SHAPES, "tiny-llama", shapes.SHAPES["tiny-llama"] | {"max_position_embeddings": 33})
     with pytest.raises(SettingError, match=r"max_position_embeddings=33.* 34;.*max_new_tokens.*engine\.max_length=34"):
         toy.trainer(settings(policy))
-    assert toy.trainer(settings(policy, "engine.max_length=34", "out=" + str(settings().out) + "-told")).run()
+    assert toy.trainer(settings(policy, "engine.max_length=34", "out=" + str(settings().out) + "-longer")).run()

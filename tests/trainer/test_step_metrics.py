@@ -1,4 +1,4 @@
-"""KV saved by sparsity, as reported, against what a dense run of the same lengths really takes; the matrix rate."""
+"""Reported KV savings against the KV of a dense run of the same lengths; the matrix rate."""
 
 import pytest
 import torch
@@ -26,16 +26,16 @@ def generated(engine, policy, prompt, tokens, n):
     """Rollouts of four prompts, and the most bytes of pages in use."""
     engine.pool.peak = 0
     prompts = [[index + 2] * prompt for index in range(4)]
-    made = engine.generate(prompts, Sampling(n=n, max_new_tokens=tokens, ignore_eos=True, seed=0), policy)
-    return made, engine.pool.peak * PAGE * engine.geometry.kv_token_bytes
+    rollouts = engine.generate(prompts, Sampling(n=n, max_new_tokens=tokens, ignore_eos=True, seed=0), policy)
+    return rollouts, engine.pool.peak * PAGE * engine.geometry.kv_token_bytes
 
 
 @pytest.mark.parametrize(("prompt", "tokens", "n", "pays"), [(8, 100, 8, True), (64, 24, 8, False), (60, 60, 1, True)])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_the_dense_peak_is_estimated_from_sparse_rollouts(engine, policy, prompt, tokens, n, pays):
-    made, peak = generated(engine, policy, prompt, tokens, n)
+    rollouts, peak = generated(engine, policy, prompt, tokens, n)
     _, dense_peak = generated(engine, DENSE, prompt, tokens, n)
-    estimated = dense_peak_bytes(made, engine.state.position.shape[0])
+    estimated = dense_peak_bytes(rollouts, engine.state.position.shape[0])
     assert estimated == pytest.approx(dense_peak, rel=0.1)
     if policy.evict is not None:
         assert (peak < estimated) == (peak < dense_peak) == pays

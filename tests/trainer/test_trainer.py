@@ -33,7 +33,7 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 
 def one_step(config, prepare=lambda run: None):
-    """(weights before, the batch, what was learned, weights after)"""
+    """(weights before, the batch, the results of the update, weights after, the trainer)"""
     run = toy.trainer(config)
     prepare(run)
     before, kept = weights(run), []
@@ -74,9 +74,9 @@ def plain_logprobs(model, rollout, temperature):
     )
 
 
-@pytest.mark.parametrize("everybody", [True, False], ids=["baseline of all", "baseline of the kept"])
+@pytest.mark.parametrize("all_rollouts", [True, False], ids=["baseline of all", "baseline of the kept"])
 @pytest.mark.parametrize("unit", ["groups", "rollouts"])
-def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
+def test_a_step_equals_plain_loops(tmp_path, unit, all_rollouts):
     """GRPO with ξ outside the clip, a veto, a KL and two optimizer steps, written out."""
     veto, beta, temperature = 0.9, 0.05, 1.3
     config = toy.quick(
@@ -88,7 +88,7 @@ def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
         "learner.weight_decay=0.1",
         f"learner.minibatch={unit}",
         "learner.token_budget=40",
-        f"objective.correction.vetoed_in_baseline={everybody}",
+        f"objective.correction.vetoed_in_baseline={all_rollouts}",
     )
     before, batch, learned, after, run = one_step(config)
     model = plain_model(run, before)
@@ -103,7 +103,7 @@ def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
     advantages, mixed = [], 0
     for start in range(0, 16, 4):
         group = range(start, start + 4)
-        baseline = [batch.rewards[i] for i in group if everybody or not vetoed[i]]
+        baseline = [batch.rewards[i] for i in group if all_rollouts or not vetoed[i]]
         spread = statistics.stdev(baseline) if len(baseline) > 1 else 0.0
         mixed += spread > 0 and any(vetoed[i] for i in group)
         advantages += [
@@ -130,9 +130,9 @@ def test_a_step_equals_plain_loops(tmp_path, unit, everybody):
         assert learned.updates[number].loss == pytest.approx(loss.item(), abs=1e-6)
         assert learned.updates[number].grad_norm == pytest.approx(norm.item(), rel=1e-4)
         optimizer.step()
-    found = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     assert not close(before, after)
-    assert close({name: found[name].detach() for name in after}, after)
+    assert close({name: parameters[name].detach() for name in after}, after)
 
 
 # -- what must not change a step ----------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_budget_that_no_answer_reaches_is_the_dense_run_bit_for_bit(tmp_path, 
 
 
 def test_a_sparse_budget_is_another_run(tmp_path):
-    """So that the test above cannot pass by comparing nothing."""
+    """Control for the test above: a sparse budget changes the run."""
     toy.trainer(toy.quick(tmp_path / "dense", toy.DENSE)).run()
     toy.trainer(toy.quick(tmp_path / "sparse")).run()
     assert toy.files(tmp_path / "dense")["metrics.jsonl"] != toy.files(tmp_path / "sparse")["metrics.jsonl"]
@@ -190,11 +190,11 @@ def test_without_a_difference_between_the_policies_every_correction_is_none(tmp_
         assert equal(after[preset], after["none"]), preset
 
 
-@pytest.mark.parametrize(("preset", "spoilt"), [("strict", [3, 7]), ("sparse-rl", [7]), ("none", [7])])
-def test_vetoes_are_counted_at_the_threshold_of_the_correction(tmp_path, preset, spoilt):
+@pytest.mark.parametrize(("preset", "vetoed_indices"), [("strict", [3, 7]), ("sparse-rl", [7]), ("none", [7])])
+def test_vetoes_are_counted_at_the_threshold_of_the_correction(tmp_path, preset, vetoed_indices):
     """ξ of one token is 5e-4 in rollout 3 and 5e-5 in rollout 7: strict rejects both, Sparse-RL's 1e-4 the second."""
 
-    def two_spoilt(run):
+    def veto_two(run):
         score = run.updater.score
 
         def scored(batch):
@@ -206,11 +206,11 @@ def test_vetoes_are_counted_at_the_threshold_of_the_correction(tmp_path, preset,
         run.updater.score = scored
 
     settings = (f"objective.correction={preset}", "control={enabled: true, vetoed: 0.5}")
-    *_, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), two_spoilt)
-    assert [i for i, bad in enumerate(learned.vetoed) if bad] == spoilt
-    assert [i for i, bad in enumerate(learned.rejected) if bad] == ([] if preset == "none" else spoilt)
-    assert (run.monitor.controller.vetoed, run.monitor.controller.rollouts) == (len(spoilt), 16)
-    assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/veto_rate"] == len(spoilt) / 16
+    *_, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), veto_two)
+    assert [i for i, bad in enumerate(learned.vetoed) if bad] == vetoed_indices
+    assert [i for i, bad in enumerate(learned.rejected) if bad] == ([] if preset == "none" else vetoed_indices)
+    assert (run.monitor.controller.vetoed, run.monitor.controller.rollouts) == (len(vetoed_indices), 16)
+    assert toy.rows(tmp_path / "run", "metrics.jsonl")[0]["mismatch/veto_rate"] == len(vetoed_indices) / 16
 
 
 @pytest.mark.parametrize("correction", ["sparse-rl", "none", "{preset: sparse-rl, inner: accepted, veto: 0.9}", "mis"])
@@ -232,7 +232,7 @@ def test_one_update_mode_takes_the_same_step_without_a_scoring_pass(tmp_path, co
     before, batch, learned, one_pass, _ = one_step(config, watch)
     assert not close(before, one_pass)
     assert close(two_passes, one_pass)
-    [left_out] = passes  # only what the update does not compute, for the metrics' sake
+    [left_out] = passes  # only rollouts that the update does not compute, for the metrics
     silent = [i for i, advantage in enumerate(learned.advantages.tolist()) if advantage == 0]
     assert 0 < len(silent) < 16
     assert left_out == [batch.rollouts[i] for i in silent]
@@ -271,9 +271,9 @@ def test_skipping_rollouts_without_gradient_changes_nothing(tmp_path, updates):
 
 
 def test_micro_batches_do_not_change_a_step(tmp_path):
-    *_, whole, _ = one_step(toy.quick(tmp_path / "whole", CALM))
+    *_, large, _ = one_step(toy.quick(tmp_path / "large", CALM))
     *_, small, _ = one_step(toy.quick(tmp_path / "small", CALM, "learner.token_budget=13"))
-    assert close(whole, small, 1e-6)
+    assert close(large, small, 1e-6)
 
 
 def test_truncated_answers_can_be_masked(tmp_path):
@@ -285,7 +285,7 @@ def test_truncated_answers_can_be_masked(tmp_path):
     assert all(a == 0 for a, finish in zip(learned.advantages.tolist(), finishes) if finish == "length")
     _, _, unmasked, _, _ = one_step(toy.quick(tmp_path / "other", *settings))
     stopped = torch.tensor([finish == "stop" for finish in finishes])
-    assert torch.equal(unmasked.advantages[stopped], learned.advantages[stopped]), "the baseline counts everybody"
+    assert torch.equal(unmasked.advantages[stopped], learned.advantages[stopped]), "the baseline counts all rollouts"
     assert unmasked.trained > learned.trained
 
 
@@ -334,7 +334,7 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
     assert row["mismatch/rerolled"] == sum(batch.rerolled) / len(batch.rollouts)
     assert row["mismatch/veto_rate"] == row["mismatch/rerolled"], "reported as sampled"
     assert row["mismatch/rejected"] == 0
-    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(generated), "what was replaced as well"
+    assert row["speed/tokens_per_s"] * row["time/rollout"] == pytest.approx(generated), "replaced rollouts count too"
     rewards = run.rewards.score([r.text for r in batch.rollouts], [e.record() for e in batch.examples])
     assert batch.rewards == rewards.total, "rewarded after it was repaired"
 
@@ -347,14 +347,14 @@ def test_dynamic_sampling_draws_until_groups_have_a_signal(tmp_path):
     assert all(a != b for a, b in groups)
     assert batch.drawn_groups > 4
     assert batch.drawn_groups % 4 == 0
-    assert run.stream.seen == batch.drawn_groups, "the stream moved by what was drawn"
+    assert run.stream.seen == batch.drawn_groups, "the stream advanced by the drawn groups"
     row = toy.rows(tmp_path / "run", "metrics.jsonl")[0]
     assert row["groups/no_signal"] == pytest.approx(batch.no_signal_groups / batch.drawn_groups)
     assert row["groups/drawn"] == batch.drawn_groups
 
 
 def test_the_kv_of_a_reroll_is_that_of_its_two_parts():
-    """Over a short prefix nobody holds more than the dense policy, however long the sparse rollout became."""
+    """Over a short prefix the KV held is at most that of the dense policy, for any length of the sparse rollout."""
     sparse = KVUse(
         peak_tokens=40,
         mean_tokens=20.0,
@@ -435,7 +435,7 @@ def test_dynamic_sampling_has_a_cap(tmp_path):
 
 
 def test_reroll_and_dynamic_sampling_report_the_mismatch_of_every_round(tmp_path):
-    """What was sampled, of the groups that were chosen, whichever round drew them."""
+    """The metrics cover the sampled rollouts of the chosen groups from every round."""
     sparse_signal = ("sampling.prompts=4", "sampling.n=2", "rewards.use=['task:successor']", "sampling.dynamic=true")
     rerolled = ("objective.correction={preset: reroll, veto: 0.9}", "sampling.max_rounds=30")
     _, batch, _, _, _ = one_step(toy.quick(tmp_path / "run", *sparse_signal, *rerolled))
@@ -484,16 +484,16 @@ def test_a_clock_counts_nested_phases_once(monkeypatch):
 
 
 def test_shares_of_an_evaluation_are_pooled():
-    whole = pooled([EvalSummary(0.5, 0.1, 100, 10.0, 0.2), EvalSummary(0.8, 0.2, 50, 40.0, 0.5)])
-    assert whole.n == 150
-    assert whole.accuracy == pytest.approx(0.6)
-    assert whole.length == pytest.approx(20.0)
-    assert whole.stderr == pytest.approx(math.sqrt((100 * 0.1) ** 2 + (50 * 0.2) ** 2) / 150)
+    summary = pooled([EvalSummary(0.5, 0.1, 100, 10.0, 0.2), EvalSummary(0.8, 0.2, 50, 40.0, 0.5)])
+    assert summary.n == 150
+    assert summary.accuracy == pytest.approx(0.6)
+    assert summary.length == pytest.approx(20.0)
+    assert summary.stderr == pytest.approx(math.sqrt((100 * 0.1) ** 2 + (50 * 0.2) ** 2) / 150)
 
 
 def test_the_plan_adds_up(tmp_path):
     """qwen2.5-1.5b: 28 layers, 2 KV heads of 128; 1,543,714,304 parameters with a tied head."""
-    found = plan_memory(
+    plan = plan_memory(
         toy.toy(
             tmp_path,
             "model={source: 'shape:qwen2.5-1.5b', dtype: bfloat16}",
@@ -508,25 +508,25 @@ def test_the_plan_adds_up(tmp_path):
         )
     )
     parameters = 1_543_714_304
-    assert found.parameters == parameters
-    assert (found.weights, found.masters, found.moments) == (2 * parameters, 4 * parameters, 8 * parameters)
-    assert (found.engine_copy, found.reference) == (0, 2 * parameters)
-    assert found.kv_token == 2 * 28 * 2 * 128 * 2
-    assert found.kv_dense == 1024 * (512 + 4096) * found.kv_token
-    assert found.kv_sparse == 1024 * (512 + 128) * found.kv_token
-    assert (found.rollouts, found.most_tokens) == (1024, 1024 * 4096)
-    assert found.logits == 2 * 4 * 2048 * 151936
-    assert found.activations == 0, "the toy keeps all of them"
+    assert plan.parameters == parameters
+    assert (plan.weights, plan.masters, plan.moments) == (2 * parameters, 4 * parameters, 8 * parameters)
+    assert (plan.engine_copy, plan.reference) == (0, 2 * parameters)
+    assert plan.kv_token == 2 * 28 * 2 * 128 * 2
+    assert plan.kv_dense == 1024 * (512 + 4096) * plan.kv_token
+    assert plan.kv_sparse == 1024 * (512 + 128) * plan.kv_token
+    assert (plan.rollouts, plan.most_tokens) == (1024, 1024 * 4096)
+    assert plan.logits == 2 * 4 * 2048 * 151936
+    assert plan.activations == 0, "the toy keeps all of them"
     assert plan_memory(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
 
 
 @pytest.mark.parametrize(("protect", "held"), [("false", 10), ("true", 15)])
 def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
     evict = f"{{method: rkv, budget: 8, buffer: 2, window: 2, sinks: 1, protect_prompt: {protect}}}"
-    found = plan_memory(
+    plan = plan_memory(
         toy.quick(tmp_path, f"sparsity.evict={evict}", "sampling.max_new_tokens=20", "data.max_prompt_tokens=5")
     )
-    assert found.kv_sparse == found.running * held * found.kv_token
+    assert plan.kv_sparse == plan.running * held * plan.kv_token
 
 
 def test_the_plan_counts_what_distillation_holds(tmp_path):
@@ -534,8 +534,8 @@ def test_the_plan_counts_what_distillation_holds(tmp_path):
     assert (plan_memory(without).sparse_copy, plan_memory(without).adapter) == (0, 0)
     run = toy.trainer(distilled)
     dense = {p.data_ptr() for p in run.engine.model.parameters()}
-    own = [p for p in run.engine.sparse_model.parameters() if p.data_ptr() not in dense]
-    assert plan_memory(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in own) > 0
+    copies = [p for p in run.engine.sparse_model.parameters() if p.data_ptr() not in dense]
+    assert plan_memory(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in copies) > 0
     adapter = run.distill.distiller.adapter()
     numbers = sum(a.numel() + b.numel() for a, b in adapter.weights.values())
     assert plan_memory(distilled).adapter == 4 * 4 * numbers, "float32: itself, two moments, a gradient"
@@ -543,10 +543,10 @@ def test_the_plan_counts_what_distillation_holds(tmp_path):
     assert plan_memory(half).adapter == (2 + 4 * 4) * numbers, "and a master"
     adapter.save(tmp_path / "adapter")
     given = toy.quick(tmp_path / "given", f"distill.adapter={tmp_path / 'adapter'}")
-    assert plan_memory(given).adapter == plan_memory(distilled).adapter, "at a rank of its own"
+    assert plan_memory(given).adapter == plan_memory(distilled).adapter, "at the adapter's rank"
 
 
-# -- a whole run --------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------
 
 
 def test_a_preset_of_another_model_is_reported_once(tmp_path):
@@ -554,7 +554,7 @@ def test_a_preset_of_another_model_is_reported_once(tmp_path):
     preset = "sparsity={select: {method: block-topk, budget: qwen3-4b-0.86}}"
     for steps, resume in ((2, False), (4, True)):
         run = toy.trainer(toy.quick(out, preset, f"steps={steps}"), resume)
-        assert bool(re.search("other-model: .*'qwen3-4b-0.86' .* Qwen/Qwen3-4B", toy.said(run))) is not resume
+        assert bool(re.search("other-model: .*'qwen3-4b-0.86' .* Qwen/Qwen3-4B", toy.printed(run))) is not resume
         run.run()
         events = [row for row in toy.rows(out, "events.jsonl") if row["kind"] == "other-model"]
         assert [row["step"] for row in events] == [0]
@@ -568,8 +568,8 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
     assert json.loads((out / "status.json").read_text()) == {"state": "finished", "total_steps": 4}
     rows = toy.rows(out, "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    made = [row["speed/tokens_per_s"] * row["time/rollout"] for row in rows]
-    assert made == pytest.approx([16 * row["response/length_mean"] for row in rows])
+    tokens = [row["speed/tokens_per_s"] * row["time/rollout"] for row in rows]
+    assert tokens == pytest.approx([16 * row["response/length_mean"] for row in rows])
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     names = {name.partition("/tail/")[0].partition("schedule/budget/")[0] for row in rows for name in row}
     assert [name for name in sorted(names - {"", "step"}) if f"`{name}`" not in glossary] == []
@@ -593,9 +593,9 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(tmp_path):
     out = tmp_path / "run"
     assert toy.trainer(toy.quick(out)).run()
     settings, metrics = ((out / name).read_text() for name in ("config.yaml", "metrics.jsonl"))
-    with pytest.raises(SettingError, match=r"steps=2: .* has taken 4 already"):
+    with pytest.raises(SettingError, match=r"steps=2: .* 4 "):
         toy.trainer(toy.quick(out, "steps=2"), resume=True)
-    with pytest.raises(CheckpointError, match="model, lora and distill settings"):
+    with pytest.raises(CheckpointError, match=r"checkpoint .*step-00000004.*lora.*distill"):
         toy.trainer(toy.quick(out, "distill={rank: 4}"), resume=True)
     assert (out / "config.yaml").read_text() == settings
     assert (out / "metrics.jsonl").read_text() == metrics
@@ -603,26 +603,26 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(tmp_path):
 
 def test_an_impossible_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingError, match=r"out=.*: is a file"):
+    with pytest.raises(SettingError, match=r"out=.*/file: "):
         toy.trainer(toy.quick(tmp_path / "file"))
-    with pytest.raises(SettingError, match=r"out=.*: cannot be created"):
+    with pytest.raises(SettingError, match=r"out=.*/file/run: "):
         toy.trainer(toy.quick(tmp_path / "file" / "run"))
 
 
-def test_a_misspelt_policy_raises_before_anything_is_created(tmp_path):
-    with pytest.raises(SettingError, match=r"sparsity\.evict: unknown evictor 'rvk'"):
+def test_unknown_evictor_raises_before_anything_is_created(tmp_path):
+    with pytest.raises(SettingError, match=r"sparsity\.evict: .*'rvk'"):
         toy.trainer(toy.quick(tmp_path / "run", "sparsity.evict.method=rvk"))
     assert not (tmp_path / "run").exists()
 
 
 def test_an_absent_device_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SettingError, match="torch sees 0 CUDA devices"):
+    with pytest.raises(SettingError, match=r"device=cuda: .* 0 CUDA"):
         toy.trainer(toy.quick(tmp_path / "run", "model.device=cuda"))
 
 
 @pytest.mark.parametrize(("best", "kept"), [("true", [1, 5]), ("false", [5])])
-def test_the_best_checkpoint_is_kept_where_asked(tmp_path, monkeypatch, best, kept):
+def test_best_checkpoint_is_kept_if_set(tmp_path, monkeypatch, best, kept):
     accuracies = iter([0.1, 0.9, 0.3, 0.2, 0.4, 0.5])
     monkeypatch.setattr(
         "alula.trainer.trainer.evaluate_policy", lambda *a: EvalSummary(next(accuracies), 0.01, 8, 2.0, 0.0)
@@ -642,8 +642,10 @@ def test_the_best_checkpoint_is_kept_where_asked(tmp_path, monkeypatch, best, ke
     save, saved = run.save, []
     monkeypatch.setattr(run, "save", lambda: (saved.append(run.step), save()))
     run.run()
-    found = run.checkpoints.best()
-    assert (found and found.name) == ("step-00000001" if best == "true" else None), "saved although none was due"
+    best_path = run.checkpoints.best()
+    assert (best_path and best_path.name) == ("step-00000001" if best == "true" else None), (
+        "saved although none was due"
+    )
     assert saved == sorted({2, 4, *kept})
     assert [path.name for path in run.checkpoints.all()] == [f"step-{step:08}" for step in kept]
 
@@ -674,20 +676,20 @@ def test_every_loss_trains(tmp_path, loss):
 
 
 @pytest.mark.parametrize(
-    ("size", "overrides", "said"),
+    ("size", "overrides", "message"),
     [
-        (5, (), "sampling.prompts=4: each of the 5 ranks"),
-        (3, (), "learner.updates=2: one of the 3 ranks has only 1 groups"),
+        (5, (), "sampling.prompts=4: .* 5 ranks"),
+        (3, (), "learner.updates=2: .* 3 ranks .* 1 groups"),
         (2, (), None),
         (3, ("learner.minibatch=rollouts",), None),
     ],
 )
-def test_every_rank_has_a_part_of_every_update(tmp_path, size, overrides, said):
+def test_every_rank_has_a_part_of_every_update(tmp_path, size, overrides, message):
     config = toy.quick(tmp_path, *overrides)
-    if said is None:
+    if message is None:
         check_shares(config, World(size=size))
     else:
-        with pytest.raises(SettingError, match=said):
+        with pytest.raises(SettingError, match=message):
             check_shares(config, World(size=size))
 
 
@@ -700,7 +702,9 @@ from pathlib import Path
 settings = ("objective.correction={preset: reroll, veto: 0.9}", "sampling.dynamic=true", "sampling.max_rounds=2",
             "learner.updates=2", "checkpoint.best=false")
 with open("/dev/null", "w") as silent:
-    for name, more, resume in (("whole", (), False), ("parts", ("steps=2",), False), ("parts", (), True)):
+    for name, more, resume in (
+        ("uninterrupted", (), False), ("resumed", ("steps=2",), False), ("resumed", (), True)
+    ):
         assert train(toy.quick(Path(sys.argv[1]) / name, *settings, *more), resume=resume, stream=silent)
 """
 
@@ -710,11 +714,11 @@ def test_two_ranks_train_and_resume(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     run_on_two_ranks(script, tmp_path)
-    whole, parts = (toy.files(tmp_path / name) for name in ("whole", "parts"))
-    assert whole == parts
-    rows = whole["metrics.jsonl"]
+    uninterrupted, resumed = (toy.files(tmp_path / name) for name in ("uninterrupted", "resumed"))
+    assert uninterrupted == resumed
+    rows = uninterrupted["metrics.jsonl"]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["policy/skipped"] == 0 for row in rows)
-    assert {row["n"] for row in whole["evals.jsonl"]} == {8}, "both shares are counted"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    assert {row["n"] for row in uninterrupted["evals.jsonl"]} == {8}, "both shares are counted"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "uninterrupted" / "model")
     assert model.config.vocab_size == 9
