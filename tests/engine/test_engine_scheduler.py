@@ -78,7 +78,7 @@ def test_the_last_sequence_frees_the_pages_of_a_waiting_prompt():
         assert simulation.rejected == 0
 
 
-def test_rollouts_of_one_token_do_not_push_out_the_old():
+def test_rollouts_of_one_token_do_not_preempt_older_ones():
     """They reserve as others do, but their only token came with the prompt."""
     for pages in range(22, 40):
         simulation = Simulation(pages=pages, **OLD_AND_NEW)

@@ -49,7 +49,7 @@ def test_intervals_over_seeds():
 
 
 @pytest.mark.parametrize("bed", BEDS.values(), ids=BEDS)
-def test_every_arm_is_a_valid_recipe_of_its_own(bed):
+def test_every_arm_is_a_valid_recipe(bed):
     for question, arms_of in QUESTIONS.items():
         arms = arms_of(bed, dict.fromkeys(BUDGETS, bed.budgets[3]))
         configs = [load_config(bed.recipe, ["model.source=x", "data.source=x", "out=x", *arm.settings]) for arm in arms]
@@ -91,7 +91,7 @@ def test_invalid_arguments_raise_before_the_warm_up(tmp_path, monkeypatch, argum
     assert "\n" not in str(error.value)
 
 
-def test_the_budget_is_the_largest_that_tempts(tmp_path):
+def test_chosen_budget_is_the_largest_below_the_threshold(tmp_path):
     rows = [
         {"seed": seed, "sparsity": TINY.evictor("rkv", budget), "careful": budget / 100 + seed * 0.05}
         for seed in range(2)

@@ -33,7 +33,7 @@ def test_accuracy_of_random_answers_is_the_chance_of_the_task():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sparsity", ["dense", "sparse"])
-def test_from_chance_to_nine_in_ten(tmp_path, sparsity, seed):
+def test_accuracy_rises_from_chance_to_nine_in_ten(tmp_path, sparsity, seed):
     settings = [toy.DENSE] if sparsity == "dense" else []
     start, end = train_until_it_knows(toy.toy(tmp_path, f"seed={seed}", *settings))
     assert start < 3 * CHANCE

@@ -88,7 +88,7 @@ def plain(model):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_nothing_changes_in_float32(name):
+def test_float32_models_are_unchanged(name):
     with torch.no_grad():
         outs = [load_model(f"shape:{name}", residual=r).model(IDS).logits for r in (None, "float32")]
     assert torch.equal(*outs)
@@ -137,7 +137,7 @@ def by_hand(model, ids):
 
 
 @torch.no_grad()
-def test_it_follows_the_formula_and_is_closer_to_float32():
+def test_hidden_states_follow_the_formula_and_are_closer_to_float32():
     model, before = wide(DEEP).model, load_model(DEEP, dtype="bfloat16").model
     exact = copy.deepcopy(before).float()
     hand = by_hand(model, IDS[0]).float()
@@ -156,7 +156,7 @@ def test_a_copy_is_independent():
     assert torch.equal(model(IDS).logits, before)
 
 
-def test_a_cut_vocabulary_keeps_it():
+def test_resized_vocabulary_keeps_the_float32_stream():
     loaded = attach_tokenizer(wide("shape:tiny-qwen3"), task_tokenizer(build("successor")), resize=True)
     assert loaded.model.config.vocab_size < 128
     ids = IDS % loaded.model.config.vocab_size
@@ -168,7 +168,7 @@ def test_a_cut_vocabulary_keeps_it():
     [OlmoConfig, GraniteConfig, GemmaConfig, Phi3Config, lambda **s: Qwen3MoeConfig(**s, num_experts_per_tok=2)],
     ids=["olmo", "granite", "gemma", "phi3", "qwen3-moe"],
 )
-def test_other_plain_decoders_hold_it_too(config):
+def test_other_plain_decoders_have_a_float32_stream(config):
     model = AutoModelForCausalLM.from_config(config(**SMALL), dtype=torch.bfloat16).eval()
     widen_residual(model)
     run = lambda model: model(IDS % 64)  # noqa: E731
@@ -220,11 +220,11 @@ def gap(loaded, policy):
 
 
 @pytest.mark.parametrize("policy", [Sparsity(), EVICT, SELECT], ids=["dense", "evict", "select"])
-def test_engine_and_learner_come_closer(policy):
+def test_engine_and_learner_logprobs_are_closer(policy):
     assert gap(wide(DEEP), policy) < 0.85 * gap(load_model(DEEP, dtype="bfloat16"), policy)
 
 
-def test_engine_and_its_sparse_twin_are_wide():
+def test_engine_and_its_sparse_model_have_a_float32_stream():
     engine = Engine.load("shape:tiny-qwen2", dtype="bfloat16", residual="float32", page=8, kv_memory="16MiB")
     assert seen(engine.model, lambda _: engine.generate(PROMPTS, SAMPLING)) == ({torch.float32}, {torch.bfloat16})
     loaded = wide("shape:tiny-qwen2")
@@ -281,7 +281,7 @@ def test_the_learner_updates_with_and_without_activation_checkpointing(lora):
     assert any(not torch.equal(before[name], p) for name, p in steps[0][0].full_parameters())
 
 
-def test_its_gradients_are_closer_to_float32():
+def test_gradients_are_closer_to_float32():
     exact, found, narrow = (
         load_model(DEEP, dtype=d, residual=r).model
         for d, r in (("bfloat16", None), ("bfloat16", "float32"), ("bfloat16", None))
@@ -296,7 +296,7 @@ def test_its_gradients_are_closer_to_float32():
     assert wrong[0] < 0.85 * wrong[1]
 
 
-def test_the_reference_policy_is_wide_and_stays():
+def test_reference_policy_has_a_float32_stream():
     loaded = wide("shape:tiny-qwen3")
     start = Learner(copy.deepcopy(loaded.model)).score(SEQUENCES)
     learner, _ = update(loaded, keep_reference=True)

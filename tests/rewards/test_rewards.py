@@ -301,7 +301,7 @@ def test_weights_parts_and_repeated_names():
     assert batch.total == pytest.approx([1 + 0.25 + 0.5, 1 - 0.05, 0.25 - 0.1])
 
 
-def test_overlong_penalty_is_dapos():
+def test_overlong_penalty_is_that_of_dapo():
     def paper(length: int, l_max: int, l_cache: int) -> float:
         if length <= l_max - l_cache:
             return 0

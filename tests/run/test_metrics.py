@@ -211,7 +211,7 @@ def test_importing_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
-def test_the_glossary_knows_every_metric_that_is_shown_or_watched():
+def test_glossary_lists_every_displayed_metric():
     from alula.report.charts import MAIN, MORE, REWARD
     from alula.trainer.health import WATCHED
 
@@ -220,7 +220,7 @@ def test_the_glossary_knows_every_metric_that_is_shown_or_watched():
     assert [name for name in sorted(names) if f"`{name}`" not in glossary] == []
 
 
-def test_the_glossary_knows_every_warning():
+def test_glossary_lists_every_warning():
     from alula.trainer import health_checks
 
     source = Path(health_checks.__file__).read_text()

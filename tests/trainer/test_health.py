@@ -162,7 +162,7 @@ def test_advice_for_equal_groups_depends_on_their_reward(accuracy, word):
     assert word in warnings[0].advice
 
 
-def test_a_solved_task_may_lose_its_entropy():
+def test_low_entropy_of_a_solved_task_is_no_warning():
     series = sick("policy/entropy", lambda step: ramp(step, 0.4, 0.005, 100, 100))
     for row in series:
         row["reward/accuracy"] = ramp(row["step"], 0.3, 0.99, 50, 100)
