@@ -50,7 +50,11 @@ def step(learning, poison=False):
     def loss(logprobs, entropy, batch):
         weights = batch.rows(torch.tensor([float(i + 1) for i in mine]))[batch.sequence]
         total = -(weights * logprobs.exp()).sum() / tokens
-        metrics = {"tokens": torch.tensor(len(logprobs)), "entropy": entropy.mean(), "half_loss": total / 2}
+        metrics = {
+            "tokens": torch.tensor(len(logprobs)),
+            "entropy": entropy.mean(),
+            "probability": logprobs.exp().mean(),
+        }
         return total * (float("nan") if poison else 1.0), metrics
 
     return learning.update([everything[i] for i in mine], loss)
