@@ -12,7 +12,7 @@ from alula.ops import paged_attention as attention_module
 from alula.ops.append import append, append_torch
 from alula.ops.compact import compact, gather_keys
 from alula.ops.paged_attention import accumulate_attention, paged_attention, paged_attention_torch
-from alula.ops.sample import philox_uniform, proposal_logits, sample_torch, sample_triton
+from alula.ops.sample import proposal_logits, sample_torch, sample_triton
 from alula.ops.select_pages import score_pages_torch, select_pages_torch, select_pages_triton
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
 from alula.sparsity.select import METHODS
@@ -407,18 +407,23 @@ def test_sample(vocabulary):
 
 
 def test_random_numbers_of_the_kernel_are_those_of_the_reference():
-    """Logits so flat that the drawn token is the random number itself, to 12 bits; keys and counters at their ends."""
-    vocabulary = 4096
+    """Flat logits, so that the noise alone decides; keys and positions at their ends, three blocks of token ids."""
+    vocabulary = 9000
     keys = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF, -987654321987654321]
-    counters = [0, 1, 2**31 - 1, 40000]
-    pairs = [(k, c) for k in keys for c in counters]
-    key, counter = (torch.tensor(x, device=DEVICE) for x in zip(*pairs))
+    positions = [0, 1, 2**31 - 1, 40000]
+    pairs = [(k, c) for k in keys for c in positions]
+    key, position = (torch.tensor(x, device=DEVICE) for x in zip(*pairs))
     rows = len(pairs)
-    logits = torch.zeros(rows, vocabulary, device=DEVICE)
-    token, logprob = sample_triton(
-        logits, torch.ones(rows, device=DEVICE), key, counter, torch.full((rows,), -1, device=DEVICE)
+    arguments = (
+        torch.zeros(rows, vocabulary, device=DEVICE),
+        torch.ones(rows, device=DEVICE),
+        key,
+        position,
+        torch.full((rows,), -1, device=DEVICE),
     )
-    assert token.tolist() == (philox_uniform(key, counter) * vocabulary).long().tolist()
+    token, logprob = sample_triton(*arguments)
+    assert token.tolist() == sample_torch(*arguments)[0].tolist()
+    assert len(set(token.tolist())) > rows // 2
     close(logprob, torch.full((rows,), -math.log(vocabulary), device=DEVICE))
 
 

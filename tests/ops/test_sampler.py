@@ -7,7 +7,7 @@ import torch
 import oracle
 from alula import Engine, Sampling
 from alula.engine.sequence import rollout_key
-from alula.ops.sample import philox_uniform, proposal_logits, sample_torch
+from alula.ops.sample import BLOCK, BLOCKS_FROM, block_noise, gumbel, philox, proposal_logits, sample_torch, token_noise
 
 CHI_SQUARE_999 = {9: 27.88, 15: 37.70, 19: 43.82, 49: 85.35, 63: 103.44, 80: 124.84}
 """p = 0.001 by degrees of freedom"""
@@ -36,33 +36,62 @@ def chi_square(observed, expected) -> float:
 # --- random numbers ----------------------------------------------------------------------------------------------
 
 
-def philox_literal(key: int, counter: int) -> int:
-    """Philox4x32-10 (Salmon et al., 2011) on Python's integers; the first word."""
+def philox_literal(key: int, c0: int, c1: int) -> list[int]:
+    """Philox4x32-10 (Salmon et al., 2011) on Python's integers."""
     mask = 0xFFFFFFFF
     k = [key & mask, (key >> 32) & mask]
-    c = [counter & mask, (counter >> 32) & mask, 0, 0]
+    c = [c0 & mask, c1 & mask, 0, 0]
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(b >> 32) ^ c[1] ^ k[0], b & mask, (a >> 32) ^ c[3] ^ k[1], a & mask]
         k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
-    return c[0]
+    return c
+
+
+def uniform(key, c0):
+    """(0, 1) from the first word."""
+    return (philox(key, c0, torch.zeros_like(c0))[0].double() + 0.5) / 2**32
 
 
 def test_philox_is_the_published_one():
     # known answers of the Random123 distribution (kat_vectors, philox4x32-10), counter and key zero
-    assert philox_literal(0, 0) == 0x6627E8D5
+    assert philox_literal(0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     keys = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF, rollout_key(3, 4, 5)]
     for key in keys:
-        for counter in (0, 1, 2**31 - 1, 12345):
-            expected = (philox_literal(key % 2**64, counter) + 0.5) / 2**32
-            assert philox_uniform(torch.tensor([key]), torch.tensor([counter])).item() == expected
+        for c0, c1 in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 12345), (12345, 38911)):
+            words = philox(torch.tensor([key]), torch.tensor([c0]), torch.tensor([c1]))
+            assert [int(word) for word in words] == philox_literal(key % 2**64, c0, c1)
+
+
+def test_noise_depends_on_key_position_and_id_only():
+    keys, positions = torch.tensor([rollout_key(0, 1, 2), -5, 9]), torch.tensor([11, 4096, 0])
+    blocks = block_noise(keys, positions, 38)
+    for size in (16, BLOCK):
+        tokens = token_noise(keys, positions, torch.tensor([0, 3, 37]), size)
+        for row, block in enumerate((0, 3, 37)):
+            key, position = int(keys[row]) % 2**64, int(positions[row])
+            assert blocks[row, block] == gumbel(torch.tensor(philox_literal(key, position, BLOCKS_FROM + block)[0]))
+            for inside in (0, 1, size // 2, size - 1):
+                word, lane = divmod(inside, size // 4)
+                words = philox_literal(key, position, block * (size // 4) + lane)
+                assert tokens[row, inside] == gumbel(torch.tensor(words[word]))
+
+
+def test_noise_is_gumbel_and_finite_at_both_ends():
+    for word in (0, 1, 2**31, 2**32 - 1):
+        u = min((word + 0.5) / 2**32, 1 - 2**-24)  # float32 resolves u = 1.2e-10 and is cut at 1 - 6e-8
+        assert float(gumbel(torch.tensor(word))) == pytest.approx(-np.log(-np.log1p(-u)), rel=2e-6)
+    noise = token_noise(torch.arange(250), torch.full((250,), 3), torch.arange(250) % 5, BLOCK).double().flatten()
+    shares = torch.exp(-torch.exp(-noise))  # its distribution function: uniform
+    counts = torch.histc(shares, 20, 0, 1)
+    assert chi_square(counts, [len(noise) / 20] * 20) < CHI_SQUARE_999[19]
 
 
 def test_numbers_are_uniform_over_rollouts_and_over_positions():
     keys = torch.tensor([rollout_key(s, p, i) for s in range(4) for p in range(25) for i in range(40)])
     assert len(keys.unique()) == 4000
-    over_rollouts = philox_uniform(keys, torch.full((4000,), 11))
-    over_positions = philox_uniform(torch.full((4000,), int(keys[0])), torch.arange(4000))
+    over_rollouts = uniform(keys, torch.full((4000,), 11))
+    over_positions = uniform(torch.full((4000,), int(keys[0])), torch.arange(4000))
     for numbers in (over_rollouts, over_positions):
         assert numbers.min() > 0
         assert numbers.max() < 1
@@ -84,11 +113,20 @@ def test_numbers_are_uniform_over_rollouts_and_over_positions():
 def test_numbers_of_neighbours_are_independent(pairs):
     def numbers(place):
         drawn = [place(i) for i in range(6400)]
-        return philox_uniform(torch.tensor([k for k, _ in drawn]), torch.tensor([c for _, c in drawn]))
+        return uniform(torch.tensor([k for k, _ in drawn]), torch.tensor([c for _, c in drawn]))
 
     first, second = (numbers(place) for place in pairs)
     cell = (first * 8).long() * 8 + (second * 8).long()
     assert chi_square(torch.bincount(cell, minlength=64), [100] * 64) < CHI_SQUARE_999[63]
+
+
+def test_noise_of_neighbouring_token_ids_is_independent():
+    noise = token_noise(torch.arange(40), torch.full((40,), 9), torch.zeros(40, dtype=torch.int64), BLOCK).double()
+    shares = torch.exp(-torch.exp(-noise))
+    for distance in (1, BLOCK // 4, BLOCK // 2):
+        cell = (shares[:, :-distance] * 8).long() * 8 + (shares[:, distance:] * 8).long()
+        counts = torch.bincount(cell.flatten(), minlength=64)
+        assert chi_square(counts, [float(counts.sum()) / 64] * 64) < CHI_SQUARE_999[63]
 
 
 # --- the distribution --------------------------------------------------------------------------------------------
@@ -101,6 +139,42 @@ def test_tokens_follow_the_softmax(temperature):
     probabilities = torch.softmax(logits / temperature, -1).double()
     assert chi_square(torch.bincount(tokens, minlength=50), 20000 * probabilities) < CHI_SQUARE_999[49]
     torch.testing.assert_close(logprobs, probabilities.log().float()[tokens], rtol=0, atol=1e-5)
+
+
+def test_rare_tokens_of_a_real_vocabulary_have_their_share():
+    """49,152 tokens, half of the mass on a few: each cell of rare tokens is drawn as often as its mass says."""
+    count, vocabulary = 5000, 49152
+    logits = 4 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(7))
+    order = logits.argsort(descending=True)
+    probabilities = torch.softmax(logits.double(), -1)
+    mass = probabilities[order].cumsum(0)
+    cell_of = torch.empty(vocabulary, dtype=torch.int64)
+    cell_of[order] = (mass * 20).long().clamp(max=19)  # cells of about equal mass; the last ones hold rare tokens only
+    cells = torch.zeros(20, dtype=torch.float64).index_add(0, cell_of, probabilities)
+    assert int((cell_of == 19).sum()) > 30_000
+    drawn = []
+    for start in range(0, count, 250):
+        keys = torch.tensor([rollout_key(1, 0, i) for i in range(start, start + 250)])
+        drawn.append(cell_of[draw(logits, keys=keys, count=250)[0]])
+    counts = torch.bincount(torch.cat(drawn), minlength=20)
+    full = cells > 0
+    assert chi_square(counts[full], count * cells[full]) < CHI_SQUARE_999[19]
+
+
+def test_a_rounding_error_moves_hardly_any_draw():
+    """Logits that differ by 1e-6, as those of another batch do, change a draw only where two are as close."""
+    rows, vocabulary = 1500, 49152
+    generator = torch.Generator().manual_seed(8)
+    logits = 3 * torch.randn(vocabulary, generator=generator)
+    different = 0
+    for start in range(0, rows, 250):
+        keys = torch.tensor([rollout_key(2, 0, i) for i in range(start, start + 250)])
+        error = 1e-6 * torch.randn(250, vocabulary, generator=generator)
+        arguments = torch.ones(250), keys, torch.full((250,), 7), torch.full((250,), -1)
+        exact, _ = sample_torch(logits.expand(250, -1), *arguments)
+        rounded, _ = sample_torch(logits + error, *arguments)
+        different += int((exact != rounded).sum())
+    assert different == 0
 
 
 def test_a_token_without_probability_is_never_drawn():

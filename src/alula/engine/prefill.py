@@ -95,7 +95,7 @@ def _sample_first(
         logits,
         temperature,
         key=column([s.key for s in sequences], np.int64),
-        counter=column([s.prompt_len for s in sequences], np.int64),
+        position=column([s.prompt_len for s in sequences], np.int64),
         forced=column([s.request.forced[0] if s.request.forced else -1 for s in sequences], np.int64),
         proposal=proposal,
     )
