@@ -10,7 +10,7 @@ from alula.engine.rollout import NEVER
 from alula.engine.sequence import rollout_key
 from alula.sparsity.evict import METHODS, build
 from alula.sparsity.policy import budget_at
-from evictor_formulas import dot, keydiff_scores, mean, norm, rkv_scores, snapkv_scores, softmax, splitmix64
+from evictor_formulas import dot, keydiff_scores, knorm_scores, mean, rkv_scores, snapkv_scores, softmax, splitmix64
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]
 """The third is longer than every small budget here."""
@@ -79,7 +79,7 @@ def literal_scores(rollout: Rollout, seen: oracle.Pass, layer: int, head: int, t
         case "rkv":
             return rkv_scores(keys, recent, scaling, evict.window, **dict(evict.options))
         case "knorm":
-            return [-norm(k) for k in keys]
+            return knorm_scores(keys)
         case "keydiff":
             return keydiff_scores(keys)
         case "tova":  # over all heads of the layer, which therefore hold the same tokens
@@ -223,13 +223,10 @@ def test_a_budget_that_covers_everything_is_dense_to_the_bit(method, models):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_results_are_independent_of_batch_composition(method, models):
-    """Invariant 3: same tokens, same kept sets, and with the bucket pinned the same bits.
-
-    knorm needs the pin: a repeated token's keys have equal norms in the first layer, so rounding decides.
-    """
+    """Invariant 3: same tokens, same kept sets, and with the bucket pinned the same bits."""
     sparsity = Sparsity(Evict(method, **SMALL))
     loose, pinned = engine_of(models[4]), engine_of(models[4], buckets=(16,))
-    for engine in (loose, pinned) if method != "knorm" else (pinned,):
+    for engine in (loose, pinned):
         together = engine.generate(PROMPTS, SAMPLING, sparsity, record=True)
         for request in engine.requests(PROMPTS, SAMPLING, sparsity, record=True):
             for alone in engine.stream([request]):

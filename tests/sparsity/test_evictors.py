@@ -22,8 +22,8 @@ from evictor_formulas import (
     group_of,
     in_pages,
     keydiff_scores,
+    knorm_scores,
     mean,
-    norm,
     only,
     redundancy_scores,
     rkv_scores,
@@ -96,7 +96,7 @@ def test_keydiff_and_knorm_follow_their_formulas():
     evictor, kv = cached("keydiff")
     for r, h, keys in each_head(kv):
         assert_close(evictor.score(kv)[r, h], keydiff_scores(keys))
-        assert_close(METHODS["knorm"](window=WINDOW).score(kv)[r, h], [-norm(k) for k in keys])
+        assert_close(METHODS["knorm"](window=WINDOW).score(kv)[r, h], knorm_scores(keys))
 
 
 def test_h2o_ranks_by_attention_received_over_all_queries():

@@ -107,6 +107,15 @@ def rkv_scores(keys, queries, scaling, window, mix=0.1, kernel=7, threshold=0.5)
     return [mix * i - (1 - mix) * r for i, r in zip(important, redundant)]
 
 
+def knorm_scores(keys):
+    """Norms with ten significant bits."""
+    scores = []
+    for key in keys:
+        significand, exponent = math.frexp(norm(key))
+        scores.append(-math.ldexp(round(significand * 1024), exponent - 10))
+    return scores
+
+
 def keydiff_scores(keys):
     unit = [[x / norm(k) for x in k] for k in keys]
     anchor = [mean(column) for column in zip(*unit)]
