@@ -1,7 +1,7 @@
 """Devices, ranks and sharding: the same learner code on one process or many, with FSDP2 where there are many."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,12 @@ class World:
     def local_slice(self, items: Any) -> Any:
         """This rank's items of a list, tuple or range: every `size`-th, starting at `rank`."""
         return items[self.rank :: self.size]
+
+    def global_order(self, keys: Sequence[Any]) -> tuple[list[int], int]:
+        """The place of each of this rank's distinct keys in the sorted list of all ranks' keys, and its length."""
+        ranked = sorted(key for keys in self.all_gather(list(keys)) for key in keys)
+        place = {key: i for i, key in enumerate(ranked)}
+        return [place[key] for key in keys], len(ranked)
 
     def barrier(self) -> None:
         if self.is_distributed:

@@ -78,11 +78,18 @@ class Distiller:
         """The adapter as it is now, for the engine or a file."""
         return self.policy.adapter()
 
-    def choose_prompts(self, prompts: int, *seed: int) -> list[bool]:
-        """Which of a step's prompts are distilled: a `fraction` of them, determined by the seeds."""
-        count = min(prompts, max(1, round(self.settings.fraction * prompts)))
-        chosen = set(random.Random(f"{self.settings.seed}/{seed}").sample(range(prompts), count))
-        return [index in chosen for index in range(prompts)]
+    def is_chosen(self, index: int) -> bool:
+        """Whether the prompt with this index in the run is distilled: one random prompt of every 1 / fraction."""
+        fraction = self.settings.fraction
+
+        def first_of(stratum: int) -> int:
+            return math.ceil(stratum / fraction - 1e-9)
+
+        stratum = int(index * fraction) + 1
+        while first_of(stratum) > index:
+            stratum -= 1
+        size = first_of(stratum + 1) - first_of(stratum)
+        return index == first_of(stratum) + random.Random(f"{self.settings.seed}/{stratum}").randrange(size)
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -97,10 +104,13 @@ class Distiller:
         started = perf_counter()
         minibatches = minibatches or self.settings.minibatches
         self._check(rollouts)
-        order = list(range(len(rollouts)))
-        random.Random(f"{self.settings.seed}/{self.steps}").shuffle(order)
+        order, total = self.world.global_order([(r.prompt_index, r.sample_index) for r in rollouts])
+        assigned = [position * minibatches // total for position in order]
         alphas: list[Tensor] = []
-        parts = [self._update(rollouts, order[i::minibatches], advantages, alphas) for i in range(minibatches)]
+        parts = []
+        for minibatch in range(minibatches):
+            index = [i for i, number in enumerate(assigned) if number == minibatch]
+            parts.append(self._update(rollouts, index, advantages, alphas))
         tokens = sum(part["tokens"] for part in parts)
         metrics = {name: sum(p[name] * p["tokens"] for p in parts) / max(tokens, 1) for name in parts[0]}
         metrics["divergence"] = metrics["kl"]

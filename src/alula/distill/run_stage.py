@@ -33,6 +33,7 @@ class RunDistiller:
             self.candidate = Sparsity.parse(settings.move.sparsity)
             engine.check(self.candidate)
             self.prompts = distiller.world.local_slice(prompts[: settings.move.prompts])
+            self.prompt_indices = distiller.world.local_slice(range(len(prompts[: settings.move.prompts])))
         self.moved = False
         self.checked = 0
         """The step after which the candidate was last measured."""
@@ -60,28 +61,27 @@ class RunDistiller:
         """Whether training step `step`, counted from 1, distils."""
         return step % self.settings.every == 0
 
-    def record(self, round_: tuple[int, int], prompts: int, sparsity: Sparsity) -> bool | list[bool]:
-        """Which prompts of a (step, sampling round) have their evictions recorded: those that the step distils."""
-        if sparsity.evict is None or not self.due(round_[0]):
+    def record(self, step: int, indices: Sequence[int], sparsity: Sparsity) -> bool | list[bool]:
+        """Which prompts of a step, by their indices in the run, have their evictions recorded: those to distil."""
+        if sparsity.evict is None or not self.due(step):
             return False
-        return self.distiller.choose_prompts(prompts, *round_)
+        return [self.distiller.is_chosen(index) for index in indices]
 
     def step(
         self,
         step: int,
         rollouts: Sequence[Rollout],
-        n: int,
         advantages: Tensor,
-        sparsity: Sparsity,
         rerolled: Sequence[bool] = (),
     ) -> dict[str, float]:
-        """Distil the chosen rollouts of a step (`n` per prompt, adjacent), vetoed ones included. `rerolled` ones were
-        continued densely and are not sparse rollouts."""
+        """Distil the chosen rollouts of a step, vetoed ones included. `rerolled` ones are left out: they were continued
+        densely."""
         if not self.due(step):
             return dict(self.measured)
-        chosen = self._chosen(step, rollouts, n, sparsity)
         rows = [
-            i for i, rollout in enumerate(rollouts) if chosen[i] and len(rollout) and not (rerolled and rerolled[i])
+            i
+            for i, rollout in enumerate(rollouts)
+            if self.distiller.is_chosen(rollout.prompt_index) and len(rollout) and not (rerolled and rerolled[i])
         ]
         if not rows and not self.distiller.world.is_distributed:  # all chosen rollouts were continued densely
             return dict(self.measured)
@@ -90,12 +90,6 @@ class RunDistiller:
             rollout.history = None
         del metrics["time"]
         return {f"distill/{name}": value for name, value in metrics.items()} | self.measured
-
-    def _chosen(self, step: int, rollouts: Sequence[Rollout], n: int, sparsity: Sparsity) -> list[bool]:
-        if sparsity.evict is not None:
-            return [rollout.history is not None for rollout in rollouts]
-        prompts = self.distiller.choose_prompts(len(rollouts) // n, step)
-        return [chosen for chosen in prompts for _ in range(n)]
 
     def publish(self) -> None:
         """Merge the adapter into the engine's weights: after every change of the adapter or of the weights."""

@@ -131,6 +131,7 @@ class Engine:
         *,
         record: bool | Many[bool] = False,
         keep_hidden: int | Many[int] = 0,
+        indices: Many[int] | None = None,
         on_rollout: Callable[[Rollout], None] | None = None,
         progress: bool | None = None,
     ) -> list[Rollout]:
@@ -138,14 +139,17 @@ class Engine:
 
         `record` (one value, or one per prompt) also returns the evictor's history (`Rollout.history`) or the
         selector's choices. `keep_hidden` (likewise) is the number of rollouts per prompt that return their hidden
-        states (`Rollout.hidden`). `on_rollout` is called with each rollout as it finishes; it may raise to stop.
+        states (`Rollout.hidden`). `indices` number the prompts in the keys of their random numbers (seed, prompt index,
+        sample, position); by default 0, 1, ... `on_rollout` is called with each rollout as it finishes; it may raise to
+        stop.
         """
         sampling = sampling or Sampling()
-        requests = self.requests(prompts, sampling, sparsity, record=record, keep_hidden=keep_hidden)
+        requests = self.requests(prompts, sampling, sparsity, record=record, keep_hidden=keep_hidden, indices=indices)
+        place = {request.prompt_index: i for i, request in enumerate(requests)}
         rollouts: list[Rollout | None] = [None] * (len(requests) * sampling.n)
         with progress_bar(len(rollouts), sys.stderr.isatty() if progress is None else progress) as advance:
             for rollout in self.stream(requests):
-                rollouts[rollout.prompt_index * sampling.n + rollout.sample_index] = rollout
+                rollouts[place[rollout.prompt_index] * sampling.n + rollout.sample_index] = rollout
                 advance(len(rollout))
                 if on_rollout is not None:
                     on_rollout(rollout)
@@ -159,9 +163,10 @@ class Engine:
         *,
         record: bool | Many[bool] = False,
         keep_hidden: int | Many[int] = 0,
+        indices: Many[int] | None = None,
     ) -> list[Request]:
         """Validated requests for `stream`. An invalid one raises before anything has started."""
-        return self.inputs.requests(prompts, sampling, sparsity, record, keep_hidden)
+        return self.inputs.requests(prompts, sampling, sparsity, record, keep_hidden, indices)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a string or of chat messages; token ids are returned as they are."""

@@ -33,6 +33,7 @@ class InputProcessor:
         sparsity: Sparsity | Many[Sparsity] | None,
         record: bool | Many[bool],
         keep_hidden: int | Many[int],
+        indices: Many[int] | None = None,
     ) -> list[Request]:
         """One request per prompt; the first invalid input raises."""
         if isinstance(prompts, str):
@@ -52,6 +53,8 @@ class InputProcessor:
             self.check_policy(policy)
         records = per_prompt("record", record, len(prompts))
         kept = per_prompt("keep_hidden", keep_hidden, len(prompts))
+        numbers = per_prompt("indices", range(len(prompts)) if indices is None else indices, len(prompts))
+        require(len(set(numbers)) == len(numbers), "indices: two prompts have the same index; give each another one.")
         self.check_ids("stop", sampling.stop)
         self.check_topk("topk_logprobs", sampling.topk_logprobs)
         stop = frozenset(sampling.stop) | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids))
@@ -64,7 +67,7 @@ class InputProcessor:
                 raise SettingError(f"{shown}: must be text, chat messages or token ids.") from None
             require(len(ids) > 0, f"prompt {index} is empty; every prompt needs at least one token.")
             self.check_ids(f"prompt {index}", ids)
-            request = Request(self.next_id(), ids, sampling, policy, stop, index)
+            request = Request(self.next_id(), ids, sampling, policy, stop, numbers[index])
             request.record, request.keep_hidden = records[index], kept[index]
             requests.append(request)
         return requests

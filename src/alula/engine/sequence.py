@@ -42,6 +42,7 @@ class Request:
     sparsity: Sparsity
     stop: frozenset[int]
     prompt_index: int = 0
+    """Index of the prompt in the random key (seed, prompt index, sample, position)."""
     forced: list[int] | None = None
     record: bool = False
     key: int | None = None

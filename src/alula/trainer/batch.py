@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from alula.data.dataset import Example, shuffled
+from alula.distributed import World
 from alula.engine.rollout import Rollout
 from alula.mismatch.control.monitor import Observation
 from alula.objective import ragged
@@ -50,6 +51,11 @@ class RolloutBatch:
     @property
     def groups(self) -> int:
         return len(self.rollouts) // self.n
+
+    @property
+    def prompt_indices(self) -> list[int]:
+        """The index of each group's prompt among all prompts of the run."""
+        return [rollout.prompt_index for rollout in self.rollouts[:: self.n]]
 
     @property
     def lengths(self) -> list[int]:
@@ -124,13 +130,18 @@ class RolloutBatch:
         return first
 
 
-def assign_minibatches(batch: RolloutBatch, updates: int, unit: str, seed: tuple[int, ...]) -> Tensor:
+def assign_minibatches(batch: RolloutBatch, updates: int, unit: str, seed: int, world: World) -> Tensor:
     """int64 [N]: the optimizer step of each rollout. `unit` is `groups` (kept together) or `rollouts`.
 
-    The order is a seeded shuffle, the same on every machine, and split evenly. With one step nothing is shuffled.
+    Groups are split in the order of their prompts, which the prompt stream has shuffled. Rollouts of a group are
+    shuffled and dealt out in turn. Both depend on the prompts of the step only, and give all ranks equal shares.
     """
-    count = batch.groups if unit == "groups" else len(batch.rollouts)
-    order = shuffled(count, *seed) if updates > 1 else list(range(count))
-    step = torch.empty(count, dtype=torch.int64)
-    step[torch.tensor(order, dtype=torch.int64)] = torch.arange(count) * updates // max(count, 1)
-    return step.repeat_interleave(batch.n) if unit == "groups" else step
+    order, groups = world.global_order(batch.prompt_indices)
+    if unit == "groups":
+        return torch.tensor(order, dtype=torch.int64).repeat_interleave(batch.n) * updates // max(groups, 1)
+    dealt = [
+        (position + place) % updates
+        for position, prompt in zip(order, batch.prompt_indices)
+        for place in shuffled(batch.n, seed, prompt)
+    ]
+    return torch.tensor(dealt, dtype=torch.int64)

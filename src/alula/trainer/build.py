@@ -184,7 +184,6 @@ def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: W
         longest,
         config.control,
         gather=world.all_gather,
-        share=lambda count: len(world.local_slice(range(count))),
     )
 
 

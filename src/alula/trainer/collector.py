@@ -6,7 +6,7 @@ enough of them have different rewards.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from alula.data import Example, PromptStream
 from alula.distributed import World
 from alula.engine.engine import Engine
 from alula.engine.rollout import KVUse, Rollout, Sampling
-from alula.engine.sequence import Request
+from alula.engine.sequence import Request, rollout_key
 from alula.errors import RunFailed
 from alula.learner.learner import Learner
 from alula.mismatch.control.monitor import Monitor
@@ -64,21 +64,26 @@ class Collector:
         """This rank's share of a step: `sampling.prompts` groups. Dynamic sampling draws further rounds until that
         many groups have a signal, or `max_rounds`."""
         s = self.config.sampling
-        wanted = len(self.world.local_slice(range(s.prompts)))
         rounds: list[RolloutBatch] = []
         with_signal = 0
-        for round_ in range(s.max_rounds if s.dynamic else 1):
-            if rounds and self.world.all_max(max(0, wanted - with_signal)) == 0:
+        for number in range(s.max_rounds if s.dynamic else 1):
+            if with_signal >= s.prompts:
                 break
+            indices = range(stream.seen, stream.seen + s.prompts)
             examples = self.world.local_slice(stream.next(s.prompts))
-            rounds.append(self._collect_round(examples, (step, round_), clock))
-            with_signal += rounds[-1].drawn_groups - rounds[-1].no_signal_groups
+            rounds.append(self._collect_round(examples, self.world.local_slice(indices), step, number == 0, clock))
+            mine = rounds[-1].drawn_groups - rounds[-1].no_signal_groups
+            with_signal += sum(self.world.all_gather(mine))
         batch = RolloutBatch.join(rounds)
-        if len(rounds) == 1:
-            return batch
-        signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: s.n].tolist()
-        preferred = sorted(range(batch.groups), key=lambda g: not signal[g])  # stable: groups with a signal come first
-        return batch.choose(sorted(preferred[:wanted]))
+        return batch if len(rounds) == 1 else self._choose_groups(batch)
+
+    def _choose_groups(self, batch: RolloutBatch) -> RolloutBatch:
+        """The first `sampling.prompts` groups of all ranks that have a signal, filled up with groups without."""
+        signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: batch.n].tolist()
+        local = [(not has, index) for has, index in zip(signal, batch.prompt_indices)]
+        ranked = sorted(key for keys in self.world.all_gather(local) for key in keys)
+        chosen = set(ranked[: self.config.sampling.prompts])
+        return batch.choose([group for group, key in enumerate(local) if key in chosen])
 
     def adopt(self, sparsity: Sparsity) -> None:
         """Use another policy from now on, which the monitor watches."""
@@ -90,11 +95,13 @@ class Collector:
         prompts: list[list[int]],
         sampling: Sampling,
         sparsity: Sparsity,
+        indices: Sequence[int],
         *,
         record: bool | list[bool] = False,
         keep_hidden: int | list[int] = 0,
     ) -> list[Rollout]:
-        """`Engine.generate`, interrupted by a stop request. There may be no prompts."""
+        """`Engine.generate`, interrupted by a stop request. There may be no prompts. `indices` are those of the prompts
+        among all ranks' prompts, so that random numbers do not depend on the number of ranks."""
         if not prompts:
             return []
         return self.engine.generate(
@@ -103,6 +110,7 @@ class Collector:
             sparsity,
             record=record,
             keep_hidden=keep_hidden,
+            indices=indices,
             on_rollout=self._check_stop,
             progress=False,
         )
@@ -113,21 +121,25 @@ class Collector:
         return Sampling(n=n, max_new_tokens=s.max_new_tokens, temperature=s.temperature, seed=self.seed(*purpose))
 
     def seed(self, *purpose: object) -> int:
-        """A different seed for every rank, step and purpose."""
-        return random.Random(f"{self.config.seed}/{self.world.rank}/{purpose}").getrandbits(62)
+        """A different seed for every purpose, the same on all ranks."""
+        return random.Random(f"{self.config.seed}/{purpose}").getrandbits(62)
 
-    def _collect_round(self, examples: list[Example], round_: tuple[int, int], clock: Clock) -> RolloutBatch:
-        """One round of dynamic sampling, or the only one; `round_` is (step, round). The monitor watches the first."""
-        n, first = self.config.sampling.n, round_[1] == 0
+    def _collect_round(
+        self, examples: list[Example], indices: Sequence[int], step: int, first: bool, clock: Clock
+    ) -> RolloutBatch:
+        """One round of dynamic sampling, or the only one. `indices` number the prompts of the whole run. The monitor
+        watches the first round."""
+        n, places = self.config.sampling.n, self.world.local_slice(range(self.config.sampling.prompts))
         prompts = [list(example.prompt_ids or ()) for example in examples]
         self.show_phase("rollouts")
         with clock.phase("rollout"):
             rollouts = self.generate(
                 prompts,
-                self.sampling("rollouts", *round_, n=n),
+                self.sampling("rollouts", n=n),
                 self.sparsity,
-                record=self.distill.record(round_, len(prompts), self.sparsity) if self.distill else False,
-                keep_hidden=self.monitor.keep_hidden(len(prompts)) if first else 0,
+                indices,
+                record=self.distill.record(step, indices, self.sparsity) if self.distill else False,
+                keep_hidden=self.monitor.keep_hidden(places) if first else 0,
             )
         batch = RolloutBatch(rollouts, [e for e in examples for _ in range(n)], n, drawn_groups=len(examples))
         batch.drawn_tokens = sum(batch.lengths)
@@ -136,7 +148,7 @@ class Collector:
                 batch.observed = self.monitor.step(rollouts)
             self.sparsity = batch.observed.sparsity or self.sparsity
         if self.correction.reroll:
-            self._reroll(batch, self.seed("reroll", *round_), clock)
+            self._reroll(batch, self.seed("reroll"), clock)
         self.show_phase("rewards")
         with clock.phase("reward"):
             self._grade(batch)
@@ -223,9 +235,9 @@ def continuations(engine: Engine, rollouts: Mapping[int, tuple[Rollout, int]], s
     requests = []
     for index, (rollout, first) in rollouts.items():
         left = rollout.sampling.max_new_tokens - first
-        sampling = replace(rollout.sampling, n=1, max_new_tokens=left, seed=seed + index)
-        [request] = engine.requests([rollout.prompt_ids + rollout.token_ids[:first]], sampling, DENSE)
-        request.prompt_index = index
+        sampling = replace(rollout.sampling, n=1, max_new_tokens=left, seed=seed)
+        [request] = engine.requests([rollout.prompt_ids + rollout.token_ids[:first]], sampling, DENSE, indices=[index])
+        request.key = rollout_key(seed, rollout.prompt_index, rollout.sample_index)
         requests.append(request)
     return requests
 

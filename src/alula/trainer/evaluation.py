@@ -39,11 +39,12 @@ def evaluate_policy(
         seed=collector.seed("evaluation"),
     )
     share = Dataset(world.local_slice(dataset.examples), dataset.name)
+    indices = world.local_slice(range(len(dataset)))
     summary = None
     failures: dict[str, int] = {}
     if len(share):
         result = evaluate(
-            lambda prompts, n: collector.generate(prompts, sampling, sparsity),
+            lambda prompts, n: collector.generate(prompts, sampling, sparsity, indices),
             share,
             rewards,
             e.k,

@@ -191,7 +191,7 @@ class Trainer:
             self.stop.raise_if_stop_requested()  # for the last time: from here on the step is finished
             self.logger.phase("learning")
             with clock.phase("update"):
-                minibatch = self.updater.assign_minibatches(batch, step)
+                minibatch = self.updater.assign_minibatches(batch)
                 corrected = self.updater.correct(batch, minibatch)
                 advantages = self.updater.advantages(batch, corrected)
                 result = self.updater.update(batch, minibatch, corrected, advantages)
@@ -215,9 +215,7 @@ class Trainer:
             return {}
         self.logger.phase("distilling")
         with clock.phase("distill"):
-            metrics = self.distill.step(
-                step, batch.rollouts, batch.n, advantages, self.collector.sparsity, batch.rerolled
-            )
+            metrics = self.distill.step(step, batch.rollouts, advantages, batch.rerolled)
             self.distill.publish()
         return metrics
 
@@ -298,10 +296,12 @@ class Trainer:
             self.stop.raise_if_stop_requested()
             done = len(distill.divergences)
             self.logger.phase(f"distilling before the first step, {done + 1} of {first.steps}")
+            indices = self.world.local_slice(range(stream.seen, stream.seen + first.prompts))
             examples = self.world.local_slice(stream.next(first.prompts))
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            sampling, sparsity = self.collector.sampling("first", done), self.collector.sparsity
-            distill.first_step(self.collector.generate(prompts, sampling, sparsity, record=sparsity.evict is not None))
+            sampling, sparsity = self.collector.sampling("first"), self.collector.sparsity
+            evicts = sparsity.evict is not None
+            distill.first_step(self.collector.generate(prompts, sampling, sparsity, indices, record=evicts))
             self._take_snapshot()
         skipped = distill.distiller.skipped
         self.logger.event(
@@ -321,7 +321,8 @@ class Trainer:
         self.logger.phase("measuring a sparser policy")
         candidate, sampling = distill.candidate, self.collector.sampling("move", self.step)
         assert candidate is not None
-        rollouts = self.collector.generate(distill.prompts, sampling, candidate, record=candidate.evict is not None)
+        evicts = candidate.evict is not None
+        rollouts = self.collector.generate(distill.prompts, sampling, candidate, distill.prompt_indices, record=evicts)
         message = distill.try_move(self.step, rollouts)
         if distill.moved:
             self.collector.adopt(candidate)

@@ -93,10 +93,10 @@ class Updater:
         if self.loss.kl > 0:
             batch.reference = self.learner.score(batch.rollouts, temperature, reference=True)
 
-    def assign_minibatches(self, batch: RolloutBatch, step: int) -> Tensor:
+    def assign_minibatches(self, batch: RolloutBatch) -> Tensor:
         """int64 [N]: the optimizer step of each rollout."""
-        settings, seed = self.config.learner, (self.config.seed, step, self.world.rank)
-        return assign_minibatches(batch, settings.updates, settings.minibatch, seed).to(self.world.device)
+        settings, seed = self.config.learner, self.config.seed
+        return assign_minibatches(batch, settings.updates, settings.minibatch, seed, self.world).to(self.world.device)
 
     def correct(self, batch: RolloutBatch, minibatch: Tensor) -> Corrected:
         """Weights and keep mask of all tokens; no correction yet in one-update mode."""

@@ -5,7 +5,7 @@ gives the other distribution, so α is exact, belongs to the policy that sampled
 learner's scoring pass.
 
     monitor = Monitor(MonitorSettings(rollouts=8), sparsity, engine, max_length, control)
-    rollouts = engine.generate(prompts, sampling, sparsity, keep_hidden=monitor.keep_hidden(len(prompts)))
+    rollouts = engine.generate(prompts, sampling, sparsity, keep_hidden=monitor.keep_hidden(range(len(prompts))))
     observed = monitor.step(rollouts)     # metrics, events, and the policy to use from now on
 """
 
@@ -41,8 +41,7 @@ class Observation:
 class Monitor:
     """Measures one run's sparse policy. The caller applies what the controller decides (`Observation.sparsity`).
 
-    All ranks see all α and therefore reach the same schedule. `gather` returns the values of all ranks; `share` returns
-    how many of `count` rollouts this rank watches.
+    All ranks see all α and therefore reach the same schedule. `gather` returns the values of all ranks.
     """
 
     def __init__(
@@ -54,10 +53,9 @@ class Monitor:
         control: ControlSettings | None = None,
         *,
         gather: Callable[[Any], list[Any]] = lambda value: [value],
-        share: Callable[[int], int] = lambda count: count,
     ) -> None:
         self.settings, self.engine, self.gather = settings, engine, gather
-        self.watched = 0 if sparsity.dense else share(settings.rollouts)
+        self.watched = 0 if sparsity.dense else settings.rollouts
         self.base, self.kind = sparsity, controlled(sparsity)
         self.max_length = max_length
         self.schedule = schedule_of(budget_of(sparsity, self.kind), settings.bin, max_length)
@@ -108,9 +106,10 @@ class Monitor:
         self.schedule = schedule_of(budget_of(sparsity, self.kind), self.settings.bin, self.max_length)
         self._versions = {sparsity: 0}
 
-    def keep_hidden(self, prompts: int) -> list[int]:
-        """How many rollouts of each prompt keep their hidden states: one of the first, since prompts are shuffled."""
-        return [int(i < self.watched) for i in range(prompts)]
+    def keep_hidden(self, places: Sequence[int]) -> list[int]:
+        """How many rollouts of each prompt keep their hidden states, by its place among all ranks' prompts of a step:
+        one of each of the first, since prompts are shuffled."""
+        return [int(place < self.watched) for place in places]
 
     def step(self, rollouts: Sequence[Rollout]) -> Observation:
         """Measure the rollouts with hidden states, and free these. Every rank must call it."""
@@ -123,8 +122,7 @@ class Monitor:
         for rollout in rollouts:
             rollout.hidden = None
         ranks = self.gather(tokens)
-        prompts = np.concatenate([2**32 * rank + columns[2] for rank, columns in enumerate(ranks)])
-        alpha, positions, version = (np.concatenate([columns[i] for columns in ranks]) for i in (0, 1, 3))
+        alpha, positions, prompts, version = in_prompt_order(ranks, by=2)
         if not len(alpha):
             return Observation(self._schedule_metrics())
         metrics = self._metrics(alpha, positions) | self._schedule_metrics()
@@ -141,10 +139,10 @@ class Monitor:
         sampled. Every rank must call it."""
         if self.controller is None or self.controller.control.vetoed is None:
             return Observation()
-        versions = [self._versions.get(rollout.sparsity, -1) for rollout in rollouts[::n]]
+        prompts = np.asarray([rollout.prompt_index for rollout in rollouts[::n]], np.int64)
+        versions = np.asarray([self._versions.get(rollout.sparsity, -1) for rollout in rollouts[::n]], np.int64)
         counts = np.asarray(vetoed, np.int64).reshape(-1, n).sum(1)
-        ranks = self.gather((counts, np.asarray(versions, np.int64)))
-        counts, version = (np.concatenate([columns[i] for columns in ranks]) for i in (0, 1))
+        counts, version, _ = in_prompt_order(self.gather((counts, versions, prompts)), by=2)
         event = self.controller.observe_vetoes(counts, np.full(len(counts), n), version)
         events = () if event is None else (event.describe(self.controller.control),)
         return Observation(events=events, sparsity=self._new_policy())
@@ -197,6 +195,13 @@ class Monitor:
             self.controller.load_state_dict(state["controller"])
             self.controller.stopped &= self.controller.control.on_violation == "stop"
             self._versions = {self.recommended: self.controller.version}
+
+
+def in_prompt_order(ranks: Sequence[tuple[Array, ...]], by: int) -> list[Array]:
+    """The columns of all ranks as one table, in the order of the prompts: the same for any number of ranks."""
+    columns = [np.concatenate(parts) for parts in zip(*ranks)]
+    order = np.argsort(columns[by], kind="stable")
+    return [column[order] for column in columns]
 
 
 def resolve_control(control: ControlSettings, sparsity: Sparsity, max_length: int) -> ControlSettings:
