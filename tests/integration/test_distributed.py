@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import rank_keys_worker
 from alula.config.settings import LoRASettings
 from alula.distributed import World, init_world
 from alula.run.checkpoint import Checkpoints
@@ -120,3 +121,28 @@ def test_a_world_of_one_needs_no_process_group(monkeypatch):
     assert world.all_max(3) == 3
     assert world.all_gather("x") == ["x"]
     assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def one_and_two_ranks(tmp_path_factory):
+    """The same runs in this process and on two ranks."""
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one-rank", "two-ranks-keys"))
+    for scenario in rank_keys_worker.SCENARIOS:
+        rank_keys_worker.train(scenario, one)
+    run_on_two_ranks(Path(rank_keys_worker.__file__), two)
+    return one, two
+
+
+@pytest.mark.parametrize("scenario", rank_keys_worker.SCENARIOS)
+def test_samples_do_not_depend_on_the_number_of_ranks(one_and_two_ranks, scenario):
+    """Three steps: the same tokens for every (prompt index, sample), the same groups chosen by dynamic sampling."""
+    one, two = one_and_two_ranks
+    alone = json.loads((one / f"{scenario}-0.json").read_text())
+    shares = [json.loads((two / f"{scenario}-{rank}.json").read_text()) for rank in range(2)]
+    for number, together in enumerate(alone):
+        assert shares[0][number] | shares[1][number] == together
+    for name, keys in (("metrics.jsonl", None), ("evals.jsonl", ("accuracy", "length"))):
+        rows = [[json.loads(line) for line in (out / scenario / name).read_text().splitlines()] for out in (one, two)]
+        for a, b in zip(*rows, strict=True):
+            for key in keys or [key for key in a if not key.startswith(("time/", "speed/", "kv/bytes"))]:
+                assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-5), key

@@ -13,6 +13,11 @@ def sequence(lengths: Sequence[int], device: torch.device) -> Tensor:
     )
 
 
+def concatenate(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[T]: the tokens of all rollouts; a rank may have none."""
+    return torch.cat(list(parts)) if parts else torch.empty(0, device=device)
+
+
 def flatten(mask: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
     """`sequence` [T] of the tokens where `mask` [N, L] is set, and each `padded` [N, L] tensor there."""
     real = mask.bool()

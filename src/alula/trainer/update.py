@@ -141,8 +141,8 @@ class Updater:
     def _correct(self, batch: RolloutBatch, minibatch: Tensor) -> Corrected:
         device = self.world.device
         return correct(
-            torch.cat(batch.dense),
-            torch.cat(batch.sampled(device)),
+            ragged.concatenate(batch.dense, device),
+            ragged.concatenate(batch.sampled(device), device),
             batch.sequence(device),
             self.correction,
             sequences=len(batch.rollouts),
@@ -228,7 +228,7 @@ class Updater:
         """The mismatch as it was sampled, before a reroll; what was dropped, after it."""
         log_ratios = batch.log_ratios_before_reroll or self._log_ratios(batch)
         metrics = mismatch_metrics(
-            torch.cat(log_ratios),
+            ragged.concatenate(log_ratios, self.world.device),
             ragged.sequence([len(log_ratio) for log_ratio in log_ratios], self.world.device),
             len(batch.rollouts),
             self.correction.veto,
@@ -240,7 +240,7 @@ class Updater:
     def _vetoed(self, batch: RolloutBatch) -> list[bool]:
         if batch.rerolled:
             return batch.rerolled
-        low = below_veto(torch.cat(self._log_ratios(batch)), self.correction.veto)
+        low = below_veto(ragged.concatenate(self._log_ratios(batch), self.world.device), self.correction.veto)
         return (ragged.first(low, batch.sequence(self.world.device), len(batch.rollouts)) >= 0).tolist()
 
     def _log_ratios(self, batch: RolloutBatch) -> list[Tensor]:
