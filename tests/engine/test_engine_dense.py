@@ -8,6 +8,7 @@ import torch
 import oracle
 from alula import Engine, Sampling
 from alula.engine.block_manager import pages_for
+from alula.errors import SettingError
 from alula.models.load import load_model
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8, 60] * 13, [7]]
@@ -81,6 +82,34 @@ def test_results_are_independent_of_batch_composition(loaded):
                 torch.testing.assert_close(alone.logprobs, same.logprobs, rtol=0, atol=1e-5)
                 if "buckets" in options:
                     assert torch.equal(alone.logprobs, same.logprobs)
+
+
+@pytest.mark.slow
+def test_draws_that_depend_on_the_batch_are_rare():
+    """At most about one draw in 10⁶, over 10⁵ draws from 6,000 tokens (two blocks of the sampler)."""
+    loaded = oracle.custom_model(1, layers=1, vocabulary=6000)
+    sampling = Sampling(n=200, max_new_tokens=256, ignore_eos=True)
+    together, fewer = (
+        Engine(loaded, **(OPTIONS | {"max_rows": rows, "kv_memory": "64MiB"})).generate([[5, 6, 7], [8, 9]], sampling)
+        for rows in (128, 48)
+    )
+    assert sum(map(len, together)) > 100_000
+    assert sum(a.token_ids != b.token_ids for a, b in zip(together, fewer)) <= 1
+    for a, b in zip(together, fewer):
+        if a.token_ids == b.token_ids:
+            torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+
+
+def test_indices_key_the_random_numbers(loaded):
+    """A share of the prompts with their indices in the whole gives the rollouts of the whole."""
+    engine = Engine(loaded, **OPTIONS)
+    sampling = Sampling(n=2, max_new_tokens=10, ignore_eos=True)
+    everything = engine.generate(PROMPTS, sampling)
+    share = engine.generate(PROMPTS[1::2], sampling, indices=range(len(PROMPTS))[1::2])
+    expected = [r for r in everything if r.prompt_index % 2]
+    assert [(r.prompt_index, r.token_ids) for r in share] == [(r.prompt_index, r.token_ids) for r in expected]
+    with pytest.raises(SettingError, match="indices"):
+        engine.generate(PROMPTS[:2], sampling, indices=[4, 4])
 
 
 def test_a_pinned_bucket_bounds_the_rows(loaded):

@@ -40,6 +40,18 @@ def test_logprobs_equal_a_plain_forward_pass(smollm2_model, text):
     torch.testing.assert_close(text.logprobs, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("method", ["dense", "rkv", "knorm"])
+def test_results_are_independent_of_batch_composition_with_a_real_vocabulary(engine, smollm2_model, method):
+    """49,152 tokens at temperature 1: the same tokens alone and together, log-probs to 1e-4."""
+    sparsity = Sparsity() if method == "dense" else Sparsity(Evict(method, 48, buffer=8))
+    sampling = Sampling(n=4, max_new_tokens=40, ignore_eos=True, seed=3)
+    together = engine.generate([CHAT], sampling, sparsity)
+    alone = Engine(smollm2_model, page=16, kv_memory="64MiB", max_rows=1).generate([CHAT], sampling, sparsity)
+    for a, b in zip(together, alone, strict=True):
+        assert a.token_ids == b.token_ids
+        torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
+
+
 def test_sinks_keep_eviction_near_dense_and_without_them_it_collapses(engine, text):
     """Mean log-prob of the model's own greedy text, 142 tokens with the prompt, at 64 + 8 of KV (quest: 64 read).
 

@@ -163,7 +163,7 @@ def test_rare_tokens_of_a_real_vocabulary_have_their_share():
 
 def test_a_rounding_error_moves_hardly_any_draw():
     """Logits that differ by 1e-6, as those of another batch do, change a draw only where two are as close."""
-    rows, vocabulary = 1500, 49152
+    rows, vocabulary = 20_000, 12288
     generator = torch.Generator().manual_seed(8)
     logits = 3 * torch.randn(vocabulary, generator=generator)
     different = 0
@@ -174,7 +174,7 @@ def test_a_rounding_error_moves_hardly_any_draw():
         exact, _ = sample_torch(logits.expand(250, -1), *arguments)
         rounded, _ = sample_torch(logits + error, *arguments)
         different += int((exact != rounded).sum())
-    assert different == 0
+    assert different <= 1
 
 
 def test_a_token_without_probability_is_never_drawn():

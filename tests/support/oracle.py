@@ -113,7 +113,9 @@ def greedy(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def custom_model(group: int, *, kv_heads: int = 2, layers: int = 3, model_type: str = "llama") -> LoadedModel:
+def custom_model(
+    group: int, *, kv_heads: int = 2, layers: int = 3, model_type: str = "llama", vocabulary: int = 96
+) -> LoadedModel:
     """A tiny model with any group size, and a head dimension that is no power of two."""
     heads = group * kv_heads
     width = -(-48 // heads) * heads
@@ -125,7 +127,7 @@ def custom_model(group: int, *, kv_heads: int = 2, layers: int = 3, model_type: 
         head_dim=12,
         hidden_size=width,
         intermediate_size=64,
-        vocab_size=96,
+        vocab_size=vocabulary,
         max_position_embeddings=1024,
         initializer_range=0.15,
         bos_token_id=0,
