@@ -40,11 +40,11 @@ def test_logprobs_equal_a_plain_forward_pass(smollm2_model, text):
     torch.testing.assert_close(text.logprobs, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["dense", "rkv", "knorm"])
+@pytest.mark.parametrize("method", ["dense", "knorm"])
 def test_results_are_independent_of_batch_composition_with_a_real_vocabulary(engine, smollm2_model, method):
     """49,152 tokens at temperature 1: the same tokens alone and together, log-probs to 1e-4."""
     sparsity = Sparsity() if method == "dense" else Sparsity(Evict(method, 48, buffer=8))
-    sampling = Sampling(n=4, max_new_tokens=40, ignore_eos=True, seed=3)
+    sampling = Sampling(n=3, max_new_tokens=24, ignore_eos=True, seed=3)
     together = engine.generate([CHAT], sampling, sparsity)
     alone = Engine(smollm2_model, page=16, kv_memory="64MiB", max_rows=1).generate([CHAT], sampling, sparsity)
     for a, b in zip(together, alone, strict=True):
