@@ -24,6 +24,7 @@ from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import pages_for
 from alula.engine.prefill import forward_packed
 from alula.engine.rollout import Rollout
+from alula.ops.sample import sample
 from alula.sparsity.policy import DENSE
 
 DEVICE = torch.device("cuda")
@@ -279,6 +280,68 @@ def agreement(ceilings: Ceilings) -> list[dict]:
     return found
 
 
+def sampler(ceilings: Ceilings) -> list[dict]:
+    """The sampler alone, in a captured graph. Its floor reads every logit once."""
+    found = []
+    for batch, vocabulary in ((256, 151936), (64, 151936), (256, 49152)):
+        logits = 3 * torch.randn(batch, vocabulary, device=DEVICE)
+        arguments = (
+            logits,
+            torch.ones(batch, device=DEVICE),
+            torch.randint(2**62, (batch,), device=DEVICE),
+            torch.arange(batch, device=DEVICE),
+            torch.full((batch,), -1, device=DEVICE),
+        )
+        sample(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sample(*arguments)
+        timed(graph.replay, DEVICE, 5)
+        seconds = min(timed(graph.replay, DEVICE, 50) for _ in range(3))
+        floor = logits.numel() * 4 / ceilings.bandwidth
+        found.append(
+            {"kind": "sampler", "batch": batch, "vocabulary": vocabulary, "us": seconds * 1e6, "floor_us": floor * 1e6}
+        )
+    return found
+
+
+def draws(ceilings: Ceilings) -> list[dict]:
+    """How often a draw depends on the batch: the same requests with two numbers of rows, until tokens first differ."""
+    found = []
+    prompts = np.random.default_rng(0).integers(0, 49152, (16, 64)).tolist()
+    sampling = Sampling(n=32, max_new_tokens=256, ignore_eos=True)
+    rkv, knorm = (Sparsity(evict=Evict(method, budget=96, buffer=32)) for method in ("rkv", "knorm"))
+    for policy, dtype in (
+        (DENSE, "float32"),
+        (rkv, "float32"),
+        (knorm, "float32"),
+        (DENSE, "bfloat16"),
+        (DENSE, "float16"),
+    ):
+        made = []
+        for rows in (512, 48):
+            one = engine("shape:smollm2-135m", "8GiB", max_rows=rows, dtype=dtype, compiled=False)
+            made.append(one.generate(prompts, sampling, policy, progress=False))
+            del one
+            release()
+        compared = different = 0
+        for a, b in zip(*made):
+            equal = [x == y for x, y in zip(a.token_ids, b.token_ids)]
+            compared += equal.index(False) + 1 if False in equal else len(equal)
+            different += False in equal
+        found.append(
+            {
+                "kind": "draws",
+                "model": "shape:smollm2-135m",
+                "dtype": dtype,
+                "sparsity": policy.describe(),
+                "compared": compared,
+                "different": different,
+            }
+        )
+    return found
+
+
 SECTIONS = {
     "ready": ready,
     "kernel": kernel,
@@ -288,6 +351,8 @@ SECTIONS = {
     "peak": peak,
     "pool": pool,
     "agreement": agreement,
+    "sampler": sampler,
+    "draws": draws,
 }
 
 

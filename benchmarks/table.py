@@ -88,6 +88,11 @@ def engine(results: dict) -> Table:
         lines.append(alone(f"{what}, p99", f"{gap['p99']:.3f}", "", ""))
         lines.append(alone(f"{what}, max", f"{gap['max']:.2f}", "", ""))
     lines.append(alone("GPU idle, 64 × 1k", percent(idle["idle"], 1), "5 %", "2 %"))
+    for r in rows["sampler"]:
+        what = f"sampler, {r['batch']} × {r['vocabulary']:,}, against reading the logits once"
+        result = f"{r['us'] / r['floor_us']:.1f} ×"
+        target = "100 µs" if (r["batch"], r["vocabulary"]) == (256, 151936) else ""
+        lines.append((what, f"{r['us']:.0f} µs", f"{r['floor_us']:.0f} µs", result, target, ""))
     return ("measurement", "Alula", "reference", "result", "target", "stretch"), lines
 
 
@@ -229,8 +234,22 @@ def markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
+def draws(results: dict) -> Table:
+    lines = [
+        (
+            policy_name(r),
+            r["dtype"],
+            f"{r['compared']:,}",
+            f"{r['different']:,}",
+            f"{r['different'] / r['compared']:.1g}",
+        )
+        for r in results["draws"]["rows"]
+    ]
+    return ("policy", "dtype", "draws compared", "different", "rate"), lines
+
+
 SECTIONS: dict[str, dict[str, Callable[[dict], Table]]] = {
-    "engine": {"engine": engine},
+    "engine": {"engine": engine, "draws": draws},
     "training": {"training": training, "residual": residual, "steps": training_steps},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},
     "distill": {"agreement": agreement, "overhead": overhead, "adapter": adapter_decode},

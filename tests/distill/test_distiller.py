@@ -277,11 +277,16 @@ def test_distillation_raises_acceptance_on_held_out_prompts(policy, successor):
 
 def test_choice_of_prompts_is_deterministic(model_and_rollouts):
     distiller = distiller_of(model_and_rollouts[0].model, fraction=0.25)
-    picked = distiller.choose_prompts(32, 7)
-    assert sum(picked) == 8
-    assert picked == distiller_of(model_and_rollouts[0].model, fraction=0.25).choose_prompts(32, 7)
-    assert picked != distiller.choose_prompts(32, 8)
-    assert distiller.choose_prompts(1, 0) == [True]
+    picked = [distiller.is_chosen(index) for index in range(32)]
+    again = distiller_of(model_and_rollouts[0].model, fraction=0.25)
+    assert picked == [again.is_chosen(index) for index in range(32)]
+    assert [sum(picked[i : i + 4]) for i in range(0, 32, 4)] == [1] * 8, "one of every four"
+    assert len({tuple(picked[i : i + 4]) for i in range(0, 32, 4)}) > 1, "not always the same one"
+    other = distiller_of(model_and_rollouts[0].model, fraction=0.25, seed=1)
+    assert picked != [other.is_chosen(index) for index in range(32)]
+    for fraction in (0.1, 0.3, 0.5, 0.7, 1.0):
+        distiller = distiller_of(model_and_rollouts[0].model, fraction=fraction)
+        assert sum(map(distiller.is_chosen, range(1000))) == pytest.approx(1000 * fraction, abs=1)
 
 
 def test_rollouts_of_different_temperatures_raise(model_and_rollouts):

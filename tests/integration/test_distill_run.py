@@ -96,9 +96,9 @@ def test_candidate_policy_is_measured_on_held_out_prompts(tmp_path):
     trainer, _ = watched(tmp_path)
     calls, generate, try_move, messages = [], trainer.collector.generate, trainer.distill.try_move, []
 
-    def spied(prompts, sampling, sparsity, **options):
+    def spied(prompts, sampling, sparsity, indices, **options):
         calls.append((prompts, sparsity))
-        return generate(prompts, sampling, sparsity, **options)
+        return generate(prompts, sampling, sparsity, indices, **options)
 
     def measured(step, rollouts):
         messages.append(try_move(step, rollouts))
@@ -188,14 +188,14 @@ def test_distill_first_with_selector_lora_and_control(tmp_path, changes):
     trainer = Trainer(read_tree(tree), stream=io.StringIO())
     requests, generate = [], trainer.collector.generate
 
-    def spied(prompts, sampling, sparsity, **options):
-        requests.append((prompts, sampling.seed, sparsity, options))
-        return generate(prompts, sampling, sparsity, **options)
+    def spied(prompts, sampling, sparsity, indices, **options):
+        requests.append((prompts, (sampling.seed, tuple(indices)), sparsity, options))
+        return generate(prompts, sampling, sparsity, indices, **options)
 
     trainer.collector.generate = spied
     trainer.run()
     first = requests[:3]
-    assert len({str(prompts) for prompts, *_ in first}) == len({seed for _, seed, *_ in first}) == 3
+    assert len({str(prompts) for prompts, *_ in first}) == len({key for _, key, *_ in first}) == 3
     assert all(sparsity == requests[3][2] for _, _, sparsity, _ in first), "the run's first policy"
     assert all(options == {"record": sparsity.evict is not None} for _, _, sparsity, options in first)
     run_prompts = [

@@ -58,6 +58,7 @@ def close(a, b, tolerance=1e-5) -> bool:
 def plain_model(run, values) -> LlamaForCausalLM:
     config = type(run.loaded.model.config)(**run.loaded.model.config.to_dict())
     config._attn_implementation = "eager"
+    config.pad_token_id = None  # a padding token's embedding would get no gradient
     model = LlamaForCausalLM(config)
     model.load_state_dict(values, strict=False)
     model.tie_weights()
@@ -111,7 +112,7 @@ def test_a_step_equals_plain_loops(tmp_path, unit, all_rollouts):
         ]
     assert mixed, "the seed has no group with a signal and a vetoed rollout"
 
-    step = assign_minibatches(batch, 2, unit, (0, 1, 0)).tolist()
+    step = assign_minibatches(batch, 2, unit, 0, World()).tolist()
     for number in range(2):
         members = [i for i in range(16) if step[i] == number]
         loss = 0.0
@@ -341,7 +342,7 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
 
 def test_dynamic_sampling_draws_until_groups_have_a_signal(tmp_path):
     sparse_signal = ("sampling.prompts=4", "sampling.n=2", "rewards.use=['task:successor']")
-    config = toy.quick(tmp_path / "run", *sparse_signal, "sampling.dynamic=true", "sampling.max_rounds=30")
+    config = toy.quick(tmp_path / "run", *sparse_signal, "sampling.dynamic=true", "sampling.max_rounds=100")
     _, batch, _, _, run = one_step(config)
     groups = [batch.rewards[i : i + 2] for i in range(0, 8, 2)]
     assert all(a != b for a, b in groups)
@@ -450,24 +451,44 @@ def test_reroll_and_dynamic_sampling_report_the_mismatch_of_every_round(tmp_path
 # -- parts --------------------------------------------------------------------------------------------------
 
 
-def rollout_batch(groups: int, n: int) -> RolloutBatch:
-    rollouts = [Rollout([1], [2], torch.zeros(1), "stop") for _ in range(groups * n)]
+def rollout_batch(prompts: range, n: int) -> RolloutBatch:
+    rollouts = [
+        Rollout([1], [2], torch.zeros(1), "stop", prompt_index=prompt, sample_index=sample)
+        for prompt in prompts
+        for sample in range(n)
+    ]
     return RolloutBatch(rollouts, [], n)
 
 
 @pytest.mark.parametrize(("groups", "n", "updates"), [(8, 4, 4), (7, 3, 2), (5, 2, 5), (3, 4, 1)])
 @pytest.mark.parametrize("unit", ["groups", "rollouts"])
 def test_minibatches_share_out_everything_evenly(groups, n, updates, unit):
-    step = assign_minibatches(rollout_batch(groups, n), updates, unit, (0, 1))
+    step = assign_minibatches(rollout_batch(range(40, 40 + groups), n), updates, unit, 0, World())
     sizes = torch.bincount(step, minlength=updates)
     assert int(sizes.sum()) == groups * n
     assert int(sizes.max() - sizes.min()) <= (n if unit == "groups" else 1)
     if unit == "groups":
         assert torch.equal(step.view(groups, n), step.view(groups, n)[:, :1].expand(-1, n))
-    again = assign_minibatches(rollout_batch(groups, n), updates, unit, (0, 1))
+    again = assign_minibatches(rollout_batch(range(40, 40 + groups), n), updates, unit, 0, World())
     assert torch.equal(step, again)
-    if updates > 1 and groups > 5:
-        assert not torch.equal(step, assign_minibatches(rollout_batch(groups, n), updates, unit, (0, 2)))
+    if unit == "rollouts" and updates > 1 and groups > 5:
+        other = assign_minibatches(rollout_batch(range(80, 80 + groups), n), updates, unit, 0, World())
+        assert not torch.equal(step, other), "each prompt has a shuffle of its own"
+
+
+class Rank(World):
+    """One of two ranks, whose collective sees what the other would send."""
+
+    def all_gather(self, value):
+        return [value if rank == self.rank else [*range(40, 48)][rank::2] for rank in range(2)]
+
+
+@pytest.mark.parametrize("unit", ["groups", "rollouts"])
+def test_minibatches_are_those_of_one_rank(unit):
+    whole = assign_minibatches(rollout_batch(range(40, 48), 4), 3, unit, 0, World()).view(8, 4)
+    for rank in range(2):
+        share = assign_minibatches(rollout_batch(range(40, 48)[rank::2], 4), 3, unit, 0, Rank(rank, 2)).view(4, 4)
+        assert torch.equal(share, whole[rank::2])
 
 
 def test_a_clock_counts_nested_phases_once(monkeypatch):

@@ -58,13 +58,14 @@ def correct(
     *,
     sequences: int | None = None,
     step: Tensor | None = None,
+    steps: int | None = None,
     reduce: Reduce | None = None,
 ) -> Corrected:
     """Apply `correction` to log-probs [T]; `sequence` [T] is the rollout of each token (`ragged.flatten` if padded).
 
-    `step` [N] numbers the optimizer step of each rollout (default: one step for all; the same number of steps on every
-    rank). `reduce` sums a tensor over ranks. `batch_normalise` takes its mean over the whole step on all ranks, so
-    packing changes nothing. The metrics are in `alula.objective.mismatch_metrics`.
+    `step` [N] numbers the optimizer step of each rollout (default: one step for all) and `steps` is their number on all
+    ranks (default: those of this rank). `reduce` sums a tensor over ranks. `batch_normalise` takes its mean over the
+    whole step on all ranks, so packing changes nothing. The metrics are in `alula.objective.mismatch_metrics`.
     """
     if sequences is None:
         sequences = int(sequence.max()) + 1 if len(sequence) else 0
@@ -78,7 +79,7 @@ def correct(
             capped = weights > correction.cap
             weights = weights.clamp(max=correction.cap)
         if correction.batch_normalise:
-            weights = weights / _mean_weight(weights, sequence, sequences, correction.weight, step, reduce)
+            weights = weights / _mean_weight(weights, sequence, sequences, correction.weight, step, steps, reduce)
 
     token_keep = torch.ones_like(capped)
     if correction.mask != "none":
@@ -116,11 +117,17 @@ def _ratio(log_ratio: Tensor, sequence: Tensor, sequences: int, level: str, clam
 
 
 def _mean_weight(
-    weights: Tensor, sequence: Tensor, sequences: int, level: str, step: Tensor | None, reduce: Reduce | None
+    weights: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    level: str,
+    step: Tensor | None,
+    steps: int | None,
+    reduce: Reduce | None,
 ) -> Tensor:
     """The mean weight of each token's optimizer step, [T]: over its tokens, or over its rollouts."""
     step = torch.zeros(sequences, dtype=torch.int64, device=sequence.device) if step is None else step
-    steps = int(step.max()) + 1 if sequences else 1
+    steps = steps or ragged.steps(step)
     share = torch.ones_like(weights, dtype=torch.float64)
     if level != "token":
         share /= ragged.count(sequence, sequences)[sequence]

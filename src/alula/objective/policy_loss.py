@@ -42,9 +42,11 @@ def divisors(
     *,
     max_length: int | None = None,
     step: Tensor | None = None,
+    steps: int | None = None,
     reduce: Reduce | None = None,
 ) -> Divisors:
-    """Divisors of all rollouts, counted over each optimizer `step` ([N], default: one step) and all ranks.
+    """Divisors of all rollouts, counted over each optimizer `step` ([N], default: one step) and all ranks. `steps` is
+    the number of optimizer steps on all ranks (default: those of this rank).
 
     Rollouts that are later left out of the update (no signal) still count. Without `corrected`, no rollout counts as
     dropped. `max_length` is the generation limit, for losses that divide by it (`dr_grpo`).
@@ -61,7 +63,7 @@ def divisors(
         accepted = corrected.keep.double()
 
     def over_step(values: Tensor) -> Tensor:
-        sums = ragged.total(values, step, int(step.max()) + 1 if sequences else 1)
+        sums = ragged.total(values, step, steps or ragged.steps(step))
         return (reduce(sums) if reduce else sums).clamp(min=1)[step]
 
     def divisor(tokens: Tensor, rollouts: Tensor) -> Tensor:

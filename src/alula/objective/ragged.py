@@ -13,6 +13,11 @@ def sequence(lengths: Sequence[int], device: torch.device) -> Tensor:
     )
 
 
+def steps(step: Tensor) -> int:
+    """The number of optimizer steps that `step` [N] numbers from 0."""
+    return int(step.max()) + 1 if len(step) else 1
+
+
 def concatenate(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """[T]: the tokens of all rollouts; a rank may have none."""
     return torch.cat(list(parts)) if parts else torch.empty(0, device=device)

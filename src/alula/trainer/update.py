@@ -147,6 +147,7 @@ class Updater:
             self.correction,
             sequences=len(batch.rollouts),
             step=minibatch,
+            steps=self.config.learner.updates,
             reduce=self.world.all_sum,
         )
 
@@ -176,6 +177,7 @@ class Updater:
             corrected,
             max_length=self.config.sampling.max_new_tokens,
             step=minibatch,
+            steps=self.config.learner.updates,
             reduce=self.world.all_sum,
         )
         return LossBatch(
