@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import pages_for
 from alula.engine.prefill import forward_packed
 from alula.engine.rollout import Rollout
+from alula.models.load import load_model
 from alula.ops.sample import sample
 from alula.sparsity.policy import DENSE
 
@@ -159,8 +162,6 @@ def kernel(ceilings: Ceilings) -> list[dict]:
 
 def transformers_generate(ceilings: Ceilings) -> list[dict]:
     """Against transformers' own generate with SDPA: 64 prompts of 1k tokens, 256 new ones."""
-    from alula.models.load import load_model
-
     batch, prompt, new = 64, 1024, 256
     loaded = load_model(SMALL, device="cuda")
     model = loaded.model
@@ -248,19 +249,21 @@ def ready(ceilings: Ceilings) -> list[dict]:
     return found
 
 
+ASKED = [
+    "Tell me about birds.",
+    "What is 17 * 23? Think step by step.",
+    "Write a short story about a lighthouse.",
+    "Why is the sky blue?",
+]
+
+
 def agreement(ceilings: Ceilings) -> list[dict]:
     """Dense engine log-probs against `score`, on samples of a real model (path in ALULA_SMOLLM2), compiled."""
     path = os.environ.get("ALULA_SMOLLM2")
     if not path:
         print("agreement: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file", file=sys.stderr)
         return []
-    asked = [
-        "Tell me about birds.",
-        "What is 17 * 23? Think step by step.",
-        "Write a short story about a lighthouse.",
-        "Why is the sky blue?",
-    ]
-    prompts = [[{"role": "user", "content": text}] for text in asked]
+    prompts = [[{"role": "user", "content": text}] for text in ASKED]
     found = []
     for dtype in ("bfloat16", "float16"):
         one = engine(path, "8GiB", max_rows=128, dtype=dtype)
@@ -305,41 +308,35 @@ def sampler(ceilings: Ceilings) -> list[dict]:
     return found
 
 
-def draws(ceilings: Ceilings) -> list[dict]:
-    """How often a draw depends on the batch: the same requests with two numbers of rows, until tokens first differ."""
-    found = []
-    prompts = np.random.default_rng(0).integers(0, 49152, (16, 64)).tolist()
-    sampling = Sampling(n=32, max_new_tokens=256, ignore_eos=True)
+def draws(ceilings: Ceilings) -> Iterator[dict]:
+    """How often a draw depends on the batch: the same requests with two numbers of rows, until tokens first differ.
+
+    On samples of a real model (path in ALULA_SMOLLM2).
+    """
+    path = os.environ.get("ALULA_SMOLLM2")
+    if not path:
+        print("draws: set ALULA_SMOLLM2 to SmolLM2-135M-Instruct's GGUF file", file=sys.stderr)
+        return
+    prompts: list[Any] = [[{"role": "user", "content": text}] for text in ASKED]
+    sampling = Sampling(n=128, max_new_tokens=256, ignore_eos=True)
     rkv, knorm = (Sparsity(evict=Evict(method, budget=96, buffer=32)) for method in ("rkv", "knorm"))
-    for policy, dtype in (
-        (DENSE, "float32"),
-        (rkv, "float32"),
-        (knorm, "float32"),
-        (DENSE, "bfloat16"),
-        (DENSE, "float16"),
-    ):
-        made = []
-        for rows in (512, 48):
-            one = engine("shape:smollm2-135m", "8GiB", max_rows=rows, dtype=dtype, compiled=False)
-            made.append(one.generate(prompts, sampling, policy, progress=False))
-            del one
-            release()
-        compared = different = 0
-        for a, b in zip(*made):
-            equal = [x == y for x, y in zip(a.token_ids, b.token_ids)]
-            compared += equal.index(False) + 1 if False in equal else len(equal)
-            different += False in equal
-        found.append(
-            {
+    for dtype, policies in (("float32", (DENSE, rkv, knorm)), ("bfloat16", (DENSE,)), ("float16", (DENSE,))):
+        loaded = load_model(path, device="cuda", dtype=dtype)
+        engines = [Engine(loaded, kv_memory="8GiB", max_rows=rows, compiled=False) for rows in (512, 48)]
+        for policy in policies:
+            compared = different = 0
+            for a, b in zip(*(one.generate(prompts, sampling, policy, progress=False) for one in engines)):
+                equal = [x == y for x, y in zip(a.token_ids, b.token_ids)]
+                compared += equal.index(False) + 1 if False in equal else len(equal)
+                different += False in equal
+            yield {
                 "kind": "draws",
-                "model": "shape:smollm2-135m",
+                "model": Path(path).stem,
                 "dtype": dtype,
                 "sparsity": policy.describe(),
                 "compared": compared,
                 "different": different,
             }
-        )
-    return found
 
 
 SECTIONS = {
