@@ -139,6 +139,7 @@ def loaded_modules(code: str) -> set[str]:
     return set(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_run_imports_only_what_it_uses():
     code = f"""
         from alula.config.load import load_config

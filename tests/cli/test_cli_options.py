@@ -75,6 +75,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
+@pytest.mark.slow
 def test_a_schedule_of_another_model_is_reported_once_per_model(command, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     Schedule((48, 64), 16, "planned", notes={"model": "who/tiny-qwen3"}).save("planned.json")

@@ -31,6 +31,7 @@ def run(capsys, *arguments):
     return ended.value.code or 0, printed.out, printed.err
 
 
+@pytest.mark.slow
 def test_the_quickstart_works_as_pasted(capsys):
     code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     exec(code, {"__name__": "__main__"})
@@ -162,6 +163,7 @@ POLICIES = ("dense", "rkv:32+16", "h2o:32+16", "block-topk:64", "snapkv:128+16 &
 COMMON = ("--batch", 2, "--batch", 3, "--context", 20, "--context", 300, "--kv-memory", "8MiB")
 
 
+@pytest.mark.slow
 def test_bench_times_steps_and_rollouts(capsys):
     policies = [word for policy in POLICIES for word in ("--sparsity", policy)]
     ask = ("bench", MODEL, *COMMON, "--rollouts", 3, "--json", "--out", "bench.json", *policies)

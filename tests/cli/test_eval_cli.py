@@ -179,6 +179,7 @@ def test_prompt_template_for_a_file_with_other_fields(folder, tmp_path, capsys):
     assert json.loads(out.read_text())[0]["problems"] == 1
 
 
+@pytest.mark.slow
 def test_reasoning_gym_is_graded_by_its_own_verifier(folder, tmp_path):
     pytest.importorskip("reasoning_gym")
     out = tmp_path / "results.json"

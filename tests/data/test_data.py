@@ -215,7 +215,7 @@ def test_chat_without_a_template_raises(tokenizer):
 def test_symbols_unknown_to_the_tokenizer_raise():
     tokenizer = task_tokenizer(build("successor", symbols=4))
     assert len(prepare(load("task:successor", options={"symbols": 4}), tokenizer)) == 1000
-    message = r"data task:successor.*symbol '[e-h]'.*--option symbols=4"
+    message = r"data task:successor.*symbol '[e-h]'.*data.options"
     with pytest.raises(SettingError, match=message):
         prepare(load("task:successor"), tokenizer)
     with pytest.raises(SettingError, match=message):

@@ -254,6 +254,7 @@ KERNEL_CASES = {
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", KERNEL_CASES)
+@pytest.mark.slow
 def test_the_kernel_is_the_chunked_reference(name):
     lengths = ((3, 259), (9, 1)) if name == "a page to a tile" else ((3, 66), (66, 4), (9, 1))
     rollouts, *tensors = packed_case(*KERNEL_CASES[name], lengths=lengths, heads=4)
@@ -275,6 +276,7 @@ def as_bits(words: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.kernels
+@pytest.mark.slow
 def test_pages_are_chosen_as_the_reference_chooses_them():
     """Bit for bit, from the same scores: over two words, under a schedule and without a budget, in the prompt too."""
     budgets = (Schedule((6, 11, 20), width=25), 8, 200)
@@ -302,6 +304,7 @@ def test_pages_are_chosen_as_the_reference_chooses_them():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("policy", [METHODS["block-topk"], METHODS["quest"]])
+@pytest.mark.slow
 def test_pages_read_do_not_depend_on_chunks(policy):
     rollouts, *tensors = packed_case(policy, lengths=((3, 20), (9, 2)))
     q, k, _ = (x.detach().to(DEVICE) for x in tensors)
@@ -338,6 +341,7 @@ def test_only_tiles_with_visible_keys_are_visited(name):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.slow
 def test_a_step_through_the_kernel_is_the_same(checkpointing, models, monkeypatch):
     loaded = models[3]
     adapter = random_adapter(loaded.model)
@@ -354,6 +358,7 @@ def test_a_step_through_the_kernel_is_the_same(checkpointing, models, monkeypatc
 
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("method", ["rkv", "block-topk"])
+@pytest.mark.slow
 def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, models, monkeypatch):
     """Through dynamo and autograd's own graphs; the compiler behind them is left out to save its time. The eager one
     never runs through the kernels."""
@@ -474,6 +479,7 @@ def test_the_dense_policy_never_sees_the_adapter(models):
     assert all(torch.equal(before[name], p) for name, p in loaded.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_the_engine_takes_new_adapters_and_weights_in_place(models, tmp_path):
     loaded = copy.deepcopy(models[3])
     first, second = random_adapter(loaded.model, seed=1), random_adapter(loaded.model, seed=2)

@@ -60,6 +60,7 @@ def recorded(engine, rollout: Rollout, policy: Sparsity) -> Rollout:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.slow
 def test_forced_text_against_two_full_passes(name, engine, loaded, dense_text):
     for rollout, alpha in zip(dense_text[1::2], engine.acceptance(dense_text[1::2], POLICIES[name])):
         expected = brute_force(loaded.model, recorded(engine, rollout, POLICIES[name]))
@@ -69,6 +70,7 @@ def test_forced_text_against_two_full_passes(name, engine, loaded, dense_text):
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.slow
 def test_own_rollouts_forced_and_kept(name, engine, loaded):
     """Text of the sparse policy itself: forced decoding and the hidden states kept while sampling agree."""
     requests = engine.requests(PROMPTS, SAMPLING, POLICIES[name], record=True)
@@ -119,6 +121,7 @@ def test_dense_hidden_states_in_host_memory(engine, dense_text, monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_under_pressure(loaded, dense_text):
     """Sequences that are swapped out and prompts that are run again keep their α in step with their tokens."""
     small = Engine(loaded, page=4, kv_memory=24 * 4 * 2 * 3 * 2 * 12 * 4, max_rows=16, lookahead=3)

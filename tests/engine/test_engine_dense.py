@@ -21,6 +21,7 @@ def loaded():
 
 
 @pytest.mark.parametrize("options", [{"lookahead": 1}, {"page": 16, "lookahead": 5, "max_rows": 3}])
+@pytest.mark.slow
 def test_greedy_equals_transformers(tiny, options):
     """Invariant 1: prompts of different lengths together, more rollouts than rows."""
     engine = Engine(tiny, **(OPTIONS | options))
@@ -37,6 +38,7 @@ def test_greedy_equals_transformers(tiny, options):
     assert engine.pool.in_use == 0
 
 
+@pytest.mark.slow
 def test_greedy_equals_transformers_for_every_group_size():
     for group in (1, 4, 7):
         loaded = oracle.custom_model(group, model_type="qwen2" if group == 7 else "llama")
@@ -67,6 +69,7 @@ def test_topk_ids_and_logprobs(loaded):
             torch.testing.assert_close(rollout.topk_logprobs, top.values, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_results_are_independent_of_batch_composition(loaded):
     """Invariant 3, dense: also when the others are longer, shorter, end earlier, or wait for a row."""
     sampling = Sampling(n=3, max_new_tokens=30, temperature=0.9, stop=(2, 3, 4, 5))
@@ -146,6 +149,7 @@ def test_kv_statistics(loaded):
     assert (len(one), one.kv.peak_tokens, one.kv.mean_tokens) == (1, 6, 6.0)
 
 
+@pytest.mark.slow
 def test_stop_tokens(loaded):
     engine = Engine(loaded, **OPTIONS, lookahead=5)
     free = engine.generate(PROMPTS, Sampling(n=2, max_new_tokens=40, ignore_eos=True))

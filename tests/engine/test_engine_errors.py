@@ -260,6 +260,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.slow
 def test_only_the_poisoned_request_fails(name, poison):
     """One token's embedding is broken: rollouts that read it fail, in the prompt or later; the others are exact."""
     prompts = [[5, 6, 7, 10], [8, 9] * 6, [11] * 5]

@@ -138,6 +138,7 @@ def assert_oracle_agrees(loaded, rollouts: list[Rollout], page: int, *, formulas
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_every_evictor_agrees_with_the_oracle(method, models):
     engine = engine_of(models[3])
     rollouts = engine.generate(PROMPTS, SAMPLING, Sparsity(Evict(method, **SMALL)), record=True)
@@ -154,6 +155,7 @@ def test_every_evictor_agrees_with_the_oracle(method, models):
 
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("method", ["rkv", "h2o", "tova"])
+@pytest.mark.slow
 def test_group_sizes(method, group, models):
     engine = engine_of(models[group])
     rollouts = engine.generate(PROMPTS, SAMPLING, Sparsity(Evict(method, **SMALL)), record=True)
@@ -174,6 +176,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("page", "lookahead"), [(1, 1), (8, 7)])
+@pytest.mark.slow
 def test_variants_agree_with_the_oracle(name, page, lookahead, models):
     engine = engine_of(models[3], page=page, lookahead=lookahead)
     rollouts = engine.generate(PROMPTS, SAMPLING, Sparsity(VARIANTS[name]), record=True)
@@ -222,6 +225,7 @@ def test_a_budget_that_covers_everything_is_dense_to_the_bit(method, models):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_results_are_independent_of_batch_composition(method, models):
     """Invariant 3: same tokens, same kept sets, and with the bucket pinned the same bits."""
     sparsity = Sparsity(Evict(method, **SMALL))
@@ -237,6 +241,7 @@ def test_results_are_independent_of_batch_composition(method, models):
                 assert engine is loose or torch.equal(alone.logprobs, same.logprobs)
 
 
+@pytest.mark.slow
 def test_pages_are_released(models):
     """Ceiling of pages per sequence, and long rollouts through a pool that could never hold them densely."""
     engine = engine_of(models[1], kv_memory=96 * 4 * 2 * 3 * 2 * 12 * 4, lookahead=4)

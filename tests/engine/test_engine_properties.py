@@ -122,6 +122,7 @@ def requests(draw, page):
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_results_are_independent_of_batch_composition_under_random_load(data, loaded, alone):
     page = data.draw(st.sampled_from([2, 4]))
     wanted = data.draw(requests(page))
@@ -152,6 +153,7 @@ def test_results_are_independent_of_batch_composition_under_random_load(data, lo
     [Sparsity(), Sparsity(select=Select("block-topk", 20, 4, 1)), Sparsity(select=Select("quest", 20, 4, 0))],
     ids=["dense", "block-topk", "quest"],
 )
+@pytest.mark.slow
 def test_swapped_out_and_restored_exactly(sparsity, in_flight, loaded, alone):
     """The pool holds fewer than two of five sequences: younger ones are swapped out and restored bit for bit."""
     engine = small_engine(loaded, 26, 4, 8, lookahead=3)
@@ -164,6 +166,7 @@ def test_swapped_out_and_restored_exactly(sparsity, in_flight, loaded, alone):
     assert_same_as_alone(rollouts, alone[4, 8], submitted)
 
 
+@pytest.mark.slow
 def test_long_short_sparse_and_dense_in_a_small_pool(loaded, alone):
     """Churn: evicting sequences keep their reserved pages, dense ones are swapped; all results are exact."""
     engine = small_engine(loaded, 44, 4, 8, lookahead=4)
@@ -186,6 +189,7 @@ def test_long_short_sparse_and_dense_in_a_small_pool(loaded, alone):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_aborts_at_any_time_leave_the_others_alone(data, loaded, alone):
     rows = data.draw(st.sampled_from([1, 3, 8]))
     engine = small_engine(loaded, 50, 4, rows, lookahead=data.draw(st.integers(1, 5)))

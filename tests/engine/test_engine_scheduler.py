@@ -45,6 +45,7 @@ def arrivals(draw, page):
 
 @settings(max_examples=500, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_pages_are_conserved_and_all_sequences_finish(data):
     page = data.draw(PAGES)
     simulation = Simulation(

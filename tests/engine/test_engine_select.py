@@ -103,6 +103,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("lookahead", [1, 7])
+@pytest.mark.slow
 def test_variants_agree_with_the_oracle(name, lookahead, models):
     select, page = VARIANTS[name]
     engine = engine_of(models[3], page=page, lookahead=lookahead)
@@ -162,6 +163,7 @@ def test_dense_layers_that_cover_the_model_are_dense_to_the_bit(method, models):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_results_are_independent_of_batch_composition(method, models):
     policies = [
         Sparsity(select=Select(method, 20, block=4, dense_layers=1)),

@@ -247,6 +247,7 @@ def test_chat_messages_need_a_chat_template(engine):
     assert rollout.text
 
 
+@pytest.mark.slow
 def test_many_compiled_engines_live_in_one_process(monkeypatch):
     """They share the code of one forward: recompiling its full graph too often would raise."""
     real = torch.compile

@@ -262,6 +262,7 @@ def test_float16_keeps_gradients_that_its_range_would_lose():
     assert unscaled.update(rollouts, loss).grad_norm < 0.5 * norms["float32"]
 
 
+@pytest.mark.slow
 def test_float16_overflow_skips_the_step_and_lowers_the_scale():
     learner, rollouts = Learner(tiny(dtype="float16"), LearnerSettings(lr=1e-3)), sequences()
     before = {name: t.clone() for name, t in learner.tensors().items()}
@@ -373,6 +374,7 @@ def test_lora_trains_adapters_only_and_merges_into_plain_weights(shape):
         assert (expected - plain_logprobs(original, rollout, 1.0)).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_one_compiled_layer_serves_all_layers_and_micro_batches(monkeypatch):
     """Attention is one opaque operation on CUDA; here a traceable stand-in, since the CPU's loop is not."""
 

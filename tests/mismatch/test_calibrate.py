@@ -211,6 +211,7 @@ def run(engine, path, grid, text=TEXT, bins=BINS, **options):
     return calibrate(lambda page: engine, text, grid, bins, path, **options)
 
 
+@pytest.mark.slow
 def test_calibration_against_direct_measurement(engine, text, tmp_path):
     grid = Grid((SELECT,), (12, 16, 24, 36), sweep=True)
     calibration = run(engine, tmp_path / "work.json", grid)
@@ -327,6 +328,7 @@ def test_work_file_of_another_residual_stream_raises(tmp_path):
         CalibrationCache.open(path, wide, TEXT, BINS)
 
 
+@pytest.mark.slow
 def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
     """Each bin is measured under the budgets before it, its lower bound holds tau, and the planner can use it."""
     grid = Grid((EVICT,), (4, 8, 12, 20, 36), taus=(0.6,))

@@ -165,6 +165,7 @@ def test_an_evictors_budgets_fall_only_where_every_later_bin_agrees():
 
 
 @pytest.mark.parametrize("rate", [30.0, 200.0])
+@pytest.mark.slow
 def test_false_alarms_are_as_rare_as_stated(rate):
     """The worst case that is no violation: every bin's tail exactly at tau. At most one alarm per `rate` steps."""
     steps, runs, alarms = 150, 8, 0
@@ -198,6 +199,7 @@ def test_tokens_as_if_independent_would_ring_falsely():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
+@pytest.mark.slow
 def test_budgets_stay_monotone_and_bounded_whatever_is_observed(seed, forward):
     rng = np.random.default_rng(seed)
     start = tuple(sorted(rng.choice(LADDER, BINS).tolist()))

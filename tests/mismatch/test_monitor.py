@@ -101,6 +101,7 @@ def control(**changes) -> ControlSettings:
     return ControlSettings(**(settings | changes))
 
 
+@pytest.mark.slow
 def test_budgets_rise_until_the_tail_is_held(engine):
     """The engine generates under the schedule in force, α comes back, and the schedule ends where the tail is."""
     monitor = Monitor(watch(12), SELECTING, engine, LONGEST, control())
@@ -139,6 +140,7 @@ def test_old_rollouts_do_not_count_against_a_new_budget(engine):
     assert all((after[j] == np.array(json.loads(state))[j]).all() for j in changed)
 
 
+@pytest.mark.slow
 def test_dense_and_stop(engine):
     dense = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="dense"))
     stop = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
@@ -156,6 +158,7 @@ def test_dense_and_stop(engine):
         assert any(words in event for event in told)
 
 
+@pytest.mark.slow
 def test_a_restored_monitor_continues_exactly(engine):
     one = Monitor(watch(12), SELECTING, engine, LONGEST, control())
     for seed in range(2):

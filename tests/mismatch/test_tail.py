@@ -52,6 +52,7 @@ def test_cut_points_lose_little_in_a_large_bin():
     assert resampled_quantiles(values, prompt_of, draws, 0.05) == pytest.approx(exact, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_bins_counts_and_flags():
     rng = np.random.default_rng(0)
     positions = np.concatenate([np.arange(250)] * 30 + [np.arange(250, 320)] * 5)
@@ -154,12 +155,14 @@ def token_band(alpha: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray,
     return simultaneous_band(estimate, resampled, np.full(BINS, size), 0.95)
 
 
+@pytest.mark.slow
 def test_band_covers_all_bins_at_once(truth):
     """Nominal 95 %, simultaneous over bins; 100 repeats have a standard error of 2 points."""
     assert coverage(24, True, truth) >= 0.89
     assert coverage(64, True, truth) >= 0.89
 
 
+@pytest.mark.slow
 def test_resampling_tokens_undercovers(truth):
     assert coverage(48, False, truth, repeats=30) <= 0.5
 

@@ -38,6 +38,7 @@ def of() -> np.ndarray:
     return np.full(PROMPTS, SAMPLES)
 
 
+@pytest.mark.slow
 def test_false_alarms_are_as_rare_as_stated():
     """The worst case that is no violation: exactly the limit, rollouts of a prompt alike."""
     rng, rate, steps = np.random.default_rng(0), 100.0, 4000
@@ -178,6 +179,7 @@ def test_an_impossible_rung_raises():
         resolve_control(ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]), sparsity, 256)
 
 
+@pytest.mark.slow
 def test_a_policy_with_many_vetoes_gets_the_budget_it_needs(engine):
     monitor, shares, said = monitored(engine), [], []
     for seed in range(12):
@@ -204,6 +206,7 @@ def test_ranks_count_each_others_rollouts(engine):
     assert part.controller.state_dict() == whole.controller.state_dict()
 
 
+@pytest.mark.slow
 def test_a_run_raises_its_budget_and_reports_it(tmp_path):
     """From the command line: a sharp model, a budget that breaks it, one update without a dense scoring pass too."""
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)

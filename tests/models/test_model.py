@@ -244,6 +244,7 @@ def test_invalid_device_raises() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_gguf_gives_a_plain_dense_model_and_a_tokenizer(smollm2_model: LoadedModel) -> None:
     model, tokenizer = smollm2_model.model, smollm2_model.tokenizer
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
@@ -268,6 +269,7 @@ def test_gguf_gives_a_plain_dense_model_and_a_tokenizer(smollm2_model: LoadedMod
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_gguf_weights_are_those_of_the_file(smollm2: Path, smollm2_model: LoadedModel) -> None:
     """A feed-forward matrix is stored as it is, in blocks of 32 with 4-bit codes q: w = scale * q + minimum."""
     from gguf import GGUFReader

@@ -239,6 +239,7 @@ def test_engine_and_its_sparse_model_have_a_float32_stream():
         assert seen(model, lambda _: distiller.step(rollouts)) == ({torch.float32}, {torch.bfloat16})
 
 
+@pytest.mark.slow
 def test_all_layers_compile_to_one_graph(monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options, **given: real(f, backend="eager", **given))

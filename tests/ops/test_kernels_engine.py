@@ -88,6 +88,7 @@ def poison_what_is_not_held(keys, values, table, tokens):
 
 @GROUPS
 @PAGES
+@pytest.mark.slow
 def test_paged_attention(group, page, kernels, monkeypatch):
     """Rows of one token, of several splits, at page and split borders; all others' memory is poison."""
     monkeypatch.setattr(attention_module, "SPLIT", 32 if page == 4 else 64)
@@ -378,6 +379,7 @@ def test_gather_and_compact(page, dim, kernels):
 
 
 @pytest.mark.parametrize("vocabulary", [96, 5000, 12288])
+@pytest.mark.slow
 def test_sample(vocabulary):
     """One piece of the vocabulary and several, ragged; warm, greedy, forced and cut rows together."""
     rows = 6
@@ -458,6 +460,7 @@ def test_ties_are_drawn_alike_at_temperature_0():
     assert sample_triton(logits, *arguments)[0].tolist() == sample_torch(logits, *arguments)[0].tolist() == [4000, 70]
 
 
+@pytest.mark.slow
 def test_the_whole_engine_on_kernels(kernels):
     """Prompt, decoding, eviction, compaction and selection together: the same rollouts as with the references."""
     loaded = oracle.custom_model(3, layers=1)

@@ -62,6 +62,7 @@ def test_redundancy(n, dim, spread, dtype):
     torch.testing.assert_close(inverse, 1 / (keys.float().norm(dim=-1) + 1e-8))
 
 
+@pytest.mark.slow
 def test_redundancy_at_both_ends_of_the_scan():
     """The last similar key in the last tile, in the first one, and nowhere."""
     n = 140
@@ -154,6 +155,7 @@ def test_install(width, monkeypatch):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_every_evictor_chooses_alike_with_and_without_kernels(name, monkeypatch):
     evictor, kv = cached(name, group=3, n=70)
     kv = on_device(kv)

@@ -157,6 +157,7 @@ def gone_within(seconds: float, pid: int) -> bool:
     return not alive(pid)
 
 
+@pytest.mark.slow
 def test_a_bad_answer_affects_no_other(functions):
     answers = ["aa", "hang", "b", "raise", "exit", "ccc", "hold", "segfault", "nan", "none", "dd"] + ["e"] * 20
     with Rewards([RewardTerm(name=functions, weight=2.0, options={"scale": 10})], timeout=1.0, workers=2) as rewards:
@@ -178,6 +179,7 @@ def test_a_bad_answer_affects_no_other(functions):
         assert again.failures == []
 
 
+@pytest.mark.slow
 def test_math_that_hangs_or_explodes_is_one_failure():
     tower = "\\boxed{9^{9^{9^{9}}}}"
     with Rewards([RewardTerm(name="math")], timeout=2.0, workers=1) as rewards:
@@ -221,6 +223,7 @@ def test_killed_grader_also_ends_its_child_processes(functions, tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "timeout"), [("sleep", 500), ("hold", 2)])
+@pytest.mark.slow
 def test_workers_die_with_a_killed_parent(functions, tmp_path, answer, timeout):
     note = tmp_path / "pid"
     code = (
@@ -322,6 +325,7 @@ def test_thinking_format():
     assert [check(text, {}) for text in bad] == [0] * len(bad)
 
 
+@pytest.mark.slow
 def test_reasoning_gym_scores_its_own_answers():
     pytest.importorskip("reasoning_gym")
     from alula.data import load

@@ -149,6 +149,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_leaves_the_previous_checkpoint(tmp_path):
     """The operating system rejects a write in the middle of the file, as on a full disk."""
     result = subprocess.run(

@@ -42,6 +42,7 @@ SELECTORS = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(st.builds(Sparsity, st.none() | EVICTORS, st.none() | SELECTORS), st.integers(1, 30))
+@pytest.mark.slow
 def test_the_engine_holds_and_reads_the_footprint(engine, sparsity, prompt):
     sampling = Sampling(max_new_tokens=NEW, ignore_eos=True)
     [rollout] = engine.generate([list(range(1, prompt + 1))], sampling, sparsity, progress=False)

@@ -47,12 +47,14 @@ def policies() -> st.SearchStrategy[Sparsity]:
 
 @settings(max_examples=300, deadline=None)
 @given(policies(), st.booleans())
+@pytest.mark.slow
 def test_a_policy_reads_back(policy, full):
     assert Sparsity.parse(policy.describe(full=full)) == policy
 
 
 @settings(max_examples=300, deadline=None)
 @given(policies().filter(lambda policy: not policy.dense), st.booleans())
+@pytest.mark.slow
 def test_a_family_reads_back(policy, full):
     family = PolicyFamily(policy)
     assert parse_families(family.describe(full=full)) == [family]

@@ -52,6 +52,7 @@ def unchanged(run, before) -> bool:
 # -- rewards ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_hangs_or_kills_its_worker(tmp_path, monkeypatch):
     (tmp_path / "faulty.py").write_text(textwrap.dedent(FAULTY))
     monkeypatch.syspath_prepend(str(tmp_path))

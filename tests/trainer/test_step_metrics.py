@@ -32,6 +32,7 @@ def generated(engine, policy, prompt, tokens, n):
 
 @pytest.mark.parametrize(("prompt", "tokens", "n", "pays"), [(8, 100, 8, True), (64, 24, 8, False), (60, 60, 1, True)])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.slow
 def test_the_dense_peak_is_estimated_from_sparse_rollouts(engine, policy, prompt, tokens, n, pays):
     rollouts, peak = generated(engine, policy, prompt, tokens, n)
     _, dense_peak = generated(engine, DENSE, prompt, tokens, n)

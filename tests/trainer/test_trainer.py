@@ -140,6 +140,7 @@ def test_a_step_equals_plain_loops(tmp_path, unit, all_rollouts):
 
 
 @pytest.mark.parametrize("method", ["rkv", "block-topk"])
+@pytest.mark.slow
 def test_a_budget_that_no_answer_reaches_is_the_dense_run_bit_for_bit(tmp_path, method):
     roomy = (
         "sparsity={evict: {method: rkv, budget: 64, buffer: 8, window: 4, sinks: 1}}"
@@ -164,6 +165,7 @@ def test_a_budget_that_no_answer_reaches_is_the_dense_run_bit_for_bit(tmp_path, 
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_sparse_budget_is_another_run(tmp_path):
     """Control for the test above: a sparse budget changes the run."""
     toy.trainer(toy.quick(tmp_path / "dense", toy.DENSE)).run()
