@@ -18,9 +18,9 @@ from alula.run.checkpoint import CheckpointError
 from alula.sparsity.policy import DENSE
 from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
-from alula.trainer.collector import spliced_kv
 from alula.trainer.evaluation import EvalSummary, pooled
 from alula.trainer.memory_plan import plan_memory
+from alula.trainer.reroll import spliced_kv
 from alula.trainer.step_metrics import Clock
 from two_ranks import run_on_two_ranks
 
