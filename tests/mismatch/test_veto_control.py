@@ -198,7 +198,8 @@ def test_ranks_count_each_others_rollouts(engine):
     whole = monitored(engine)
     made, bad = sampled(engine, whole, 0)
     counted = np.reshape(bad, (-1, 2)).sum(1)
-    halves = [(counted[:6], np.zeros(6, np.int64)), (counted[6:], np.zeros(6, np.int64))]
+    prompts = np.array([rollout.prompt_index for rollout in made[::2]])
+    halves = [(counted[rank::2], np.zeros(6, np.int64), prompts[rank::2]) for rank in range(2)]
     part = monitored(engine, gather=lambda mine: halves)
     counted = whole.count_vetoes(made, bad, 2)
     assert part.count_vetoes(made[:12], bad[:12], 2) == counted
