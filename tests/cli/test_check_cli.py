@@ -260,6 +260,7 @@ def test_check_expands_the_home_folder(recipe, tmp_path, capsys, monkeypatch):
     assert "model.source='~/no-weights': the folder has no .safetensors file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_check_reports_an_unusable_run_folder_and_creates_none(recipe, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     held = tmp_path / "held"

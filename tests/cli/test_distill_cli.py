@@ -16,6 +16,7 @@ def successor():
     return successor_model()
 
 
+@pytest.mark.slow
 def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
     loaded, train, _ = successor
     folder, out = tmp_path / "model", tmp_path / "distilled"
@@ -124,6 +125,7 @@ def test_interrupted_command_has_status_stopped(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_resume_with_a_changed_schedule_file_raises(tmp_path, capsys):
     schedule, out = tmp_path / "schedule.json", str(tmp_path / "out")
 

@@ -48,6 +48,7 @@ def test_tests_named_in_the_engine_docs_exist():
         assert not test or f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
+@pytest.mark.slow
 def test_generate_writes_the_rollouts_of_the_engine(capsys):
     ask = (
         "generate",
@@ -98,6 +99,7 @@ def test_generate_reads_standard_input_and_cuts_the_distribution(capsys, monkeyp
     assert (record["prompt_ids"], len(record["token_ids"]), record["logprobs"]) == ([9, 8], 4, None)
 
 
+@pytest.mark.slow
 def test_generate_loads_with_the_block_of_the_selector_as_page(capsys):
     policy = "snapkv:64+16 & quest:24,block=8,dense_layers=1"
     code, out, _ = run(capsys, "generate", MODEL, "--file", "prompts.jsonl", "--sparsity", policy, "--ignore-eos")
@@ -145,6 +147,7 @@ def test_check_of_the_output_file_creates_and_changes_nothing():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
+@pytest.mark.slow
 def test_generate_rejects_bad_input_in_one_line(capsys, arguments, message):
     Path("text.txt").write_text("a plain line\n")
     Path("odd.jsonl").write_text('{"prompt": null}\n')
@@ -194,6 +197,7 @@ def saved_weights() -> int:
     return sum(4 * p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_bench_table_is_not_truncated_in_a_pipe(capsys):
     code, out, err = run(capsys, "bench", MODEL, *COMMON, "--sparsity", POLICIES[-1], "--rollouts", 2)
     assert (code, err) == (0, "")
@@ -203,6 +207,7 @@ def test_bench_table_is_not_truncated_in_a_pipe(capsys):
     assert "…" not in out
 
 
+@pytest.mark.slow
 def test_bench_accepts_contexts_beyond_the_positions_of_the_model(capsys):
     """RoPE tables and pages are sized for the requested context."""
     ask = ("bench", MODEL, "--batch", 1, "--context", 5000, "--kv-memory", "8MiB", "--json")
@@ -224,6 +229,7 @@ def test_bench_accepts_contexts_beyond_the_positions_of_the_model(capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
+@pytest.mark.slow
 def test_bench_rejects_bad_input_in_one_line(capsys, arguments, message):
     code, out, err = run(capsys, "bench", MODEL, "--kv-memory", "1MiB", "--context", 32, *arguments)
     assert (code, out) == (2, "")

@@ -78,6 +78,7 @@ def test_several_policies_in_one_table(folder, tmp_path, capsys):
     assert "maj@2" in shown
 
 
+@pytest.mark.slow
 def test_pool_and_weights_are_freed_before_the_next_model_is_loaded(folder, monkeypatch):
     """Otherwise the next pool would get only the memory that the last one left."""
     engines, held, load = [], [], Engine.load.__func__
@@ -108,6 +109,7 @@ def test_pool_and_weights_are_freed_before_the_next_model_is_loaded(folder, monk
     assert held == [(0, 0)] * 3
 
 
+@pytest.mark.slow
 def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
     adapter = init_adapter(LlamaForCausalLM.from_pretrained(folder), 4, 8.0, ["all"], 0)
     for _, b in adapter.weights.values():
@@ -142,6 +144,7 @@ def test_an_adapter_changes_sparse_answers_and_no_dense_ones(folder, tmp_path):
     assert adapted["lengths"] != sparse["lengths"]
 
 
+@pytest.mark.slow
 def test_models_keep_their_given_names_and_tasks_take_options(folder, tmp_path):
     """Every run exports a folder called `model`; its name alone would merge two models into one row."""
     other = tmp_path / "other" / "model"
@@ -169,6 +172,7 @@ def test_models_keep_their_given_names_and_tasks_take_options(folder, tmp_path):
     assert [r["model"] for r in json.loads(out.read_text())] == [str(folder), str(other)]
 
 
+@pytest.mark.slow
 def test_prompt_template_for_a_file_with_other_fields(folder, tmp_path, capsys):
     data, out = tmp_path / "rows.jsonl", tmp_path / "results.json"
     data.write_text('{"question": "a b", "answer": "b"}\n')

@@ -85,6 +85,7 @@ def is_sparse(distiller, rollouts) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_reproduces_the_engines_logprobs(method, models):
     loaded, policy = models[3], METHODS[method]
     for adapter in (None, random_adapter(loaded.model)):
@@ -97,6 +98,7 @@ def test_reproduces_the_engines_logprobs(method, models):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.slow
 def test_variants_reproduce_the_engines_logprobs(name, models):
     loaded, policy = models[4], VARIANTS[name]
     adapter = random_adapter(loaded.model)
@@ -109,6 +111,7 @@ def test_variants_reproduce_the_engines_logprobs(name, models):
 
 @pytest.mark.parametrize("group", [1, 7])
 @pytest.mark.parametrize("method", ["rkv", "block-topk", "quest"])
+@pytest.mark.slow
 def test_any_group_size(group, method, models):
     loaded, policy = models[group], METHODS[method]
     rollouts = engine_of(loaded).generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)
@@ -116,6 +119,7 @@ def test_any_group_size(group, method, models):
 
 
 @pytest.mark.parametrize("method", ["snapkv", "block-topk"])
+@pytest.mark.slow
 def test_every_model_family(method, tiny):
     policy, adapter = METHODS[method], random_adapter(tiny.model, targets=("q_proj", "v_proj", "down_proj"))
     rollouts = engine_of(tiny, sparse_adapter=adapter).generate(
@@ -135,6 +139,7 @@ def test_rollouts_of_different_policies_share_a_micro_batch(models):
     assert worst(distiller, rollouts) < 1e-4
 
 
+@pytest.mark.slow
 def test_measured_acceptance_is_the_engines(models):
     loaded = models[3]
     adapter = random_adapter(loaded.model)
@@ -149,6 +154,7 @@ def test_measured_acceptance_is_the_engines(models):
 
 
 @pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.slow
 def test_bfloat16_stays_close(adapted):
     loaded = load_model("shape:tiny-llama", dtype="bfloat16")
     adapter = random_adapter(loaded.model, size=0.1) if adapted else None
@@ -186,6 +192,7 @@ def reference_gradient(model, rollout, adapter, coefficients) -> dict[str, torch
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("method", ["rkv", "streaming", "block-topk", "quest"])
+@pytest.mark.slow
 def test_gradient_is_that_of_plain_masked_attention(method, checkpointing, models):
     loaded = models[3]
     adapter = random_adapter(loaded.model)
@@ -314,6 +321,7 @@ def test_pages_read_do_not_depend_on_chunks(policy):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["evictor", "evictor and selector", "a page to a tile"])
+@pytest.mark.slow
 def test_only_tiles_with_visible_keys_are_visited(name):
     lengths = ((3, 259), (100, 30)) if name == "a page to a tile" else ((3, 140), (9, 1), (70, 65))
     rollouts, *tensors = packed_case(*KERNEL_CASES[name], lengths=lengths)
@@ -440,6 +448,7 @@ def test_masked_attention_of_a_group_is_per_head():
 
 
 @pytest.mark.parametrize("method", ["rkv", "block-topk"])
+@pytest.mark.slow
 def test_an_adapter_of_zeros_changes_nothing_bit_for_bit(method, models):
     loaded, policy = models[3], METHODS[method]
     plain, zero = engine_of(loaded), engine_of(loaded, sparse_adapter=init_adapter(loaded.model, 4, 8.0, ["all"], 0))
@@ -525,6 +534,7 @@ def test_saved_adapter_loads_in_peft(models, tmp_path):
     assert (again.rank, again.alpha) == (adapter.rank, adapter.alpha)
 
 
+@pytest.mark.slow
 def test_invalid_input_raises(models, tmp_path):
     loaded = models[3]
     distiller, engine = distiller_of(loaded.model), engine_of(loaded)

@@ -252,6 +252,7 @@ def successor():
     ],
     ids=["snapkv", "block-topk"],
 )
+@pytest.mark.slow
 def test_distillation_raises_acceptance_on_held_out_prompts(policy, successor):
     loaded, train, held_out = successor
     distiller = distiller_of(loaded.model, rank=8, lr=4e-3, minibatches=2, token_budget=4096, chunk=1024)

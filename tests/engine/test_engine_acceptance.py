@@ -131,6 +131,7 @@ def test_under_pressure(loaded, dense_text):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_invalid_input_raises(engine, dense_text):
     with pytest.raises(SettingError, match="sparsity: 2 policies for 6"):
         engine.acceptance(dense_text, [DENSE, DENSE])

@@ -85,6 +85,7 @@ def test_requests_larger_than_the_pool_or_the_context_raise(engine, expected, pr
     check_rejected(engine, expected, message, prompts, sampling, sparsity)
 
 
+@pytest.mark.slow
 def test_largest_requests_that_fit_run(engine):
     """The limits are exact: one token less than a rejected request runs to its end."""
     for prompts, sampling, sparsity in (

@@ -214,6 +214,7 @@ def test_policies_of_every_kind_in_one_call(models):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_a_budget_that_covers_everything_is_dense_to_the_bit(method, models):
     engine = engine_of(models[3])
     dense = engine.generate(PROMPTS, SAMPLING)

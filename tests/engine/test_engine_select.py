@@ -127,6 +127,7 @@ BOTH = {
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("lookahead", [1, 7])
+@pytest.mark.slow
 def test_evict_and_select_together(name, lookahead, models):
     engine = engine_of(models[3], lookahead=lookahead)
     rollouts = engine.generate(PROMPTS, SAMPLING, BOTH[name], record=True)
@@ -139,6 +140,7 @@ def test_evict_and_select_together(name, lookahead, models):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_a_budget_that_covers_everything_is_dense_to_the_bit(method, models):
     engine = engine_of(models[3])
     dense = engine.generate(PROMPTS, SAMPLING)
@@ -193,6 +195,7 @@ def test_read_tokens_are_counted(models):
     assert rollout.kv.mean_tokens == rollout.kv.dense_mean_tokens == sum(range(15, 20)) / 5
 
 
+@pytest.mark.slow
 def test_one_selector_after_another_on_the_same_pages(models):
     """Summaries of one kind never leak into a call of the other, nor from a call without any."""
     reused = engine_of(models[3])

@@ -33,6 +33,7 @@ def test_rollouts_come_as_they_end(engine):
 
 
 @pytest.mark.parametrize("policy", [None, EVICT, SELECT], ids=["dense", "evict", "select"])
+@pytest.mark.slow
 def test_abort_returns_the_tokens_so_far(engine, policy):
     sampling = Sampling(n=2, max_new_tokens=40, ignore_eos=True)
     unaborted = engine.generate(PROMPTS, sampling, policy)
@@ -54,6 +55,7 @@ def test_abort_returns_the_tokens_so_far(engine, policy):
     assert engine.pool.in_use == 0
 
 
+@pytest.mark.slow
 def test_abort_of_the_waiting_and_of_everything(loaded):
     engine = Engine(loaded, page=4, kv_memory="2MiB", max_rows=1, lookahead=3)
     requests = engine.requests(PROMPTS, Sampling(n=2, max_new_tokens=9, ignore_eos=True))
@@ -105,6 +107,7 @@ def test_one_stream_at_a_time(engine):
     assert len(list(stream)) == 2, "the first stream is unaffected"
 
 
+@pytest.mark.slow
 def test_new_weights_change_results_in_place(engine, loaded):
     sampling = Sampling(max_new_tokens=16, temperature=0.8, ignore_eos=True)
     before = engine.generate(PROMPTS, sampling, EVICT, record=True)
@@ -130,6 +133,7 @@ def test_new_weights_change_results_in_place(engine, loaded):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.slow
 def test_joined_projections_stay_the_parameters_they_were(model_type):
     """What compiled engines do to q, k, v and gate, up, here without the compiler: several engines and the learner
     share one memory, whichever of them writes it."""
@@ -190,6 +194,7 @@ def test_weights_can_come_one_by_one(engine):
     assert all(parameter.equal(new) for parameter, new in held)
 
 
+@pytest.mark.slow
 def test_sleep_releases_the_memory_and_wake_restores_it(engine):
     for policy in (None, EVICT, SELECT):
         before = engine.generate(PROMPTS, Sampling(max_new_tokens=16, ignore_eos=True), policy)
@@ -207,6 +212,7 @@ def test_sleep_releases_the_memory_and_wake_restores_it(engine):
         assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(after, before))
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_what_ran_before(engine, loaded):
     """Pages, rings and sums hold old data; a fresh engine gives the same bits."""
     sampling = Sampling(n=2, max_new_tokens=20, ignore_eos=True)
@@ -259,6 +265,7 @@ def test_many_compiled_engines_live_in_one_process(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.slow
 def test_the_default_pool_lets_every_row_run(loaded, rows, monkeypatch):
     """Also with long, protected prompts: each row then holds the shared prompt and its own copy."""
     evict = Evict("snapkv", 10, buffer=4, window=3, sinks=2, protect_prompt=True)

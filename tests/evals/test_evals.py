@@ -114,6 +114,7 @@ def data():
 
 
 @pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.slow
 def test_evaluate(data, batch):
     calls = []
     with Rewards(

@@ -105,6 +105,7 @@ def literal_savings(engine, text, policy) -> Savings:
     )
 
 
+@pytest.mark.slow
 def test_tails_of_several_policies_in_one_batch(engine, text):
     policies = [SELECT.policy(12), SELECT.policy(20), EVICT.policy(8), DENSE]
     results = {}
@@ -240,6 +241,7 @@ def uninterrupted(engine, tmp_path_factory):
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
+@pytest.mark.slow
 def test_a_killed_calibration_resumes(after, uninterrupted, engine, tmp_path, monkeypatch):
     """Killed at any write of the work file: the result is the same, and nothing is measured twice."""
     write, writes = CalibrationCache._write, 0
@@ -357,6 +359,7 @@ def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
     assert Calibration.load(tmp_path / "calibration.json").to_dict() == calibration.to_dict()
 
 
+@pytest.mark.slow
 def test_an_evictor_with_a_selector(engine, text, tmp_path):
     """The selector's budget is searched with the evictor active, and the schedule is valid with that evictor only."""
     evict = Evict("streaming", 20, buffer=4, window=2, sinks=1)
@@ -533,6 +536,7 @@ def test_the_command_creates_the_folder_of_its_output(tmp_path):
         ("block-topk:12,block=4,dense_layers=9", "dense_layers covers all layers of the model"),
     ],
 )
+@pytest.mark.slow
 def test_a_policy_that_was_never_sparse_does_not_pass(tmp_path, capsys, policy, reason):
     out = tmp_path / "v.json"
     assert alula(*TINY, "--verify", policy, "--tau", 0.5, "--out", out) == 1
@@ -556,6 +560,7 @@ def test_verify_reports_kv_savings(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.slow
 def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
     names = ["block-topk:12,block=4,dense_layers=0", "rkv:512+128"]
     policies = [names[i] for i in order]
@@ -741,6 +746,7 @@ def sure_model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_chosen_budget_gives_the_same_numbers_in_verify(sure_model, tmp_path, capsys):
     common = [
         sure_model,

@@ -112,6 +112,7 @@ def test_the_simulated_tail_is_the_true_one():
 
 
 @pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.slow
 def test_a_drifting_model_is_held_at_tau(forward):
     """The model gets worse by 0.06, then better again by 0.04; selectors and evictors alike."""
     world = World(1, forward)
@@ -143,6 +144,7 @@ def test_a_budget_that_is_too_large_falls_and_rests():
     assert max(dearer) <= 4
 
 
+@pytest.mark.slow
 def test_rungs_wider_than_the_margin_do_not_make_it_swing():
     """One rung is too small, the next so large that it invites a fall: ever rarer tries, not a cycle."""
     world, ladder = World(8), (256, 2048, 16384)

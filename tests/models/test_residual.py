@@ -220,10 +220,12 @@ def gap(loaded, policy):
 
 
 @pytest.mark.parametrize("policy", [Sparsity(), EVICT, SELECT], ids=["dense", "evict", "select"])
+@pytest.mark.slow
 def test_engine_and_learner_logprobs_are_closer(policy):
     assert gap(wide(DEEP), policy) < 0.85 * gap(load_model(DEEP, dtype="bfloat16"), policy)
 
 
+@pytest.mark.slow
 def test_engine_and_its_sparse_model_have_a_float32_stream():
     engine = Engine.load("shape:tiny-qwen2", dtype="bfloat16", residual="float32", page=8, kv_memory="16MiB")
     assert seen(engine.model, lambda _: engine.generate(PROMPTS, SAMPLING)) == ({torch.float32}, {torch.bfloat16})

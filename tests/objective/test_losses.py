@@ -124,6 +124,7 @@ def leaves(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("loss", "correction"), PAIRS)
 @QUICK
 @given(batch=batches())
+@pytest.mark.slow
 def test_loss_and_gradient_equal_a_loop(loss, correction, batch):
     mine, theirs = leaves(batch)
     preset = PRESETS[correction]
@@ -180,6 +181,7 @@ def test_released_sparse_rl_code(batch):
 @pytest.mark.parametrize(("loss", "correction"), PAIRS)
 @QUICK
 @given(batch=batches(), data=st.data())
+@pytest.mark.slow
 def test_micro_batches_add_up_to_the_step(loss, correction, batch, data):
     settings_, preset = CASES[loss], PRESETS[correction]
     at_once, split = leaves(batch)

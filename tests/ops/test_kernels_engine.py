@@ -107,6 +107,7 @@ def test_paged_attention(group, page, kernels, monkeypatch):
 
 @GROUPS
 @PAGES
+@pytest.mark.slow
 def test_paged_attention_with_a_list_per_head(group, page, kernels, monkeypatch):
     monkeypatch.setattr(attention_module, "SPLIT", 32)
     width = 96 // page

@@ -99,6 +99,7 @@ def test_importance_of_a_window_that_one_program_cannot_hold():
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's, about lanes past the end of a row
 @pytest.mark.parametrize("kernel", [1, 3, 7, 31])
 @pytest.mark.parametrize("n", [1, 20, 1500])
+@pytest.mark.slow
 def test_pool_and_mix_gives_the_bits_that_torch_gives(n, kernel):
     important, redundant = some_keys(2, 3, n).softmax(-1)
     important[1, n // 2] = math.nan
@@ -190,6 +191,7 @@ def test_importance_is_the_same_for_any_pages():
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch):
     """Two rows in other places than their numbers, page tables of different lengths, one upload with another event."""
     geometry = Geometry(0, 2, 4, 2, 16, value_bytes=4)

@@ -141,6 +141,7 @@ def test_tokens_follow_the_softmax(temperature):
     torch.testing.assert_close(logprobs, probabilities.log().float()[tokens], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rare_tokens_of_a_real_vocabulary_have_their_share():
     """49,152 tokens, half of the mass on a few: each cell of rare tokens is drawn as often as its mass says."""
     count, vocabulary = 5000, 49152
@@ -161,6 +162,7 @@ def test_rare_tokens_of_a_real_vocabulary_have_their_share():
     assert chi_square(counts[full], count * cells[full]) < CHI_SQUARE_999[19]
 
 
+@pytest.mark.slow
 def test_a_rounding_error_moves_hardly_any_draw():
     """Logits that differ by 1e-6, as those of another batch do, change a draw only where two are as close."""
     rows, vocabulary = 20_000, 12288

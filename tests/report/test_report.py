@@ -79,6 +79,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 # ---- in a browser
 
 
+@pytest.mark.slow
 def test_three_runs_are_drawn_and_no_request_is_made(chromium, three, tmp_path):
     write_report(three, tmp_path / "report.html")
     watch = (
@@ -126,6 +127,7 @@ addEventListener("load", () => {
 """
 
 
+@pytest.mark.slow
 def test_read_out_switches_and_legend(chromium, three, tmp_path):
     write_report(three, tmp_path / "report.html")
     dom = browse(chromium, tmp_path / "report.html", PLAY)
@@ -175,6 +177,7 @@ def test_hostile_text_is_escaped_and_a_phone_does_not_scroll_sideways(chromium, 
     assert width == 400
 
 
+@pytest.mark.slow
 def test_ten_runs_with_missing_metrics_an_unfinished_and_a_new_run(chromium, tmp_path):
     runs = [write_run(tmp_path / f"run-{index}", "sparse-rl", steps=30, seed=index) for index in range(7)]
     going = write_run(tmp_path / "going", "naive", steps=45, close=False)

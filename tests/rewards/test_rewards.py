@@ -215,6 +215,7 @@ def test_reward_may_print_into_a_closed_pipe(functions):
     assert batch.parts[functions] == [5, 5]
 
 
+@pytest.mark.slow
 def test_killed_grader_also_ends_its_child_processes(functions, tmp_path):
     note = tmp_path / "pid"
     with Rewards([RewardTerm(name=functions)], timeout=1.0, workers=1) as rewards:

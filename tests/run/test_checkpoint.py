@@ -53,6 +53,7 @@ def everything(learning):
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": LoRASettings(rank=2)}])
+@pytest.mark.slow
 def test_resume_continues_bit_for_bit(tmp_path, settings):
     straight = learner(**settings)
     history = train(straight, *range(6))

@@ -124,6 +124,7 @@ def broken(tmp_path, monkeypatch):
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_reward_that_fails_on_every_answer_stops_the_run(tmp_path, broken, capsys, settings, answers, evaluated):
     """At the first evaluation if the reward grades it, otherwise at the first step."""
     out = tmp_path / "run"
@@ -191,6 +192,7 @@ def test_a_full_disk_at_checkpoint_time_does_not_end_the_run(tmp_path, monkeypat
     ],
     ids=["regular", "best between regular ones", "best only"],
 )
+@pytest.mark.slow
 def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkeypatch, settings, expected):
     """Independent of why it was due and of the age of the last one."""
     out = tmp_path / "run"

@@ -127,11 +127,13 @@ def test_a_prompt_that_does_not_fit_raises_before_the_first_step(settings, overr
         pytest.param([*controlled("stop"), pool(10)], id="control-that-moves-nothing"),
     ],
 )
+@pytest.mark.slow
 def test_longest_prompt_that_fits_runs(settings, overrides):
     assert toy.trainer(settings(*overrides)).run()
 
 
 @pytest.mark.parametrize("policy", [toy.DENSE, EVICT])
+@pytest.mark.slow
 def test_sequences_longer_than_the_positions_raise(settings, monkeypatch, policy):
     """Under every policy: an evictor holds few tokens, but the learner reads all of them."""
     monkeypatch.setitem(shapes.SHAPES, "tiny-llama", shapes.SHAPES["tiny-llama"] | {"max_position_embeddings": 33})

@@ -77,6 +77,7 @@ def plain_logprobs(model, rollout, temperature):
 
 @pytest.mark.parametrize("all_rollouts", [True, False], ids=["baseline of all", "baseline of the kept"])
 @pytest.mark.parametrize("unit", ["groups", "rollouts"])
+@pytest.mark.slow
 def test_a_step_equals_plain_loops(tmp_path, unit, all_rollouts):
     """GRPO with ξ outside the clip, a veto, a KL and two optimizer steps, written out."""
     veto, beta, temperature = 0.9, 0.05, 1.3
