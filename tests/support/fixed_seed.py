@@ -31,9 +31,9 @@ def record(out: Path) -> None:
 def compare(before: Path, after: Path) -> list[str]:
     """The first difference of every run, as text."""
     runs = sorted(path.parent.relative_to(before) for path in before.rglob("metrics.jsonl"))
-    missing = sorted(path.parent.relative_to(after) for path in after.rglob("metrics.jsonl"))
-    if runs != missing or not runs:
-        return [f"runs differ: {[*map(str, runs)]} and {[*map(str, missing)]}"]
+    other_runs = sorted(path.parent.relative_to(after) for path in after.rglob("metrics.jsonl"))
+    if runs != other_runs or not runs:
+        return [f"runs differ: {[*map(str, runs)]} and {[*map(str, other_runs)]}"]
     differences = []
     for run in runs:
         for name in FILES:

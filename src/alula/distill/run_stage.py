@@ -32,8 +32,9 @@ class RunDistiller:
         if settings.move is not None:
             self.candidate = Sparsity.parse(settings.move.sparsity)
             engine.check(self.candidate)
-            self.prompts = distiller.world.local_slice(prompts[: settings.move.prompts])
-            self.prompt_indices = distiller.world.local_slice(range(len(prompts[: settings.move.prompts])))
+            measured = prompts[: settings.move.prompts]
+            self.prompts = distiller.world.local_slice(measured)
+            self.prompt_indices = distiller.world.local_slice(range(len(measured)))
         self.moved = False
         self.checked = 0
         """The step after which the candidate was last measured."""

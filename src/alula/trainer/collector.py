@@ -26,7 +26,7 @@ from alula.sparsity.policy import Sparsity
 from alula.trainer.batch import RolloutBatch
 from alula.trainer.reroll import continuations, spliced
 from alula.trainer.signals import StopRequest
-from alula.trainer.step_metrics import Clock
+from alula.trainer.step_metrics import Clock, sum_over_ranks
 
 if TYPE_CHECKING:
     from alula.distill.run_stage import RunDistiller
@@ -64,25 +64,21 @@ class Collector:
         many groups have a signal, or `max_rounds`."""
         s = self.config.sampling
         rounds: list[RolloutBatch] = []
-        with_signal = 0
         for number in range(s.max_rounds if s.dynamic else 1):
-            if with_signal >= s.prompts:
+            with_signal = sum(r.drawn_groups - r.no_signal_groups for r in rounds)
+            if rounds and sum_over_ranks(self.world, with_signal) >= s.prompts:
                 break
             indices = range(stream.seen, stream.seen + s.prompts)
             examples = self.world.local_slice(stream.next(s.prompts))
             rounds.append(self._collect_round(examples, self.world.local_slice(indices), step, number == 0, clock))
-            mine = rounds[-1].drawn_groups - rounds[-1].no_signal_groups
-            with_signal += sum(self.world.all_gather(mine))
         batch = RolloutBatch.join(rounds)
         return batch if len(rounds) == 1 else self._choose_groups(batch)
 
     def _choose_groups(self, batch: RolloutBatch) -> RolloutBatch:
         """The first `sampling.prompts` groups of all ranks that have a signal, filled up with groups without."""
         signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: batch.n].tolist()
-        local = [(not has, index) for has, index in zip(signal, batch.prompt_indices)]
-        ranked = sorted(key for keys in self.world.all_gather(local) for key in keys)
-        chosen = set(ranked[: self.config.sampling.prompts])
-        return batch.choose([group for group, key in enumerate(local) if key in chosen])
+        order, _ = self.world.global_order([(not has, index) for has, index in zip(signal, batch.prompt_indices)])
+        return batch.choose([group for group, place in enumerate(order) if place < self.config.sampling.prompts])
 
     def adopt(self, sparsity: Sparsity) -> None:
         """Use another policy from now on, which the monitor watches."""
