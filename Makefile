@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 MODEL := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help venv model fast test lint format demo clean
+.PHONY: help venv model fast test lint format docs package demo clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -20,7 +20,7 @@ $(READY): requirements-dev.txt pyproject.toml
 	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements-dev.txt)"
 	grep -v '^torch==' requirements-dev.txt > .venv/pins.txt
 	$(BIN)/pip install --quiet --no-deps --requirement .venv/pins.txt
-	$(BIN)/pip install --quiet --no-deps --editable .
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 model: $(MODEL)  ## fetch SmolLM2-135M-Instruct (GGUF, 98 MB) for the tests on a real model
@@ -46,9 +46,15 @@ format: $(READY)  ## let ruff fix and format everything
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)  ## build the documentation site into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet, which hides the warnings that --strict counts
+
+package: $(READY)  ## build wheel and sdist into dist/, and try the wheel outside of the repository
+	.ci/package
+
 demo: $(READY)  ## a small training run from start to end, on the CPU
 	$(BIN)/alula demo
 
 clean:  ## remove .venv, the fetched model and all caches
-	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from alula import Engine, Sampling, Sparsity
-from alula.engine.batch_state import BatchFeatures
+from alula.engine import engine as engine_module
 from alula.engine.sequence import Request
 
 
@@ -60,9 +60,9 @@ class _ChurnClock:
     def __init__(self, engine: Engine, steps: int) -> None:
         self.engine, self.steps = engine, steps
         self.runner = engine.runner
-        self.decode, self.evict, self.swap = self.runner.decode, self.runner.evict, self.runner.swap_out
+        self.decode, self.evict, self.swap = self.runner.decode, self.runner.evict, engine_module.swap_out
         self.runner.decode, self.runner.evict = self.timed_decode, self.timed_evict  # type: ignore[method-assign]
-        self.runner.swap_out = self.counted_swap  # type: ignore[method-assign]
+        engine_module.swap_out = self.counted_swap  # type: ignore[assignment]
         self.started = False
         self.done = self.tokens = self.swaps = self.events = self.running = self.unchanged = 0
         self.live: list[int] = []
@@ -70,7 +70,8 @@ class _ChurnClock:
         self.begin = self.mark()
 
     def remove(self) -> None:
-        self.runner.decode, self.runner.evict, self.runner.swap_out = self.decode, self.evict, self.swap  # type: ignore[method-assign]
+        self.runner.decode, self.runner.evict = self.decode, self.evict  # type: ignore[method-assign]
+        engine_module.swap_out = self.swap
 
     def mark(self) -> Any:
         if self.engine.device.type != "cuda":
@@ -85,10 +86,10 @@ class _ChurnClock:
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
-    def timed_decode(self, chunk: Any, features: BatchFeatures) -> Any:
+    def timed_decode(self, chunk: Any, version: int) -> Any:
         if not self.started and self._settled(chunk):
             self.started, self.begin = True, self.mark()
-        out = self.decode(chunk, features)
+        out = self.decode(chunk, version)
         if self.started:
             self.done += chunk.steps
             self.tokens += sum(part.steps for part in chunk.parts)
@@ -101,23 +102,22 @@ class _ChurnClock:
     def _settled(self, chunk: Any) -> bool:
         """All the aged sequences run, or the pool has admitted no more for a while."""
         scheduler = self.engine._scheduler
-        assert scheduler is not None
         self.unchanged = self.unchanged + 1 if self.running == len(chunk.parts) else 0
         self.running = len(chunk.parts)
         aged = any(len(group.request.prompt_ids) > FRESH for group in scheduler.waiting)
         return not aged or self.unchanged >= 4
 
-    def timed_evict(self, event: Any, table: Any) -> Any:
+    def timed_evict(self, state: Any, event: Any, table: Any) -> Any:
         before = self.mark()
-        out = self.evict(event, table)
+        out = self.evict(state, event, table)
         if self.started:
             self.evictions.append((before, self.mark()))
             self.events += len(event.rows)
         return out
 
-    def counted_swap(self, out: Any) -> None:
+    def counted_swap(self, runner: Any, out: Any) -> None:
         self.swaps += self.started
-        self.swap(out)
+        self.swap(runner, out)
 
     def summary(self) -> dict[str, Any]:
         seconds = self.seconds(self.begin, self.end)

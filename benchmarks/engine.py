@@ -22,7 +22,6 @@ from sections import release, run
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench.ceilings import Ceilings, timed
 from alula.bench.decode import StepBench, decode_step, rollouts
-from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import pages_for
 from alula.engine.prefill import forward_packed
 from alula.engine.rollout import Rollout
@@ -99,21 +98,22 @@ def idle_share(engine: Engine, batch: int, context: int, new_tokens: int) -> dic
     times: list[float] = []
     decode = engine.runner.decode
 
-    def watched(chunk: Any, features: BatchFeatures) -> Any:
+    def watched(chunk: Any, version: int) -> Any:
         if not times and engine.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())
-        return decode(chunk, features)
+        return decode(chunk, version)
 
     engine.runner.decode = watched  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, engine.model.config.vocab_size, (batch, prompt)).tolist()
-    together, engine.prefill_tokens = engine.prefill_tokens, batch * prompt  # all rows start with the first step
+    scheduler = engine._scheduler
+    together, scheduler.prefill_tokens = scheduler.prefill_tokens, batch * prompt  # all rows start with the first step
     engine.generate(prompts, Sampling(max_new_tokens=2 * engine.lookahead + 1, ignore_eos=True), progress=False)
     times.clear()
     engine.generate(prompts, Sampling(max_new_tokens=new_tokens + 1, ignore_eos=True), progress=False)
     wall = time.perf_counter() - times[0]
-    engine.prefill_tokens = together
+    scheduler.prefill_tokens = together
     engine.runner.decode = decode  # type: ignore[method-assign]
     return {
         "kind": "idle",

@@ -5,6 +5,7 @@ the output file; `python benchmarks/table.py` makes the Markdown tables of docs/
 ALULA_SMOLLM2 names SmolLM2-135M-Instruct's GGUF file for the section on a real model.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -147,7 +148,7 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
         engine_attention.select_pages = kept  # type: ignore[assignment]
         whole.reset()
         with torch.inference_mode():
-            one.runner.step(whole.bucket, whole.max_kv_len, whole.features)
+            one.runner.step(whole.state, whole.bucket, whole.max_kv_len)
         ready = iter(())
 
         def known(*arguments: Any) -> Any:
@@ -159,7 +160,7 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
             return found
 
         engine_attention.select_pages = known  # type: ignore[assignment]
-        one.runner._graphs = {}  # `captured` lives on: they hold the graphs' memory pool
+        one.runner._graphs = OrderedDict()  # `captured` lives on: they hold the graphs' memory pool
         without = min(whole.seconds(chunks=4) for _ in range(3))
     finally:
         engine_attention.select_pages = real

@@ -248,10 +248,35 @@ def draws(results: dict) -> Table:
     return ("policy", "dtype", "draws compared", "different", "rate"), lines
 
 
+def opened(results: dict) -> Table:
+    sessions, prefixes = results["sessions"]["rows"], results["prefixes"]["rows"]
+    lines = [
+        (
+            f"second turn of 64 sessions, {r['history']:,} tokens + {r['given']} given, {policy_name(r)}",
+            f"{r['seconds']:.2f} s",
+            f"{r['again_seconds']:.2f} s",
+            f"{r['speedup']:.1f} ×",
+        )
+        for r in sessions
+    ]
+    shared, apart = (next(r for r in prefixes if r.get("shared") is s and not r["warm_up"]) for s in (True, False))
+    name = "512 requests in groups of 8, prompts of 1,024, prefixes shared"
+    ratio = f"{apart['seconds'] / shared['seconds']:.1f} ×"
+    lines.append((name, f"{shared['seconds']:.2f} s", f"{apart['seconds']:.2f} s", ratio))
+    before = {(r["model"], r["sparsity"]): r for r in results["generate_before"]["rows"]}
+    for r in results["generate"]["rows"]:
+        old = before[r["model"], r["sparsity"]]
+        name = f"`generate`, {r['model'].removeprefix('shape:')}, {r['batch']} × (128 + 1,024), {policy_name(r)}"
+        ratio = f"{old['seconds'] / r['seconds']:.3f} ×"
+        lines.append((name, f"{r['seconds']:.2f} s", f"{old['seconds']:.2f} s", ratio))
+    return ("measurement", "time", "reference", "result"), lines
+
+
 SECTIONS: dict[str, dict[str, Callable[[dict], Table]]] = {
     "engine": {"engine": engine, "draws": draws},
     "training": {"training": training, "residual": residual, "steps": training_steps},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},
+    "open-engine": {"open engine": opened},
     "distill": {"agreement": agreement, "overhead": overhead, "adapter": adapter_decode},
 }
 """Tables by raw file and by their name on the page."""

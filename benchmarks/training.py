@@ -24,7 +24,7 @@ from sections import arguments, measured_machine, record, release
 from alula import Engine, Evict, Sampling, Sparsity
 from alula.bench.ceilings import Ceilings, timed
 from alula.bench.decode import StepBench
-from alula.config.load import load_config
+from alula.config.load import load_config, read_tree
 from alula.config.settings import LearnerSettings
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request
@@ -35,6 +35,8 @@ from alula.objective.advantages import group_advantages
 from alula.objective.correction import Correction, correct
 from alula.objective.policy_loss import Divisors, divisors, policy_loss
 from alula.objective.settings import Loss
+from alula.trainer.memory_plan import plan_memory
+from alula.trainer.speed_plan import plan_speed
 from alula.trainer.trainer import Trainer
 
 DEVICE = torch.device("cuda")
@@ -238,6 +240,34 @@ def paper_step(ceilings: Ceilings) -> list[dict]:
     return [{"kind": "step at the paper's scale, qwen2.5-1.5b", **row}]
 
 
+def checked_step(ceilings: Ceilings) -> Iterator[dict]:
+    """qwen2.5-1.5b, 32 prompts of 128 tokens × 8 rollouts of 2048, one update: measured, and as `--check` estimates."""
+    rng, answer = np.random.default_rng(0), 2048
+    loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
+    engine = Engine(loaded, kv_memory="40GiB", max_rows=256, max_length=2304)
+    learner = Learner(loaded.model, LearnerSettings(lr=1e-6))
+    prompts = [rng.integers(0, 151936, 128).tolist() for _ in range(32)]
+    for name in ("dense", "rkv:512+128"):
+        sparsity = Sparsity.parse(name)
+        correction = Correction.none() if sparsity.dense else Correction.sparse_rl()
+        for tokens in (700, answer):  # the first compiles and captures
+            row = one_step(loaded, engine, learner, sparsity, prompts, [tokens] * 256, 8, 1, correction)
+        tree = {
+            "out": "runs/none",
+            "model": {"source": "shape:qwen2.5-1.5b", "dtype": "bfloat16"},
+            "data": {"source": "gsm8k", "max_prompt_tokens": 128},
+            "rewards": {"use": "math"},
+            "sparsity": name,
+            "sampling": {"prompts": 32, "n": 8, "max_new_tokens": answer},
+        }
+        config = read_tree(tree)
+        speed = plan_speed(config, plan_memory(config), ceilings, 40 << 30)
+        estimate = {"rollout_s": speed.rollouts.seconds, "score_s": speed.score, "update_s": speed.update}
+        ratio = speed.sparse.tokens_per_second / speed.dense.tokens_per_second
+        estimate |= {"step_s": speed.step, "pays_from": speed.pays_from, "sparse_to_dense": ratio}
+        yield {"kind": "step qwen2.5-1.5b", **row, "estimate": estimate}
+
+
 def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict]:
     """recipes/smollm2-gsm8k.yaml, 512 rollouts of at most 256 tokens, two updates: the median of six steps.
 
@@ -326,6 +356,7 @@ SECTIONS = {
     "learner": learner_speed,
     "residual": residual_cost,
     "paper": paper_step,
+    "check": checked_step,
     "gsm8k": gsm8k_step,
 }
 

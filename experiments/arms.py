@@ -3,14 +3,15 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from beds import Bed
 from settings import sparsity_settings
 
 from alula.sparsity.policy import Sparsity
 
-Budgets = Mapping[str, int]
-"""Compressor -> the budget that the probe chose for a seed; of those that take part."""
+Budgets = Mapping[str, Any]
+"""Compressor -> the budget that the probe chose for a seed; of those that take part. `schedule` -> its file."""
 
 PRESETS = {"naive": "none", "sparse-rl": "sparse-rl", "tis": "tis", "reroll": "reroll", "strict": "strict"}
 ABLATIONS = {
@@ -144,6 +145,18 @@ def control(bed: Bed, budgets: Budgets) -> list[Arm]:
     return [*arms, distilled, first]
 
 
+def transfer(bed: Bed, budgets: Budgets) -> list[Arm]:
+    """Does the τ of one bed predict the outcome on another? Two neighbouring budgets of R-KV with tails on either side
+    of τ, and a growing schedule of block-topk that `alula plan` made for τ."""
+    below = budgets["rkv"]
+    above = bed.budgets[min(bed.budgets.index(below) + 1, len(bed.budgets) - 1)]
+    arms = [DENSE, *(Arm(f"below, {name}", bed.evictor("rkv", below), name) for name in ("tis", "sparse-rl", "strict"))]
+    arms += [Arm(f"above, {name}", bed.evictor("rkv", above), name) for name in ("tis", "sparse-rl")]
+    if "schedule" in budgets:
+        arms.append(Arm("schedule, tis", bed.selector(budgets["schedule"]), "tis"))
+    return arms
+
+
 QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
     "collapse": main_collapse,
     "threshold": threshold,
@@ -152,8 +165,9 @@ QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
     "compressors": other_compressors,
     "distill": distill,
     "control": control,
+    "transfer": transfer,
 }
-BY_PROBE = ("threshold", "budget")
+BY_PROBE = ("threshold", "budget", "transfer")
 """Read against what the probe says of a budget."""
 PROBED = {"threshold": ("rkv", "block-topk"), "compressors": OTHERS, "control": ("rkv", *OTHERS)}
 """Compressors that must be probed before a question's runs; for the others `rkv`."""

@@ -1,9 +1,10 @@
 """The test beds: a task that tempts a model to stop thinking under a small KV cache, and a model warmed up on it.
 
 Pointer chasing with a hint (`alula.demo.problems`): the careful chain looks every hop up in its own context and is
-right as long as it can; the shortcut repeats the hint and is right in a fixed share of problems. Its two beds are
-warmed up on 60 % careful chains and 40 % shortcuts, so that reinforcement learning decides between the two. The third
-bed is GSM8K as it is.
+right as long as it can; the shortcut repeats the hint and is right in a fixed share of problems. `programs` does the
+same with code: the careful program looks every statement up, the shortcut calls a function that is right in a fixed
+share of problems. These three beds are warmed up on 60 % careful answers and 40 % shortcuts, so that reinforcement
+learning decides between the two. The fourth bed is GSM8K as it is.
 """
 
 import json
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import programs
 import torch
 
 from alula.config.settings import LearnerSettings
 from alula.data import Dataset, prepare
 from alula.data.dataset import Example
+from alula.data.tasks.pointer import Pointer
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import Progress, WarmUp, teach, tiny_llama
@@ -32,8 +35,8 @@ from alula.run.export import export
 HERE = Path(__file__).parent
 
 
-def tiny(task: HintedPointer, seed: int) -> tuple[Any, Any]:
-    """85,000 parameters with random weights, and a word-level tokenizer."""
+def tiny(task: Any, seed: int) -> tuple[Any, Any]:
+    """85,000 parameters with random weights, and a tokenizer with one token per word of the task."""
     tokenizer = task_tokenizer(task)
     return tiny_llama(len(tokenizer), tokenizer, seed), tokenizer
 
@@ -72,7 +75,7 @@ class Bed:
         """As the command line spells it."""
         return f"{method}:{budget}{self.evict}"
 
-    def selector(self, budget: int) -> str:
+    def selector(self, budget: int | str) -> str:
         return f"block-topk:{budget}{self.select}"
 
     def warm_up(self, seed: int, folder: Path, progress: Progress) -> None:
@@ -85,14 +88,21 @@ class Bed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PointerBed(Bed):
-    task: HintedPointer
-    fresh: Callable[[HintedPointer, int], tuple[Any, Any]]
+class TaskBed(Bed):
+    """A generated task with a careful answer and a shortcut."""
+
+    task: Any
+    """Has `hint`, the share of problems in which the shortcut is right, and `dataset(size, seed)`."""
+    fresh: Callable[[Any, int], tuple[Any, Any]]
     """(task, seed) -> model before the warm-up, tokenizer."""
     warm: WarmUp
     train_problems: int
     held_out: int
     probe_prompts: int
+    longest: int = 0
+    """Tokens of the longest prompt and answer, where schedules are calibrated."""
+    bin: int = 0
+    """Tokens per length bin of a schedule."""
 
     def warm_up(self, seed: int, folder: Path, progress: Progress) -> None:
         model, tokenizer = self.fresh(self.task, seed)
@@ -100,8 +110,41 @@ class PointerBed(Bed):
         export(folder, model, learner.full_parameters(), tokenizer)
 
     def write_data(self, seed: int, folder: Path) -> None:
-        write_problems(self.task.dataset(self.train_problems, 1000 + seed), folder / "train.jsonl")
-        write_problems(self.task.dataset(self.held_out, 2000 + seed), folder / "held.jsonl")
+        self.write(self.task.dataset(self.train_problems, 1000 + seed), folder / "train.jsonl")
+        self.write(self.task.dataset(self.held_out, 2000 + seed), folder / "held.jsonl")
+
+    def write(self, problems: Dataset, path: Path) -> None:
+        raise NotImplementedError
+
+    def is_shortcut(self, text: str) -> bool:
+        raise NotImplementedError
+
+    def grade(self, texts: list[str], examples: list[dict[str, Any]]) -> list[float]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointerBed(TaskBed):
+    def write(self, problems: Dataset, path: Path) -> None:
+        write_problems(problems, path)
+
+    def is_shortcut(self, text: str) -> bool:
+        return text.lstrip().startswith("=")
+
+    def grade(self, texts: list[str], examples: list[dict[str, Any]]) -> list[float]:
+        return [Pointer.score(text, example) for text, example in zip(texts, examples)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramBed(TaskBed):
+    def write(self, problems: Dataset, path: Path) -> None:
+        programs.write_programs(problems, path)
+
+    def is_shortcut(self, text: str) -> bool:
+        return "old(x)" in text
+
+    def grade(self, texts: list[str], examples: list[dict[str, Any]]) -> list[float]:
+        return programs.grade(texts, examples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +250,44 @@ GSM8K = Gsm8kBed(
     batch=64,
     lr=3e-4,
 )
-POINTER_BEDS = {bed.name: bed for bed in (TINY, SMOLLM2)}
-BEDS: dict[str, Bed] = {**POINTER_BEDS, GSM8K.name: GSM8K}
+PROGRAMS = ProgramBed(
+    name="programs",
+    task=programs.Programs(),
+    fresh=tiny,
+    warm=WarmUp(careful_steps=1200, mastered=0.003, careful_lr=4e-3, mixture_steps=150, mixture_lr=2e-3),
+    warm_seeds=True,
+    evict="+4,window=4,sinks=1",
+    budgets=(24, 32, 40, 48, 56, 64, 72, 80),
+    select=",block=4,dense_layers=0",
+    read_budgets=(16, 24, 32, 40, 48, 56, 64, 72, 80),
+    distill=TINY.distill,
+    distill_first=TINY.distill_first,
+    train_problems=2048,
+    held_out=128,
+    probe_prompts=64,
+    longest=88,
+    bin=24,
+)
+PROGRAMS_SMOLLM2 = ProgramBed(
+    name="programs-smollm2",
+    task=programs.Programs(variables=23, min_lines=18, max_lines=21),
+    fresh=smollm2,
+    warm=SMOLLM2.warm,
+    warm_seeds=False,
+    evict=SMOLLM2.evict,
+    budgets=(96, 128, 144, 160, 176, 192, 208, 224),
+    select=SMOLLM2.select,
+    read_budgets=(64, 96, 128, 144, 160, 176, 192, 208, 224),
+    distill=SMOLLM2.distill,
+    distill_first=SMOLLM2.distill_first,
+    train_problems=4096,
+    held_out=256,
+    probe_prompts=64,
+    longest=264,
+    bin=64,
+)
+TASK_BEDS = {bed.name: bed for bed in (TINY, SMOLLM2, PROGRAMS, PROGRAMS_SMOLLM2)}
+BEDS: dict[str, Bed] = {**TASK_BEDS, GSM8K.name: GSM8K}
 
 
 def prepared(bed: Bed, seed: int, work: Path, progress: Progress) -> Path:

@@ -15,7 +15,7 @@ from judge import Row
 from lines import read_lines
 from tables import RESULTS, before_training, by_arm, raw
 
-from alula.charts import Line, chart, look
+from alula.charts import COLOURS, Line, Look, chart, look
 
 BED_NAMES = {
     "tiny": "tiny bed",
@@ -23,12 +23,42 @@ BED_NAMES = {
     "smollm2-2": "SmolLM2-135M, second warm-up",
     "smollm2-3": "SmolLM2-135M, third warm-up",
     "smollm2-4": "SmolLM2-135M, fourth warm-up",
+    "programs": "programs bed",
     "gsm8k": "SmolLM2-135M on GSM8K",
     "gsm8k-2": "SmolLM2-135M on GSM8K, second warm-up",
 }
 
+ARMS = (
+    "dense",
+    "naive",
+    "sparse-rl",
+    "strict",
+    "reroll",
+    "tis",
+    "reject-only",
+    "reweight-only",
+    "veto-1e-3",
+    "veto-1e-5",
+)
+ARMS += ("sparse-rl-code", "kept-baseline", "reject-kept", "reject-1e-3", "kept-1e-3", "strict-1e-2", "start")
+METHODS = ("rkv", "snapkv", "streaming", "keydiff", "h2o", "tova", "knorm", "random", "block-topk", "quest")
+DASHES = {"corrected": "14 4", "distilled first": "8 3 2 3", "distilled": "2 3", "snapkv held": "2 3"}
+DASHES |= {"streaming held": "8 3 2 3", "keydiff held": "14 4", "held": "8 3"}
+"""What a run has in addition to its correction -> the dashes of its line; the first that applies."""
 
-def over_steps(runs: Sequence[Row], index: int, points: Callable[[Row], list[tuple[int, float]]]) -> Line:
+
+def look_of(arm: str) -> Look:
+    """Colour and dashes of an arm, the same in every figure: the colour by correction, the dashes by what is added."""
+    first, *added = arm.replace("dense, sparse-rl", "dense, corrected").split(", ")
+    named = [word for word in (*first.split(), *added) if word in ARMS]
+    style = look(ARMS.index(named[-1]))
+    extra = " ".join([first.split()[0], *added]).replace(f" {named[-1]}", "")
+    dash = next((dash for words, dash in DASHES.items() if all(word in extra.split() for word in words.split())), "")
+    milder = "5 2" if "milder" in added else ""
+    return {"colour": style["colour"], "dash": dash or style["dash"] or milder}
+
+
+def over_steps(runs: Sequence[Row], points: Callable[[Row], list[tuple[int, float]]]) -> Line:
     """Mean over seeds, with a band from the lowest to the highest seed."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
@@ -37,7 +67,7 @@ def over_steps(runs: Sequence[Row], index: int, points: Callable[[Row], list[tup
     steps = [step for step in sorted(by_step) if len(by_step[step]) == len(runs)]
     values = [by_step[step] for step in steps]
     lowest, highest = [*map(min, values)], [*map(max, values)]
-    return Line(runs[0]["arm"], steps, [*map(fmean, values)], lowest, highest, **look(index))
+    return Line(runs[0]["arm"], steps, [*map(fmean, values)], lowest, highest, **look_of(runs[0]["arm"]))
 
 
 def smoothed(metric: str, width: int = 5) -> Callable[[Row], list[tuple[int, float]]]:
@@ -63,7 +93,7 @@ def learning(question: str, bed: str) -> dict[str, str]:
     drawn = {}
     for suffix, arms in groups.items() or [("", [])]:
         for name, (title, unit, points) in kinds.items():
-            lines = [over_steps(runs, i, points) for i, runs in enumerate(common + arms)]
+            lines = [over_steps(runs, points) for runs in common + arms]
             drawn["-".join(filter(None, [name, suffix]))] = chart(title, "step", unit, lines)
     return drawn
 
@@ -80,6 +110,8 @@ def group(question: str, label: str) -> str:
         return ("rkv" if label.startswith("rkv") else "others") + ("-10" if "10 %" in label else "")
     if question == "compressors" and not label.startswith("dense"):
         return label.split()[0]
+    if question == "transfer" and label != "dense":
+        return label.split(",")[0]
     return ""
 
 
@@ -91,8 +123,9 @@ def probed(question: str, bed: str) -> dict[str, str]:
         by_method: dict[str, dict[float, list[float]]] = {}
         for row in rows:
             method, _, rest = row["sparsity"].partition(":")
-            if method != "dense" and row[name] is not None:
-                budget = float(rest.split("+")[0].split(",")[0])
+            size = rest.split("+")[0].split(",")[0]
+            if size.isdigit() and row[name] is not None:  # neither dense nor a schedule
+                budget = float(size)
                 by_method.setdefault(method, {}).setdefault(budget, []).append(row[name])
         return [
             Line(
@@ -101,10 +134,10 @@ def probed(question: str, bed: str) -> dict[str, str]:
                 [fmean(v) for v in by.values()],
                 [min(v) for v in by.values()],
                 [max(v) for v in by.values()],
-                **look(i),
+                **look(METHODS.index(method)),
                 dots=True,
             )
-            for i, (method, by) in enumerate(by_method.items())
+            for method, by in by_method.items()
         ]
 
     where = BED_NAMES[bed]
@@ -125,9 +158,11 @@ def dose(question: str, bed: str) -> dict[str, str]:
 
     def lines(name: str) -> list[Line]:
         drawn = []
-        for i, (kind, runs) in enumerate(kinds.items()):
+        for kind, runs in kinds.items():
             points = sorted((before(run)[name], judge.final(run)) for run in runs)
-            drawn.append(Line(kind, [x for x, _ in points], [y for _, y in points], **look(i), dots=True))
+            method, _, seed = kind.partition(", seed ")
+            style = look(METHODS.index(method) + len(COLOURS) * (int(seed) if seed else 0))
+            drawn.append(Line(kind, [x for x, _ in points], [y for _, y in points], **style, dots=True))
         starts = [judge.start(run) for runs in kinds.values() for run in runs]
         known = [row[name] for row in raw("probe", bed)]
         edges = [min(known), max(known)]
@@ -154,9 +189,9 @@ def saving(question: str, bed: str) -> dict[str, str]:
             x = fmean(before(run)["kv_saved"] for run in runs)
             by_correction.setdefault(runs[0]["correction"], []).append((x, [*map(judge.final, runs)]))
     lines = []
-    for i, (name, points) in enumerate(by_correction.items()):
+    for name, points in by_correction.items():
         xs, ys = zip(*sorted(points))
-        lines.append(Line(name, xs, [*map(fmean, ys)], [*map(min, ys)], [*map(max, ys)], **look(i), dots=True))
+        lines.append(Line(name, xs, [*map(fmean, ys)], [*map(min, ys)], [*map(max, ys)], **look_of(name), dots=True))
     title = f"Final accuracy against KV saved, {BED_NAMES[bed]}"
     return {"saved": chart(title, "KV saved before training", "final accuracy", lines)}
 
@@ -172,7 +207,7 @@ def survival(question: str, bed: str) -> dict[str, str]:
         if fmean(row["careful_share"] for rows in by_policy.values() for row in rows) < 0.5:
             continue
         right = [fmean(row["careful"] for row in rows) for rows in by_policy.values()]
-        lines.append(Line(arm, [*map(names.index, by_policy)], right, **look(len(lines)), dots=True))
+        lines.append(Line(arm, [*map(names.index, by_policy)], right, **look_of(arm), dots=True))
     title = f"Careful chains right under each policy, {BED_NAMES[bed]}"
     return {"chains": chart(title, "", "share", lines, x_names=names)}
 
@@ -197,6 +232,7 @@ FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
     "correction": learning,
     "distill": learning,
     "control": learning,
+    "transfer": learning,
     "probe": probed,
     "threshold": dose,
     "budget": saving,

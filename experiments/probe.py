@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from beds import POINTER_BEDS, Bed, PointerBed, prepared
+from beds import TASK_BEDS, Bed, TaskBed, prepared
 from lines import read_lines
 from raw import write_probe
 from settings import recipe_settings
 
 from alula.data import prepare
-from alula.data.tasks.pointer import Pointer
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.measure import Bins
@@ -36,7 +35,7 @@ VETO = math.log(REFERENCE_VETO)
 class Probe:
     """The warmed-up model on problems that no run trains or is evaluated on, two answers to each."""
 
-    def __init__(self, bed: PointerBed, seed: int, work: Path, prompts: int | None = None) -> None:
+    def __init__(self, bed: TaskBed, seed: int, work: Path, prompts: int | None = None) -> None:
         self.bed, self.seed = bed, seed
         recipe = recipe_settings(bed)
         options = {**recipe["engine"], "max_rows": recipe["sampling"]["prompts"] * recipe["sampling"]["n"]}
@@ -76,8 +75,11 @@ class Probe:
 
     def answers(self, sparsity: str, rollouts: list[Rollout]) -> dict[str, Any]:
         right: dict[bool, list[float]] = {True: [], False: []}
-        for rollout in rollouts:
-            right[is_guess(rollout)].append(self.score(rollout))
+        texts = [rollout.text or "" for rollout in rollouts]
+        guesses = [self.bed.is_shortcut(text) for text in texts]
+        values = self.bed.grade(texts, [self.problems[rollout.prompt_index].record() for rollout in rollouts])
+        for guess, value in zip(guesses, values):
+            right[guess].append(value)
         held = sum(rollout.kv.mean_tokens * len(rollout) for rollout in rollouts)
         read = sum(rollout.kv.mean_read_tokens * len(rollout) for rollout in rollouts)
         whole = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
@@ -91,17 +93,10 @@ class Probe:
             "careful_share": len(right[False]) / len(rollouts),
             "rollouts": len(rollouts),
             "length": mean([float(len(rollout)) for rollout in rollouts]),
-            "careful_length": mean([float(len(rollout)) for rollout in rollouts if not is_guess(rollout)]),
+            "careful_length": mean([float(len(rollout)) for rollout, guess in zip(rollouts, guesses) if not guess]),
             "kv_saved": 1 - held / whole,
             "kv_unread": 1 - read / whole,
         }
-
-    def score(self, rollout: Rollout) -> float:
-        return Pointer.score(rollout.text or "", self.problems[rollout.prompt_index].record())
-
-
-def is_guess(rollout: Rollout) -> bool:
-    return (rollout.text or "").lstrip().startswith("=")
 
 
 def mean(values: list[float]) -> float | None:
@@ -123,9 +118,7 @@ def print_step(what: str, step: int, most: int, loss: float) -> None:
         print(f"  {what}: step {step}, loss {loss:.4f}", flush=True)
 
 
-def run(
-    bed: PointerBed, seed: int, work: Path, policies: list[str], prompts: int | None = None
-) -> list[dict[str, Any]]:
+def run(bed: TaskBed, seed: int, work: Path, policies: list[str], prompts: int | None = None) -> list[dict[str, Any]]:
     """Rows of a seed; what was measured before is not measured again."""
     path = work / "probe.jsonl"
     done = {(row["seed"], row["sparsity"]) for row in read_lines(path)}
@@ -143,14 +136,14 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bed", choices=POINTER_BEDS, required=True)
+    parser.add_argument("--bed", choices=TASK_BEDS, required=True)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default=",".join((*EVICTORS, "block-topk")))
     parser.add_argument("--prompts", type=int, help="problems to probe on; by default the bed's")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
-    bed, work = POINTER_BEDS[options.bed], options.work / options.bed
+    bed, work = TASK_BEDS[options.bed], options.work / options.bed
     work.mkdir(parents=True, exist_ok=True)
     for seed in range(options.seeds):
         start = time.perf_counter()

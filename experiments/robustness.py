@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from arms import QUESTIONS
-from beds import POINTER_BEDS, Bed
+from beds import TASK_BEDS, Bed
 from choice import chosen_budgets
 from lines import read_lines
 from probe import Probe
@@ -38,14 +38,14 @@ def policies(bed: Bed, budget: int) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bed", choices=POINTER_BEDS, required=True)
+    parser.add_argument("--bed", choices=TASK_BEDS, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, help="this one alone: several may run side by side")
     parser.add_argument("--arms", default="", help="only models whose label this regular expression finds")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
-    bed, work = POINTER_BEDS[options.bed], options.work / options.bed
+    bed, work = TASK_BEDS[options.bed], options.work / options.bed
     path = options.out / "robustness" / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["arm"], row["seed"], row["policy"]) for row in read_lines(path)}

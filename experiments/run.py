@@ -11,19 +11,23 @@ missing, the warm-up and the probe that chooses the budgets, is made first. --ou
 import argparse
 import json
 import multiprocessing
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import probe
 from arms import BY_PROBE, METHODS, PROBED, QUESTIONS, Arm
-from beds import BEDS, Bed, PointerBed, prepared
-from choice import chosen_budgets
+from beds import BEDS, Bed, TaskBed, prepared
+from choice import TAU, below_threshold, chosen_budgets
 from raw import write_probe, write_raw
 
 import alula.trainer.trainer  # noqa: F401  imported once, before the forks
@@ -61,6 +65,7 @@ class Run:
 
         from alula.trainer.trainer import Trainer
 
+        os.environ["OMP_NUM_THREADS"] = "1"  # several runs share the machine
         torch.set_num_threads(1)
         start, data = prepared(self.bed, self.seed, self.work, probe.print_step), self.work / f"data-{self.seed}"
         settings = [
@@ -73,7 +78,7 @@ class Run:
         config = load_config(self.bed.recipe, [*settings, *self.arm.settings, *self.settings])
         with self.log.open("a") as log:
             try:
-                Trainer(config, resume=self.folder.exists(), stream=log).run()
+                Trainer(config, resume="auto", stream=log).run()
                 if self.finished:  # nobody goes on from it, and beside the model it is most of the folder
                     shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             except BaseException:
@@ -90,6 +95,23 @@ def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
         child.terminate()
     if child.exitcode:
         raise SystemExit(f"{function.__name__} failed")
+
+
+def planned(bed: TaskBed, seed: int, work: Path) -> str:
+    """The file of the growing schedule for τ: calibrated on the warmed-up model and the training problems, planned on
+    lower confidence bounds."""
+    seed = seed if bed.warm_seeds else 0
+    path, calibration = work / f"schedule-{seed}.json", work / f"calibration-{seed}.json"
+    if not path.exists():
+        alula, budgets = [sys.executable, "-m", "alula"], ",".join(map(str, bed.read_budgets))
+        settings = bed.select.removeprefix(",block=").partition(",")
+        data = ["--data", f"{work}/data-{seed}/train.jsonl", "--no-chat", "--seed", str(seed)]
+        size = ["--length", str(bed.longest), "--bin", str(bed.bin), "--prompts", "256"]
+        method = ["--methods", f"block-topk:{settings[2]}", "--pages", settings[0], "--budgets", budgets]
+        out = ["--tau", str(TAU), "--out", str(calibration)]
+        subprocess.run([*alula, "calibrate", f"{work}/start-{seed}/model", *data, *size, *method, *out], check=True)
+        subprocess.run([*alula, "plan", str(calibration), "--tau", str(TAU), "--out", str(path)], check=True)
+    return str(path)
 
 
 def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
@@ -134,7 +156,7 @@ def refuse(bed: Bed, questions: list[str], methods: list[str]) -> None:
     for question in questions:
         if question not in QUESTIONS:
             raise SystemExit(str(unknown("--question", question, QUESTIONS)))
-        if question in BY_PROBE and not isinstance(bed, PointerBed):
+        if question in BY_PROBE and not isinstance(bed, TaskBed):
             raise SystemExit(f"--question {question}: needs a probe of its budgets, which --bed {bed.name} has not")
         if question != "compressors" and "rkv" not in methods:
             raise SystemExit(
@@ -167,20 +189,25 @@ def main() -> None:
         in_a_child(prepared, bed, seed, work, probe.print_step)
     questions: dict[str, list[Run]] = {}
     for question in asked:
-        if options.budget is None and isinstance(bed, PointerBed):
+        if options.budget is None and isinstance(bed, TaskBed):
             probed = [method for method in PROBED.get(question, ("rkv",)) if method in methods]
             for seed in range(options.seeds if bed.warm_seeds else 1):
                 in_a_child(probe.run, bed, seed, work, probe.grid(bed, probed))
         questions[question] = []
         for seed in range(options.seeds):
-            budgets = {m: b for m, b in chosen_budgets(bed, seed, work, options.budget).items() if m in methods}
+            budgets: dict[str, Any] = chosen_budgets(bed, seed, work, options.budget)
+            if question == "transfer":
+                assert isinstance(bed, TaskBed)
+                budgets = {"rkv": below_threshold(bed, seed, work), "schedule": planned(bed, seed, work)}
+                in_a_child(probe.run, bed, seed if bed.warm_seeds else 0, work, [bed.selector(budgets["schedule"])])
+            budgets = {m: b for m, b in budgets.items() if m in (*methods, "schedule")}
             print(f"{question}, seed {seed}: budgets {budgets}", flush=True)
             arms = QUESTIONS[question](bed, budgets)
             questions[question] += [Run(bed, arm, seed, work, tuple(options.settings)) for arm in arms]
         questions[question] = [run for run in questions[question] if run.arm.matches(options.arms)]
     # One queue, a whole seed of every question before the next: a stop in time leaves seeds that can be compared.
     run_all(sorted(chain.from_iterable(questions.values()), key=lambda run: run.seed), options.jobs, deadline)
-    if isinstance(bed, PointerBed):
+    if isinstance(bed, TaskBed):
         write_probe(bed, work, options.out)
     for question, runs in questions.items():
         write_raw(question, bed, [(run.arm, run.seed) for run in runs], work, options.out, options.settings)

@@ -20,5 +20,6 @@ def sparsity_settings(text: str) -> list[str]:
         fields = ("method", "budget", "buffer", "window", "sinks", "protect_prompt")
         found += [f"sparsity.evict.{name}={getattr(evict, name)}" for name in fields]
     if select := policy.select:
-        found += [f"sparsity.select.{name}={getattr(select, name)}" for name in vars(select)]
+        values = vars(select) | {"budget": getattr(select.budget, "source", select.budget)}  # a schedule is its file
+        found += [f"sparsity.select.{name}={value}" for name, value in values.items()]
     return found

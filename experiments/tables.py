@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import judge
+from choice import TAU
 from judge import Row
 from lines import read_lines
 
@@ -161,7 +162,7 @@ def probe_table(bed: str, question: str) -> str:
 
     rows = [
         [
-            policy.split(",")[0],
+            policy_text(policy),
             *(percent(mean(rows, name)) for name in ("careful", "kv_unread", "vetoed_rollouts")),
             f"{1000 * mean(rows, 'veto_hazard'):.1f}",
             f"{mean(rows, 'tail'):.3f}",
@@ -193,6 +194,44 @@ def threshold_table(bed: str, question: str) -> str:
             )
     head = ["policy", "seed", "tail", "lower bound", "vetoed, %", "careful right, %"]
     return markdown([*head, "final, %", "collapsed"], body) + early_note(early)
+
+
+def transfer_table(bed: str, question: str) -> str:
+    """One row per sparse run: what the threshold of another bed predicts, and what happened."""
+    runs = raw(question, bed)
+    if not runs:
+        return "Not measured yet."
+    probe, final = before_training(bed), {run["seed"]: judge.final(run) for run in runs if run["arm"] == "dense"}
+    most, body, early = longest(by_arm(runs)), [], []
+    for arm, of_arm in by_arm(runs).items():
+        early += ended_early(arm, of_arm, most)
+        for run in of_arm if arm != "dense" else ():
+            before, collapsed = probe(run), judge.collapsed(run)
+            holds = before["tail"] >= TAU
+            body.append(
+                [
+                    arm,
+                    policy_text(run["sparsity"]),
+                    str(run["seed"]),
+                    f"{before['tail']:.3f}",
+                    f"{before['tail_low']:.3f}",
+                    percent(before["vetoed_rollouts"]),
+                    percent(before["careful"] or 0.0),
+                    "holds" if holds else "collapses",
+                    "collapsed" if collapsed else "held",
+                    "yes" if holds != collapsed else "no",
+                    last_accuracy(run, most),
+                    f"{100 * (judge.final(run) - final[run['seed']]):+.0f}",
+                ]
+            )
+    head = ["arm", "policy", "seed", "tail", "lower bound", "vetoed, %", "careful right, %"]
+    head += ["τ says", "outcome", "τ right", "final, %", "vs dense, points"]
+    return markdown(head, body) + early_note(early)
+
+
+def policy_text(sparsity: str) -> str:
+    """`rkv:24+4`; a schedule by the name of its file."""
+    return re.sub(r":\S*/(\S+)\.json", r":\1", sparsity.split(",")[0])
 
 
 def robustness_table(bed: str, question: str, metric: str = "accuracy") -> str:
@@ -295,6 +334,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "outcome": outcome_table,
     "probe": probe_table,
     "threshold": threshold_table,
+    "transfer": transfer_table,
     "robustness": robustness_table,
     "chains": chains_table,
     "breakeven": breakeven_table,

@@ -1,5 +1,6 @@
 """The documentation names every module, and its links lead somewhere."""
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,18 @@ def test_links_lead_somewhere(page):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
+            assert not path or target == Path(os.path.normpath(page.resolve().parent / path)), (
+                "GitHub follows no symlink"
+            )
             assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_site_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
+    generated = {"index.md", "quickstart.md"}  # from README.md and the notebook
+    assert set(listed) - generated == {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert len(listed) == len(set(listed))
 
 
 @cache

@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "alula"
 RECIPE = Path(__file__).parents[1] / "recipes" / "toy.yaml"
 
 LAYERS = (
-    ("errors", "terminal", "charts"),
-    ("files",),
+    ("errors", "terminal", "charts", "cpus", "hub"),
+    ("files", "imports"),
     ("config.settings",),
     ("distributed",),
     ("ops",),
@@ -22,6 +22,7 @@ LAYERS = (
     ("sparsity",),
     ("engine",),
     ("data",),
+    ("environments",),
     ("rewards",),
     ("evals",),
     ("objective",),
@@ -30,6 +31,7 @@ LAYERS = (
     ("bench",),
     ("distill",),
     ("config.run",),
+    ("serve",),
     ("run",),
     ("trainer",),
     ("report",),

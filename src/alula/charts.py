@@ -9,7 +9,15 @@ from typing import TypedDict
 
 WIDTH, HEIGHT = 820, 440
 LEFT, RIGHT, TOP, BOTTOM = 62, 250, 40, 52
-COLOURS = ("#3b6fb6", "#c8553d", "#4f9d69", "#8b5fbf", "#c79a2b", "#2f9c9c", "#a8476f", "#6b6b6b", "#7a5230")
+COLOURS = ("#4a80c8", "#d0583f", "#3f8f5c", "#9468cc", "#a97f1c", "#2a8f8f", "#c2588a", "#78828c", "#a06a40")
+"""Each has a contrast of at least 3 on both backgrounds."""
+LIGHT, DARK = "#ffffff", "#16191d"
+"""Backgrounds, by the reader's colour scheme."""
+STYLE = f"""
+.paper {{fill: {LIGHT}}} .title {{fill: #111}} text {{fill: #333}} .grid {{stroke: #eee}}
+@media (prefers-color-scheme: dark) {{
+.paper {{fill: {DARK}}} .title {{fill: #f0f2f4}} text {{fill: #c3c9d0}} .grid {{stroke: #31363c}} }}
+"""
 DASHES = ("", "8 3", "2 3", "8 3 2 3", "14 4", "8 3 2 3 2 3", "14 4 2 4")
 """Dash patterns; from the tenth line on the colours repeat with another pattern."""
 LEGEND = 28
@@ -64,11 +72,12 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], x_names
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
         'font-size="12">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15" fill="#111">{escape(title)}</text>',
+        f"<style>{STYLE}</style>",
+        f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
+        f'<text class="title" x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
     ]
     for x in x_ticks:
-        parts.append(f'<line x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#eee"/>')
+        parts.append(f'<line x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="grid"/>')
         below = HEIGHT - BOTTOM + 18
         parts.append(
             f'<g transform="rotate(-25 {px(x):.1f} {below})">{_text(px(x) + 8, below, x_names[int(x)], "end")}</g>'
@@ -76,15 +85,17 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], x_names
             else _text(px(x), below, f"{x:g}", "middle")
         )
     for y in y_ticks:
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" stroke="#eee"/>')
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" class="grid"/>')
         parts.append(_text(LEFT - 8, py(y) + 4, f"{y:g}", "end"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, x_label, "middle"))
     parts.append(
-        f'<text transform="translate(16 {(TOP + HEIGHT - BOTTOM) / 2:.1f}) rotate(-90)" text-anchor="middle" '
-        f'fill="#333">{escape(y_label)}</text>'
+        f'<text transform="translate(16 {(TOP + HEIGHT - BOTTOM) / 2:.1f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label)}</text>"
     )
+    for line in lines:  # bands first, so that none covers a curve
+        parts += _band(line, px, py)
     for line in lines:
-        parts += _drawn(line, px, py)
+        parts += _curve(line, px, py)
     return "\n".join([*parts, *(part for row in legend for part in row), "</svg>"]) + "\n"
 
 
@@ -97,14 +108,15 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
 
 
-def _drawn(line: Line, px: Callable[[float], float], py: Callable[[float], float]) -> list[str]:
-    parts = []
-    dash = _dashes(line)
+def _band(line: Line, px: Callable[[float], float], py: Callable[[float], float]) -> list[str]:
     band = [(x, low, high) for x, low, high in zip(line.x, line.low, line.high) if isfinite(low) and isfinite(high)]
-    if band:
-        edge = [f"{px(x):.1f},{py(high):.1f}" for x, _, high in band]
-        edge += [f"{px(x):.1f},{py(low):.1f}" for x, low, _ in reversed(band)]
-        parts.append(f'<polygon points="{" ".join(edge)}" fill="{line.colour}" fill-opacity="0.12"/>')
+    edge = [f"{px(x):.1f},{py(high):.1f}" for x, _, high in band]
+    edge += [f"{px(x):.1f},{py(low):.1f}" for x, low, _ in reversed(band)]
+    return [f'<polygon points="{" ".join(edge)}" fill="{line.colour}" fill-opacity="0.12"/>'] if band else []
+
+
+def _curve(line: Line, px: Callable[[float], float], py: Callable[[float], float]) -> list[str]:
+    parts, dash = [], _dashes(line)
     pieces: list[list[str]] = [[]]
     for x, y in zip(line.x, line.y):
         if isfinite(y):
@@ -154,4 +166,4 @@ def folded(words: str, room: int) -> list[str]:
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#333">{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

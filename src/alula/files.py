@@ -1,4 +1,4 @@
-"""File helpers: atomic writes, sizes as text, and the check that a continued job has the same settings."""
+"""File helpers: atomic writes, permissions, sizes as text, and the check that a continued job has the same settings."""
 
 import os
 from collections.abc import Mapping
@@ -13,6 +13,15 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def apply_umask(folder: Path) -> None:
+    """Give the files in `folder` the permissions of the umask; safetensors writes them for the owner only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
 
 
 def check_same_settings(source: str, before: Mapping[str, Any], now: Mapping[str, Any], hint: str) -> None:

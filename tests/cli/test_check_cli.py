@@ -283,3 +283,65 @@ def test_check_reports_an_unusable_run_folder_and_creates_none(recipe, tmp_path,
         assert message in printed.err
         assert "what is sparse" in printed.out, "the plan is printed too"
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_check_reports_each_source_of_data_apart(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps({"prompt": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(300)))
+
+    def check(*settings: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            app(["train", "--check", str(recipe), "rewards.use=[{name: length, options: {target: 9}}]", *settings])
+        printed = capsys.readouterr()
+        return printed.err if ended.value.code else " ".join(printed.out.split())
+
+    local, remote = f"data.source={mine}", "eval.data={source: gsm8k, split: test}"
+    printed = check(local, remote)
+    assert f"│ data │ {mine}: 300 examples to train on │" in printed
+    assert "│ held-out data │ gsm8k (test): on the hub, not read │" in printed
+    printed = check("data={source: gsm8k, split: train}", f"eval.data.source={mine}", "eval.size=64")
+    assert "│ data │ gsm8k (train): on the hub, not read │" in printed
+    assert f"│ held-out data │ {mine}: 64 examples to evaluate on │" in printed
+    printed = check(local, "data.split=train", "eval.size=100")
+    assert f"│ data │ {mine}: 200 examples to train on │" in printed
+    assert "│ held-out data │ 100 examples of the same, set aside │" in printed
+    (tmp_path / "needs_a_field.py").write_text("def grade(completion, example):\n    return example['level']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "KeyError: 'level'" in check(local, remote, "rewards.use=needs_a_field:grade"), "local data is graded"
+
+
+@pytest.mark.parametrize(("section", "option"), [("data", True), ("eval.data", False)])
+def test_unknown_field_names_the_setting_of_its_section(recipe, tmp_path, capsys, section, option):
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"question": "a", "answer": "b"}\n' * 300)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), f"{section}.source={mine}"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"alula: {section} {mine}: unknown field 'prompt' of the prompt template")
+    assert f'name another with {section}.prompt="{{question}}" in a recipe' in error
+    assert ("--prompt" in error) is option
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["sparsity=rkv:512+128"], "exceeds the budget (rkv:512+128"),
+        (["sparsity=rkv:40+128,sinks=1,window=1"], "exceeds the budget plus buffer=128 ("),
+        (["sparsity=block-topk:512"], "exceeds the budget (block-topk:512"),
+        (["sparsity=rkv:40+8,sinks=1,window=1"], None),
+        (["sparsity=block-topk:48"], None),
+        (["sparsity=dense"], None),
+    ],
+)
+def test_check_warns_if_nothing_will_be_sparse(recipe, capsys, monkeypatch, settings, reason):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", str(recipe), "sampling.max_new_tokens=100", *settings])
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert ("Nothing will be sparse: no sequence " in printed) is (reason is not None)
+    assert reason is None or reason in printed

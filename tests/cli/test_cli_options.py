@@ -19,7 +19,7 @@ SPARSE = ("--sparsity", "streaming:8+2,window=2,sinks=1")
 COMMANDS = {
     "generate": (),
     "eval": ("--data", "task:copy-last"),
-    "calibrate": ("--data", "task:copy-last", "--length", 64),
+    "calibrate": ("--data", "task:copy-last", "--length", 64, "--budgets", "48,56"),
     "distill": ("--data", "task:copy-last", *SPARSE),
 }
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from alula.cli.eval import list_entries
 from alula.cli.main import app
+from alula.data.benchmarks import BENCHMARKS
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.engine.engine import Engine
+from alula.evals.suites import SUITES
 from alula.models.lora import init_adapter
 
 
@@ -219,3 +222,51 @@ def test_invalid_option_exits_with_2(folder, capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_suite_evaluates_the_benchmarks_of_the_paper_with_its_samples(folder, tmp_path, capsys):
+    """The seven benchmarks of arXiv 2601.10079: pass@1, and avg@32 on the two small ones."""
+    fields = {"question": "a b :", "problem": "a b :", "answer": "1", "final_answer": ["1"], "solution": "\\boxed{1}"}
+    samples = {
+        "gsm8k": 1,
+        "math500": 1,
+        "gaokao2023en": 1,
+        "minerva_math": 1,
+        "olympiadbench": 1,
+        "aime24": 32,
+        "amc23": 32,
+    }
+    for name in samples:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.jsonl").write_text(json.dumps(fields) + "\n")
+    out = tmp_path / "results.json"
+    suite = ("eval", folder, "--suite", "sparse-rl", "--data-dir", tmp_path, "--max-new-tokens", 3)
+    assert run(*suite, "--out", out, "--sparsity", "rkv:8+2,window=2,sinks=1") == 0
+    results = json.loads(out.read_text())
+    assert {result["data"]: result["k"] for result in results} == samples
+    assert sorted(results[-1]["pass_at"], key=int) == ["1", "2", "4", "8", "16", "32"]
+    head = capsys.readouterr().out.splitlines()[0]
+    assert "aime24 (avg@32)" in head
+    assert "average" in head
+    assert run(*suite, "--k", 2, "--out", out) == 0
+    assert {result["k"] for result in json.loads(out.read_text())} == {2}, "an option replaces the suite's value"
+
+
+def test_suites_have_the_published_settings():
+    entries = {entry.data: entry for entry in list_entries([], "sparse-rl", {})}
+    assert (entries["gsm8k"].temperature, entries["gsm8k"].top_p, entries["gsm8k"].max_new_tokens) == (0.8, 0.95, 8192)
+    assert entries["aime24"].max_new_tokens == 16384
+    sparrow = {entry.data: (entry.k, entry.temperature, entry.top_p) for entry in list_entries([], "sparrow-math", {})}
+    assert sparrow == dict.fromkeys(("aime24", "aime25", "aime26"), (16, 1.0, 0.7)) | dict.fromkeys(
+        ("amc22-23", "amc12-24"), (4, 1.0, 0.7)
+    )
+    for entries in SUITES.values():
+        assert all(entry.data in BENCHMARKS for entry in entries)
+
+
+def test_data_or_a_suite_is_required(folder, capsys):
+    assert run("eval", folder) == 2
+    assert "either --data or --suite" in capsys.readouterr().err
+    assert run("eval", folder, "--data", "gsm8k", "--suite", "sparse-rl") == 2
+    assert run("eval", folder, "--suite", "sparse-lr") == 2
+    assert "did you mean 'sparse-rl'?" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The command line: help, version, list of commands, invalid settings."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,14 @@ def test_help_lists_every_command(capsys):
     ]
     assert {"train", "report"} <= set(present)
     assert [name for name in present if f" {name} " not in listed] == []
-    helpers = {"main", "common", "options", "find_budget", "verify"}  # the last two are modes of calibrate
+    helpers = {
+        "main",
+        "common",
+        "completion",
+        "options",
+        "find_budget",
+        "verify",
+    }  # the last two are modes of calibrate
     files = {path.stem for path in folder.glob("[!_]*.py")} - helpers
     known = {where.partition(":")[0].rpartition(".")[2] for where, _ in COMMANDS.values()}
     assert files <= known, "a command file that COMMANDS does not list"
@@ -56,3 +64,28 @@ def test_invalid_setting_prints_one_line_and_exits_with_2(recipe, capsys):
         app(["train", str(recipe), "sampling.promts=3"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == ("alula: unknown setting 'sampling.promts'; did you mean 'sampling.prompts'?\n")
+
+
+def test_env_prints_the_environment_as_json(capsys):
+    with pytest.raises(SystemExit):
+        app(["env"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["alula"] == alula.__version__
+    assert {"python", "system", "packages"} <= printed.keys()
+
+
+SCRIPT = "import sys\nfrom alula.cli.main import app\nsys.exit(app())\n"
+"""What pip installs as bin/alula: the folder of the script is on the path, the current folder is not."""
+
+
+@pytest.mark.slow
+def test_check_finds_a_reward_in_the_current_folder(tmp_path, recipe):
+    script, folder = tmp_path / "bin" / "alula", tmp_path / "project"
+    script.parent.mkdir()
+    folder.mkdir()
+    script.write_text(SCRIPT)
+    (folder / "my_reward.py").write_text("def grade(completion, example):\n    return 1.0\n")
+
+    command = [sys.executable, str(script), "train", "--check", str(recipe), "rewards.use=my_reward:grade"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

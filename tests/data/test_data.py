@@ -10,45 +10,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from alula.data import Dataset, Example, PromptStream, load, prepare
-from alula.data.benchmarks import BENCHMARKS, INSTRUCTION
 from alula.data.tasks import TASKS, build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.errors import SettingError
-from alula.rewards.math_answer import build as math_grader
-
-# One row of each benchmark, in the form of its published file.
-ROWS = {
-    "gsm8k": ({"question": "2 and 3?", "answer": "2+3=<<2+3=5>>5\n#### 5"}, "2 and 3?", "5"),
-    "math500": ({"problem": "Half?", "answer": "\\frac{1}{2}", "level": 2}, "Half?", "0.5"),
-    "gaokao2023en": ({"question": "Root?", "answer": "$\\sqrt{5}$", "lang": "en"}, "Root?", "\\sqrt5"),
-    "minerva_math": ({"problem": "Far?", "solution": "$\\boxed{1.5}$ m, not \\boxed{2}"}, "Far?", "2"),
-    "olympiadbench": ({"question": "All?", "final_answer": ["$3$"], "context": None}, "All?", "3"),
-    "aime24": ({"problem": "Sum?", "answer": "073"}, "Sum?", "73"),
-    "amc23": ({"problem": "Miles?", "answer": 27.0}, "Miles?", "27"),
-    "svamp": ({"Body": "Ann has 4.", "Question": "How many?", "Answer": 4.0}, "Ann has 4. How many?", "4"),
-    "mawps": ({"input": "How many ?", "target": 8.25}, "How many ?", "8.25"),
-    "asdiv": ({"body": "Two apples.", "question": "Count?", "answer": "2 (apples)"}, "Two apples. Count?", "2"),
-    "math_level3to5": ({"problem": "GCD?", "answer": "1"}, "GCD?", "1"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(BENCHMARKS))
-def test_benchmark_rows_become_gradable_examples(tmp_path, name):
-    row, question, answer = ROWS[name]
-    folder = tmp_path / name
-    folder.mkdir()
-    (folder / f"{BENCHMARKS[name].split}.jsonl").write_text(json.dumps(row) + "\n")
-    (example,) = load(name, data_dir=tmp_path)
-    assert example.prompt == f"{question}\n{INSTRUCTION}"
-    grade = math_grader({"boxed_only": True})
-    assert grade(f"\\boxed{{{answer}}}", example.record()) == 1
-    assert grade("\\boxed{12345}", example.record()) == 0
-
-
-def test_benchmarks_of_the_paper_are_available():
-    """The evaluation suite of arXiv 2601.10079."""
-    suite = ("gsm8k", "math500", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "amc23")
-    assert [BENCHMARKS[name].samples for name in suite] == [1, 1, 1, 1, 1, 32, 32]
 
 
 def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):

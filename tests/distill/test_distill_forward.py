@@ -551,9 +551,6 @@ def test_invalid_input_raises(models, tmp_path):
         engine.generate(PROMPTS, SAMPLING, METHODS["rkv"], record=[True, False])
     with pytest.raises(SettingError, match="sparse_adapter"):
         engine.update_sparse_adapter(random_adapter(loaded.model))
-    adapted = engine_of(loaded, sparse_adapter=random_adapter(loaded.model))
-    with pytest.raises(SettingError, match=r"sparsity: .*sparse_adapter"):
-        adapted.generate(PROMPTS, SAMPLING, [METHODS["rkv"], Sparsity(), Sparsity(), Sparsity()])
     with pytest.raises(SettingError, match=r"adapter_config\.json"):
         engine_of(loaded, sparse_adapter=tmp_path)
     with pytest.raises(SettingError, match="q_proj"):

@@ -163,14 +163,6 @@ def test_invalid_policies_raise_when_built(policy, message):
         ([Sparsity()], "sparsity: 1 values for 2 prompts"),
         ("rkv:64+16", "sparsity='rkv:64+16'"),
         (Evict("rkv", 64), "sparsity=Evict("),
-        (
-            [Sparsity(select=Select("quest", 12, 4)), Sparsity(select=Select("block-topk", 12, 4))],
-            "selectors or dense_layers",
-        ),
-        (
-            [Sparsity(select=Select("quest", 12, 4, 0)), Sparsity(select=Select("quest", 12, 4, 1))],
-            "selectors or dense_layers",
-        ),
     ],
 )
 def test_policies_that_do_not_fit_the_engine_raise(engine, expected, sparsity, message):

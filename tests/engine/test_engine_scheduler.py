@@ -55,6 +55,7 @@ def test_pages_are_conserved_and_all_sequences_finish(data):
         lookahead=data.draw(st.integers(1, 7)),
         ahead=data.draw(st.integers(0, 1)),
         prefill_tokens=data.draw(st.sampled_from([1, 20, 1000])),
+        host=data.draw(st.sampled_from([0, 5, 20, 10**6])),
     )
     simulation.run(data.draw(st.lists(arrivals(page), min_size=1, max_size=6)))
 

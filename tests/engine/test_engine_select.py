@@ -212,7 +212,7 @@ def test_evictions_compute_no_unused_summaries(models, monkeypatch):
     engine.generate(PROMPTS, SAMPLING, Sparsity(select=Select("quest", 16, 4, 1)))
     calls = []
     summarise = KVCache.summarise
-    monkeypatch.setattr(KVCache, "summarise", lambda cache, pages: calls.append(summarise(cache, pages)))
+    monkeypatch.setattr(KVCache, "summarise", lambda cache, *pages: calls.append(summarise(cache, *pages)))
     assert sum(r.kv.evictions for r in engine.generate(PROMPTS, SAMPLING, Sparsity(evict))) > 0
     assert not calls
     engine.generate(PROMPTS, SAMPLING, Sparsity(evict, Select("quest", 16, 4, 1)))
@@ -221,20 +221,20 @@ def test_evictions_compute_no_unused_summaries(models, monkeypatch):
 
 def test_pages_are_summarised_alike_however_many_layers_at_a_time(models, monkeypatch):
     cache = engine_of(models[3]).cache
-    cache.prepare(selector=METHODS["quest"], ring=0, accumulated_tokens=0)
+    cache.prepare("quest")
     cache.keys.normal_()
     pages = torch.tensor([3, 1, 5])
-    cache.summarise(pages)
+    cache.summarise("quest", pages)
     expected = torch.stack([cache.keys[:, pages].amin(-2), cache.keys[:, pages].amax(-2)], -2)
-    assert torch.equal(cache.summaries[:, pages], expected)
-    cache.summaries.zero_()
+    assert torch.equal(cache.summaries["quest"][:, pages], expected)
+    cache.summaries["quest"].zero_()
     monkeypatch.setattr("alula.engine.kv_cache.SUMMARISED_BYTES", 1)
-    cache.summarise(pages)
-    assert torch.equal(cache.summaries[:, pages], expected)
+    cache.summarise("quest", pages)
+    assert torch.equal(cache.summaries["quest"][:, pages], expected)
 
 
 def test_evictions_of_a_row_with_a_selector_and_one_without(models):
-    """Both rows share a launch; the pages of the row with a selector are still summarised."""
+    """One rollout selects and evicts, the other only evicts; each is as when it runs alone."""
     engine, evict = engine_of(models[3]), Evict("rkv", 24, buffer=5, window=3, sinks=2)
     prompts, both = [PROMPTS[2], PROMPTS[2][::-1]], Sparsity(evict, Select("quest", 16, 4, 1))
     policies = [both, Sparsity(evict)]

@@ -32,6 +32,20 @@ def test_rollouts_come_as_they_end(engine):
     assert lengths == [3, 9, 20]
 
 
+def test_tokens_of_unfinished_rollouts_are_readable_between_steps(engine):
+    (request,) = engine.requests([PROMPTS[0]], Sampling(n=2, max_new_tokens=20, ignore_eos=True), EVICT)
+    engine.submit(request)
+    seen = {0: [[]], 1: [[]]}
+    while engine.step():
+        for sequence in engine.unfinished(request.id):
+            seen[sequence.sample].append(list(sequence.tokens))
+    done = {rollout.sample_index: rollout.token_ids for rollout in engine.finished()}
+    assert (engine.finished(), engine.unfinished(request.id)) == ([], [])
+    for sample, tokens in done.items():
+        assert len(seen[sample]) > 5
+        assert all(tokens[: len(prefix)] == prefix for prefix in seen[sample])
+
+
 @pytest.mark.parametrize("policy", [None, EVICT, SELECT], ids=["dense", "evict", "select"])
 @pytest.mark.slow
 def test_abort_returns_the_tokens_so_far(engine, policy):
@@ -77,14 +91,14 @@ def test_abort_of_the_waiting_and_of_everything(loaded):
     assert len(engine.generate(PROMPTS)) == 3
 
 
-def test_an_abort_at_the_last_moment_still_yields_the_rollout(engine):
+def test_an_abort_of_a_rollout_that_has_ended_changes_nothing(engine):
     """Two rollouts end in the same chunk; the caller aborts the second on seeing the first."""
     requests = engine.requests(PROMPTS[:2], Sampling(max_new_tokens=6, ignore_eos=True))
     seen = []
     for rollout in engine.stream(requests):
         seen.append(rollout.finish)
         engine.abort(requests[1 - rollout.prompt_index].id)
-    assert seen == ["length", "aborted"]
+    assert seen == ["length", "length"]
 
 
 def test_a_closed_stream_releases_everything(engine):
@@ -97,14 +111,15 @@ def test_a_closed_stream_releases_everything(engine):
         assert len(engine.generate(PROMPTS, Sampling(max_new_tokens=2), policy)) == 3
 
 
-def test_one_stream_at_a_time(engine):
-    stream = engine.stream(engine.requests(PROMPTS, Sampling(max_new_tokens=30, ignore_eos=True)))
-    next(stream)
-    with pytest.raises(SettingError, match="already serving"):
-        engine.generate(PROMPTS)
-    with pytest.raises(SettingError, match="serving a stream"):
-        engine.sleep()
-    assert len(list(stream)) == 2, "the first stream is unaffected"
+def test_two_streams_at_a_time(engine):
+    sampling = Sampling(max_new_tokens=30, ignore_eos=True)
+    alone = engine.generate(PROMPTS, sampling, EVICT)
+    stream = engine.stream(engine.requests(PROMPTS, sampling, EVICT))
+    first = next(stream)
+    assert len(engine.generate(PROMPTS, Sampling(max_new_tokens=4))) == 3
+    done = {r.prompt_index: r for r in [first, *stream]}
+    assert [done[i].token_ids for i in range(3)] == [r.token_ids for r in alone], "the first stream is unaffected"
+    assert engine.pool.in_use == 0
 
 
 @pytest.mark.slow
@@ -199,7 +214,8 @@ def test_sleep_releases_the_memory_and_wake_restores_it(engine):
     for policy in (None, EVICT, SELECT):
         before = engine.generate(PROMPTS, Sampling(max_new_tokens=16, ignore_eos=True), policy)
         engine.sleep()
-        kept = [engine.cache.keys, engine.cache.summaries, engine.cache.ring, engine.cache.accumulated]
+        rows = [t for state in engine.runner.batches.values() for t in (state.ring, state.accumulated)]
+        kept = [engine.cache.keys, *engine.cache.summaries.values(), *rows]
         assert all(t.untyped_storage().nbytes() == 0 for t in kept if t is not None)
         with pytest.raises(SettingError, match="wake"):
             engine.generate(PROMPTS)

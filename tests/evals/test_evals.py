@@ -20,7 +20,7 @@ GRADED = [[True, False, False, True], [False, False, False, False], [False, True
 
 
 def test_averages_by_hand():
-    assert m.pass_at_1(GRADED) == pytest.approx(1 / 3)
+    assert m.pass_at_k(GRADED, 1) == pytest.approx(m.avg_at_k(GRADED, 4))
     assert m.avg_at_k(GRADED, 4) == pytest.approx((2 / 4 + 0 + 3 / 4) / 3)
     assert m.avg_at_k(GRADED, 2) == pytest.approx((1 / 2 + 0 + 1 / 2) / 3)
 
@@ -113,6 +113,15 @@ def data():
     return Dataset((Example("1+1", "2"), Example("2+2", "4")), "sums")
 
 
+@pytest.mark.slow
+def test_programs_do_not_vote(data):
+    with Rewards([RewardTerm(name="math")], workers=1) as rewards:
+        result = evaluate(fake_engine([]), data, rewards, 3, answer_of=None)
+    assert result.maj_at_k is None
+    assert "| – |" in markdown([result])
+    assert EvalResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
 @pytest.mark.parametrize("batch", [None, 1])
 @pytest.mark.slow
 def test_evaluate(data, batch):
@@ -126,8 +135,7 @@ def test_evaluate(data, batch):
     assert calls == ([["1+1", "2+2"]] if batch is None else [["1+1"], ["2+2"]])
     assert (result.problems, result.k, result.data) == (2, 3, "sums")
     assert result.accuracy == pytest.approx((2 / 3 + 1 / 3) / 2)
-    assert result.pass_at_1 == 0.5
-    assert result.pass_at_k == 1
+    assert result.pass_at == pytest.approx({1: 1 / 2, 2: 5 / 6, 3: 1})
     assert result.maj_at_k == 0.5
     assert result.parts == pytest.approx({"math": 0.5, "format": 5 / 6})
     assert result.reward == pytest.approx(0.5 + 0.5 * 5 / 6)

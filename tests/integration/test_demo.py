@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from alula.cli.main import app
 from alula.demo.problems import HintedPointer
-from alula.demo.run import ARMS, run_demo
+from alula.demo.run import ARMS, Arm, run_demo
 from alula.demo.tiny_model import WarmUp
 from alula.errors import SettingError
 
@@ -27,6 +28,7 @@ def test_the_demo_runs_from_start_to_end(tmp_path):
     assert [arm.name for arm in arms] == list(ARMS)
     assert all(0 <= arm.lowest <= arm.before <= 1 for arm in arms)
     assert arms[0].kv_saved == 0
+    assert all(arm.kv_bytes_peak > 0 for arm in arms)
     assert arms[0].before == arms[1].before  # the same model, the same held-out problems
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in ARMS)
@@ -34,3 +36,14 @@ def test_the_demo_runs_from_start_to_end(tmp_path):
     assert any("mixture" in line for line in lines)
     with pytest.raises(SettingError, match=f"--out {tmp_path}: "):
         run_demo(tmp_path)
+
+
+def test_the_table_fits_80_columns(tmp_path, monkeypatch, capsys):
+    arm = Arm("2-naive-sparse", 0.75, 1.0, 0.5, 0.98, 36.0, 0.33, 8 << 20, 0.51, 104.0)
+    monkeypatch.setattr("alula.demo.run.run_demo", lambda *_, **__: [arm])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        app(["demo", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert all(cell in printed for cell in ("naive-sparse", "75% → 100%", "8.0 MiB", "104 s"))
+    assert "…" not in printed

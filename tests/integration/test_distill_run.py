@@ -109,7 +109,7 @@ def test_candidate_policy_is_measured_on_held_out_prompts(tmp_path):
         trainer.try_move(trainer.distill)
     [(prompts, sparsity)], [text] = calls, messages
     assert sparsity.evict.budget == 8
-    assert prompts == [list(example.prompt_ids) for example in trainer.held_out][:24]
+    assert prompts == [list(example.prompt_ids) for example in trainer.held_out[0]][:24]
     assert "rkv:8+2" in text
 
 

@@ -15,11 +15,12 @@ import judge
 import run
 import tables
 from arms import QUESTIONS
-from beds import BEDS, GSM8K, TINY, solution
-from choice import chosen_budgets
+from beds import BEDS, GSM8K, PROGRAMS, TINY, solution
+from choice import TAU, below_threshold, chosen_budgets
 
 from alula.config.load import load_config
 from alula.demo.tiny_model import WarmUp
+from alula.sparsity.schedule import Schedule
 
 BUDGETS = {"rkv": 32, "snapkv": 32, "streaming": 32, "keydiff": 32}
 
@@ -27,6 +28,23 @@ BUDGETS = {"rkv": 32, "snapkv": 32, "streaming": 32, "keydiff": 32}
 def outcome(seed, *accuracy):
     evals = [{"step": 8 * i, "policy": "dense", "accuracy": a} for i, a in enumerate(accuracy)]
     return {"seed": seed, "evals": evals}
+
+
+def test_an_arm_has_one_colour_in_all_figures():
+    colour = {name: figures.look_of(name)["colour"] for name in figures.ARMS[:9]}
+    assert len(set(colour.values())) == 9
+    for arm, correction in (
+        ("dense, sparse-rl", "dense"),
+        ("rkv naive", "naive"),
+        ("keydiff strict", "strict"),
+        ("rkv chosen +2, reroll", "reroll"),
+        ("sparse-rl, milder", "sparse-rl"),
+        ("tis, distilled first", "tis"),
+        ("rkv sparse-rl, held at 10 %, distilled", "sparse-rl"),
+    ):
+        assert figures.look_of(arm)["colour"] == colour[correction], arm
+    shared = ["rkv naive", "naive, milder", "rkv naive, held at 5 %", "naive, distilled", "naive, distilled first"]
+    assert len({figures.look_of(arm)["dash"] for arm in shared}) == len(shared)
 
 
 def test_collapse_is_two_evaluations_below_the_start():
@@ -113,6 +131,61 @@ def test_gsm8k_solutions_and_prompts(tmp_path, monkeypatch):
     for name in ("train.jsonl", "held.jsonl"):
         assert json.loads((tmp_path / name).read_text()) == {"prompt": "6 and 7?", "answer": "1,042"}
     assert chosen_budgets(GSM8K, 0, tmp_path)["rkv"] == 64
+
+
+def test_programs_bed_grades_in_the_sandbox(tmp_path):
+    problems = PROGRAMS.task.dataset(24, 0)
+    assert problems[3] == PROGRAMS.task.dataset(4, 0)[3]
+    texts, records = [p.answer for p in problems], [p.record() for p in problems]
+    assert PROGRAMS.grade(texts, records) == [1.0] * 24
+    shortcuts = PROGRAMS.grade([p.fields["shortcut"] for p in problems], records)
+    assert 0.25 < sum(shortcuts) / 24 < 0.75
+    swapped = " ; ".join(reversed(texts[0].removeprefix("def f(x): ").split(" ; ")[:-1]))
+    assert PROGRAMS.grade([f"def f(x): {swapped} ; return x"], records[:1]) == [0.0]  # statements in the wrong order
+    assert [PROGRAMS.is_shortcut(text) for text in (texts[0], problems[0].fields["shortcut"])] == [False, True]
+    words = set(PROGRAMS.task.words)
+    assert all(set(f"{p.prompt} {p.answer} {p.fields['shortcut']}".split()) <= words for p in problems)
+    PROGRAMS.write(problems, tmp_path / "train.jsonl")
+    row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    assert {"prompt", "answer", "tests", "prelude"} <= row.keys()
+
+
+def test_transfer_takes_the_budgets_on_either_side_of_the_threshold(tmp_path):
+    rows = [
+        {"seed": 0, "sparsity": PROGRAMS.evictor("rkv", budget), "tail": TAU + (budget - 44) / 1000}
+        for budget in PROGRAMS.budgets
+    ]
+    (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert below_threshold(PROGRAMS, 0, tmp_path) == 40
+    schedule = tmp_path / "schedule-0.json"
+    Schedule((16, 32), width=16).save(schedule)
+    arms = {a.label: a for a in QUESTIONS["transfer"](PROGRAMS, {"rkv": 40, "schedule": str(schedule)})}
+    assert arms["below, tis"].sparsity.startswith("rkv:40+4")
+    assert arms["above, tis"].sparsity.startswith("rkv:48+4")
+    config = load_config(PROGRAMS.recipe, ["model.source=x", "data.source=x", "out=x", *arms["schedule, tis"].settings])
+    assert config.sparsity.select.budget.budgets == (16, 32)
+
+
+def test_transfer_table_compares_the_threshold_with_the_outcome(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    steps = {"steps": {"reward/mean": [1.0]}}
+    runs = [
+        outcome(0, 0.7, 0.9, 0.9) | {"arm": "dense", "sparsity": "dense"} | steps,
+        outcome(0, 0.7, 0.5, 0.5) | {"arm": "below, tis", "sparsity": "rkv:40+4,window=4"} | steps,
+        outcome(0, 0.7, 0.5, 0.5)
+        | {"arm": "schedule, tis", "sparsity": "block-topk:runs/a/schedule-0.json,b=4"}
+        | steps,
+    ]
+    before = {"tail_low": 0.5, "vetoed_rollouts": 0.3, "careful": 0.4, "seed": 0}
+    probed = [before | {"sparsity": run["sparsity"], "tail": 0.6 if "rkv" in run["sparsity"] else 0.99} for run in runs]
+    for name, lines in (("transfer", runs), ("probe", probed)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "programs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, _, first, second = tables.transfer_table("programs", "transfer").splitlines()
+    assert first == "| below, tis | rkv:40+4 | 0 | 0.600 | 0.500 | 30 | 40 | collapses | collapsed | yes | 50 | -40 |"
+    assert second == (
+        "| schedule, tis | block-topk:schedule-0 | 0 | 0.990 | 0.500 | 30 | 40 | holds | collapsed | no | 50 | -40 |"
+    )
 
 
 WARM = WarmUp(problems=32, batch=8, careful_steps=2, mixture_steps=2)

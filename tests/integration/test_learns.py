@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import toy
+from alula.config.load import load_config
 from alula.data.tasks import build
 from alula.learner import learner
 
@@ -44,6 +45,13 @@ def test_accuracy_rises_from_chance_to_nine_in_ten(tmp_path, sparsity, seed):
     else:
         assert all(row["kv/saved"] > 0.1 for row in metrics), "nothing was evicted"
         assert max(row["mismatch/kl_k3"] for row in metrics) > 1e-3, "eviction made no difference"
+
+
+@pytest.mark.parametrize("recipe", ["sparrow-toy", "distill-toy"])
+def test_the_toys_of_the_other_methods_learn_too(tmp_path, recipe):
+    start, end = train_until_it_knows(load_config(recipe, [f"out={tmp_path}"]))
+    assert start < 3 * CHANCE
+    assert end >= 0.9
 
 
 @pytest.mark.parametrize("seed", range(2))

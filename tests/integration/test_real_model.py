@@ -77,3 +77,34 @@ def test_sinks_keep_eviction_near_dense_and_without_them_it_collapses(engine, te
     assert loss["quest"] < 0.4
     assert loss["no sinks"] > 0.6
     assert engine.pool.in_use == 0
+
+
+def test_an_open_engine_with_sessions_and_shared_prompts_is_as_alone(smollm2_model):
+    """Arrivals of every kind, a second turn, a pause and a full pool, with a real vocabulary: tokens equal, log-probs
+    to 1e-4."""
+    evict = Evict("rkv", 48, buffer=8)
+    policies = [Sparsity(), Sparsity(evict), Sparsity(select=Select("quest", 64, 16)), Sparsity(evict)]
+    sampling, given = Sampling(max_new_tokens=24, ignore_eos=True, seed=5), [198, 28, 253, 11, 264]
+
+    def play(engine, indices):
+        session = {}
+        for index in indices:
+            (request,) = engine.requests([CHAT], sampling, policies[index], indices=[index], session=True)
+            session[engine.submit(request)] = index
+            engine.step()
+        engine.pause()
+        engine.resume()
+        first = engine.drain()
+        second = {engine.extend(rollout.session, given): session[rollout.request_id] for rollout in first}
+        return {second[rollout.request_id]: rollout for rollout in engine.drain()}, first
+
+    page = 16 * smollm2_model.model.config.num_hidden_layers * 2 * 3 * 64 * 4
+    together, first = play(Engine(smollm2_model, page=16, kv_memory=18 * page, max_rows=4, lookahead=3), range(4))
+    assert sum(rollout.kv.cached_prompt_tokens for rollout in first) > 0
+    assert sum(rollout.kv.swaps for rollout in together.values()) > 0
+    for index in range(4):
+        alone, _ = play(Engine(smollm2_model, page=16, kv_memory="64MiB", max_rows=1), [index])
+        assert together[index].token_ids == alone[index].token_ids
+        sampled = alone[index].sampled
+        difference = together[index].logprobs[sampled] - alone[index].logprobs[sampled]
+        assert difference.abs().max() < 1e-4

@@ -19,7 +19,7 @@ SETTINGS = (*toy.QUICK, "steps=8", "eval.sparse=true", "sampling.dynamic=true", 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def start(out: Path, resume: bool, before=lambda: None) -> int:
+def start(out: Path, resume: checkpoint.Resume, before=lambda: None) -> int:
     """A run in a child process, whose id is returned. Forked: a fresh interpreter would spend its time importing."""
     child = os.fork()
     if child:
@@ -55,7 +55,7 @@ def check_equal(out: Path, uninterrupted) -> None:
 
 
 def finish(out: Path) -> None:
-    assert end_of(start(out, resume=True)) == 0
+    assert end_of(start(out, resume="auto")) == 0
 
 
 def test_uninterrupted_run_has_varied_metrics(uninterrupted):
@@ -77,7 +77,7 @@ def test_killed_again_and_again(tmp_path, uninterrupted):
     """kill -9 at random moments, resumed every time; after a run finishes, another one starts."""
     moments, kills, runs = random.Random(os.environ.get("ALULA_KILL_SEED", "0")), 0, 0
     while kills < KILLS:
-        child = start(tmp_path / f"run-{runs}", resume=True)
+        child = start(tmp_path / f"run-{runs}", resume="auto")
         time.sleep(moments.uniform(0.02, 0.6) * uninterrupted[2])
         os.kill(child, signal.SIGKILL)
         if end_of(child) == 0:
@@ -131,7 +131,15 @@ def test_killed_inside_a_checkpoint_write(tmp_path, uninterrupted, moment):
     check_equal(out, uninterrupted)
 
 
-PHASES = ("rollouts", "rewards", "scoring", "learning", "evaluation (sparse)", "checkpoint", "export")
+PHASES = (
+    "rollouts",
+    "rewards",
+    "scoring",
+    "learning",
+    "evaluation (task:successor held out, sparse)",
+    "checkpoint",
+    "export",
+)
 
 
 @pytest.mark.parametrize("phase", PHASES)

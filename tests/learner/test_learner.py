@@ -16,7 +16,7 @@ from alula.learner.learner import Learner, learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.models.load import load_model, share_weights
 
-SHAPES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral"]
+SHAPES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-qwen3-moe"]
 
 
 def tiny(shape="tiny-qwen3", dtype="float32", seed=0):

@@ -22,7 +22,7 @@ from alula.cli.verify import undecided, verdict
 from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
-from alula.errors import SettingError
+from alula.errors import RunFailed, SettingError
 from alula.mismatch.calibrate import calibrate as calibrating
 from alula.mismatch.calibrate.cache import CalibrationCache
 from alula.mismatch.calibrate.calibrate import Grid, MeasureBin, TextSettings, calibrate
@@ -492,6 +492,9 @@ def test_the_table_lists_budgets_that_were_never_sparse(tmp_path, capsys):
     assert "smaller budget" in remark
     assert "--length" in remark
     assert [m.kv for m in Calibration.load(path).measured] == [KV, dense, dense]
+    with pytest.raises(RunFailed, match="nothing was sparse"):
+        write(Calibration("m", tail, tuple(measured[1:])), path)
+    assert "alula plan" not in capsys.readouterr().out
 
 
 TINY = (

@@ -1,5 +1,6 @@
 """Planning: against brute force on synthetic calibrations; errors, growing schedules of evictors, files and charts."""
 
+import re
 from dataclasses import asdict, replace
 from itertools import combinations_with_replacement
 from xml.etree import ElementTree
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alula.charts import Line, chart, ticks
+from alula.charts import COLOURS, DARK, LIGHT, Line, chart, ticks
 from alula.cli.main import app
 from alula.errors import SettingError
 from alula.mismatch.calibrate.file import Calibration, MeasuredPolicy
@@ -161,6 +162,28 @@ def test_an_empty_calibration_raises():
     empty = Calibration("m", make_tail(np.full(BINS, 0.9)), ())
     with pytest.raises(SettingError, match="no measured policy"):
         plan(empty, COST, WORK)
+
+
+def with_savings(measured: MeasuredPolicy, sparse: int) -> MeasuredPolicy:
+    return replace(measured, kv=replace(measured.kv, sparse=sparse, longest=210))
+
+
+def test_policies_that_were_never_sparse_are_not_planned(tmp_path, capsys):
+    cal = replace(calibration(realistic()), notes={"shape": asdict(GEOMETRY)})
+    path, out = tmp_path / "c.json", tmp_path / "s.json"
+    replace(cal, measured=tuple(with_savings(m, 0) for m in cal.measured)).save(path)
+    assert run_plan(path, "--out", out) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"was never sparse: no sequence exceeded the budget \(the longest has 210 tokens\)", error)
+    assert error.endswith("Otherwise train densely.\n")
+    assert not out.exists()
+    lower = np.full((3, BINS), 0.5)
+    lower[2] = 0.99  # the largest budget alone holds the threshold, and it was never sparse
+    cal = calibration(lower, budgets=(64, 128, 256))
+    assert plan(cal, COST, WORK, tau=0.9).schedule.budgets == (256,) * BINS
+    *sparse, dense = cal.measured
+    with pytest.raises(Infeasible):
+        plan(replace(cal, measured=(*sparse, with_savings(dense, 0))), COST, WORK, tau=0.9)
 
 
 def test_thin_bins_inherit_the_neighbours_larger_budget():
@@ -429,6 +452,28 @@ def test_the_legend_of_many_long_policies_fits_and_is_distinct():
     words = [t.text for t in texts]
     assert words.count("512") == 3, "one in each family"
     assert words[words.index("512") - 2 : words.index("512")] == ["rkv:buffer=64:window=16:sinks=2:", "mix=0.25"]
+
+
+def luminance(colour: str) -> float:
+    """Of WCAG 2."""
+    shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+@pytest.mark.parametrize("background", [LIGHT, DARK])
+def test_curves_are_seen_on_light_and_dark_backgrounds(colour, background):
+    lower, higher = sorted((luminance(colour), luminance(background)))
+    assert (higher + 0.05) / (lower + 0.05) >= 3
+
+
+def test_a_chart_follows_the_colour_scheme_and_no_band_covers_a_curve():
+    lines = [Line(name, [0, 1], [1, 2], [0, 1], [2, 3]) for name in "ab"]
+    svg = chart("t", "x", "y", lines)
+    assert "prefers-color-scheme: dark" in svg
+    assert 'fill="white"' not in svg
+    assert svg.rindex("<polygon") < svg.index("<polyline")
 
 
 def test_an_axis_of_names():

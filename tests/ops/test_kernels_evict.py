@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from alula import Evict, Sampling, Sparsity
-from alula.engine.batch_state import BatchState
+from alula.engine.batch_state import BatchFeatures, BatchState
 from alula.engine.eviction import evict, upload_tables
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import EvictionEvent
-from alula.engine.sequence import Request, Sequence
+from alula.engine.sequence import BatchKind, Request, Sequence
 from alula.models.geometry import Geometry
 from alula.ops.compact import PagedKeys, install
 from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
@@ -204,16 +204,16 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
     for kernels in "01":
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", kernels)
         device = torch.device(DEVICE if kernels == "1" else "cpu")
-        cache = KVCache(geometry, torch.float32, 0.25, 60, 4, 6, device)
-        batch = BatchState(6, 12, 1, device, torch.float32, 8)
-        cache.prepare(selector=None, ring=4, accumulated_tokens=40)
+        cache = KVCache(geometry, torch.float32, 0.25, 60, 4, device)
+        batch = BatchState(BatchKind(), geometry, 6, 12, 1, device, torch.float32, 8)
+        batch.prepare(BatchFeatures(ring=4, accumulated=40), keep=False)
         random = torch.Generator().manual_seed(1)
-        for state in (cache.keys, cache.values, cache.ring, cache.accumulated):
+        for state in (cache.keys, cache.values, batch.ring, batch.accumulated):
             state.copy_(torch.rand(state.shape, generator=random) - 0.5)
         batch.key.copy_(torch.randint(2**62, (6,), generator=random))
         tables = upload_tables([first, event], device)
         kept = evict(cache, batch, event, tables[1])
-        results.append([kept, cache.keys, cache.values, cache.accumulated, batch.table, batch.ints])
+        results.append([kept, cache.keys, cache.values, batch.accumulated, batch.table, batch.ints])
         assert batch.kv_len.tolist() == [0, 20, 0, 0, 20, 0]
         assert batch.table[4].tolist() == event.new[0] + [0] * 7
         assert batch.table[1].tolist() == event.new[1] + [0] * 6

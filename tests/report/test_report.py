@@ -2,12 +2,10 @@
 
 import html
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,60 +13,33 @@ import numpy as np
 import pytest
 
 from alula.errors import SettingError
+from alula.files import size_text
 from alula.report import write_report
+from alula.report.page import render
 from alula.report.runs import Curve, Run, load_run, names_of, read_samples
-from alula.report.sections import settings_tables
+from alula.report.sections import environment_table, headline_table, settings_tables
 from alula.report.series import MOST_POINTS, smooth, thin
-from alula.report.summary import Cell, accuracy_cell, headline, phases, vetoed_cell
+from alula.report.summary import (
+    COLUMNS,
+    Cell,
+    accuracy_cell,
+    against_dense,
+    cut_off_cell,
+    headline,
+    phases,
+    vetoed_cell,
+)
+from alula.report.verdict import verdicts
+from browser import attribute, browse
 from report_runs import write_run
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-sync",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--virtual-time-budget=3000",
-    "--window-size=1280,2000",
-)
 HOSTILE = "</script><script>document.documentElement.dataset.pwned = 1</script><img src=x onerror=\"pwn()\"> & 'x'"
-
-
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        reason = "no chromium or google-chrome on PATH: install one (Debian: apt-get install chromium)"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    return browser
 
 
 @pytest.fixture(scope="session")
 def three(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     return [write_run(folder / kind, kind) for kind in ("dense", "naive", "sparse-rl")]
-
-
-def browse(chromium: str, page: Path, script: str = "") -> str:
-    """The page's DOM after it has loaded in the browser and `script` has run in it."""
-    if script:
-        text = page.read_text()
-        page = page.with_name("scripted-" + page.name)
-        page.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
-    with tempfile.TemporaryDirectory() as profile:
-        command = [chromium, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def attribute(dom: str, name: str) -> str | None:
-    match = re.search(rf'<html[^>]* data-{name}="([^"]*)"', dom)
-    return match and match.group(1)
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
@@ -97,7 +68,7 @@ def test_three_runs_are_drawn_and_no_request_is_made(chromium, three, tmp_path):
     curves = re.findall(r'<path class="curve (?:raw)?" d="(M[^"]+)"', dom)
     assert len(curves) > 40
     assert not any("NaN" in curve or "Infinity" in curve for curve in curves)
-    assert "Zero throughout, so not on a log axis: dense" in dom
+    assert "At most 1e-9 throughout (rounding), so not on a log axis: dense" in dom
     assert attribute(dom, "requests") == ""
 
 
@@ -272,8 +243,15 @@ def test_headline_numbers(three):
     cells = [cell.value for cell in headline(run)]
     assert cells[0] == f"{sum(row['reward/mean'] for row in rows[-10:]) / 10:.3f}"
     assert cells[1] == f"{dense[0]:.1%} → {dense[-1]:.1%}"
-    assert cells[4] == f"{sum(row['mismatch/veto_rate'] for row in rows) / len(rows):.1%}"
-    assert cells[5] == f"{sum(row['kv/saved'] for row in rows) / len(rows):.0%}"
+    named = dict(zip((name for name, _ in COLUMNS), cells))
+    assert named["Vetoed"] == f"{sum(row['mismatch/veto_rate'] for row in rows) / len(rows):.1%}"
+    assert named["KV saved"] == f"{sum(row['kv/saved'] for row in rows) / len(rows):.0%}"
+    assert named["Cut off"] == f"{sum(row['response/truncated'] for row in rows[-10:]) / 10:.1%}"
+    assert named["Peak KV"] == size_text(max(row["kv/bytes_peak"] for row in rows))
+    assert against_dense(-(1 << 20), 0.3) == "1.0 MiB more than dense"
+    assert against_dense(1 << 31, 0.3) == "2.00 GiB less than dense"
+    assert against_dense(1 << 20, 0.0) == against_dense(None, 0.3) == ""
+    assert cut_off_cell(0.3) == Cell("30.0%", "above 20%", "bad")
     assert vetoed_cell(0.2, 0.0) == Cell("20.0%", "above 15%, 0.0% rejected", "bad")
     assert vetoed_cell(0.0, 1.0) == Cell("0.0%", "above 15%, 100.0% rejected", "bad")
     assert vetoed_cell(0.05, None) == Cell("5.0%")
@@ -282,11 +260,68 @@ def test_headline_numbers(three):
     assert sum(parts.values()) == pytest.approx(sum(row["time/step"] for row in rows) / len(rows))
 
 
+def test_columns_without_a_number_are_left_out(three):
+    dense, sparse = (load_run(three[i], str(i)) for i in (0, 2))
+    assert "Held-out, sparse" in headline_table([dense, sparse])
+    table = headline_table([dense])
+    assert "Held-out, sparse" not in table
+    assert table.count("<td") == table.count('<th scope="col">') - 1, "without the column of names"
+
+
+def test_every_run_has_a_verdict_and_sparse_ones_are_compared(three):
+    dense, naive, corrected = verdicts([load_run(path, path.name) for path in three])
+    assert re.fullmatch(
+        r"Held-out accuracy of the dense policy rose from 2\d\.\d% to 5\d\.\d% \(\+\d+\.\d ± \d\.\d points\)\.",
+        dense.text,
+    )
+    assert (dense.tone, naive.tone, corrected.tone) == ("good", "bad", "good")
+    assert re.search(r" fell from .* of the KV saved, .* of rollouts vetoed; .* points below dense\.$", naive.text)
+    assert re.search(r" rose from .* of the KV saved, .*; level with dense \(", corrected.text)
+    assert "level with" not in verdicts([load_run(three[2], "alone")])[0].text
+    assert verdicts([Run("empty", Path())])[0].text.startswith("No held-out evaluation")
+    page = render([load_run(path, path.name) for path in three])
+    assert page.index('class="verdicts"') < page.index('class="headline"')
+    assert all(one.text.split(";")[0] in page for one in (dense, naive, corrected))
+
+
+def test_the_page_shows_where_the_runs_ran(three, tmp_path):
+    runs = [load_run(path, path.name) for path in three]
+    assert "Not recorded." in environment_table(runs)
+    for path in three:
+        (path / "environment.json").write_text(json.dumps({"alula": "1.2", "gpus": ["<H200>"], "threads": 1}))
+    alike = environment_table([load_run(path, path.name) for path in three])
+    assert alike.count("<td>") == 3, "one column"
+    assert "&lt;H200&gt;" in alike
+    (three[1] / "environment.json").write_text(json.dumps({"alula": "1.3"}))
+    differing = environment_table([load_run(path, path.name) for path in three])
+    assert differing.count("<td>") == 9
+    assert "1.3" in differing
+    for path in three:
+        (path / "environment.json").unlink()
+
+
+@pytest.mark.slow
+def test_rounding_does_not_stretch_the_axis_of_the_mismatch(chromium, three, tmp_path):
+    """A dense run on the CPU has a KL of about 1e-15."""
+    folder = tmp_path / "rounding"
+    folder.mkdir()
+    lines = [json.dumps({"step": step, "mismatch/kl_k3": 1e-15 * step, "reward/mean": 0.5}) for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = tmp_path / "page.html"
+    write_report([folder, three[2]], page)
+    dom = browse(chromium, page)
+    chart = re.search(r"Mismatch KL.*?</figure>", dom, re.DOTALL)[0]
+    assert "At most 1e-9 throughout (rounding), so not on a log axis: rounding" in chart
+    assert "1e-15" not in chart
+    assert len(re.findall(r'<path class="curve (?:raw)?"', chart)) == 2, "the other run, smooth and raw"
+
+
 def test_a_change_is_marked_only_if_significant():
     assert accuracy_cell([(0.40, 0.02), (0.43, 0.02)]).tone == ""
     assert accuracy_cell([(0.40, 0.02), (0.50, 0.02)]).tone == "good"
     assert accuracy_cell([(0.40, 0.02), (0.30, 0.02)]).tone == "bad"
     assert accuracy_cell([(0.80, 0.03), (1.00, 0.00)]).detail == "▲ 20.0 ± 3.0 points", "the error of the difference"
+    assert accuracy_cell([(0.2, 0.0), (0.5, 0.0), (0.4, 0.0)]).detail == "▲ 20.0 ± 0.0 points, best 50.0%"
 
 
 def test_thinning_keeps_spikes_ends_and_order():

@@ -126,6 +126,8 @@ FUNCTIONS = """
         if completion == "print":
             print("to one", flush=True)
             print("and the other", file=sys.stderr, flush=True)
+        if completion == "memory":
+            return float(len(bytearray(b"x" * (1 << 30))))
         if completion == "torch":
             return float("torch" in sys.modules)
         if completion == "sleep":
@@ -213,6 +215,15 @@ def test_reward_may_print_into_a_closed_pipe(functions):
         os.close(writer)
     assert batch.failures == []
     assert batch.parts[functions] == [5, 5]
+
+
+def test_a_user_function_has_a_memory_limit(functions):
+    with Rewards([RewardTerm(name=functions)], workers=1, memory=0.5) as rewards:
+        batch = rewards.score(["memory", "aa"], [{}, {}])
+    assert batch.total == [0, 2]
+    assert "MemoryError" in batch.failures[0][1]
+    with Rewards([RewardTerm(name=functions)], workers=1) as rewards:
+        assert rewards.score(["memory"], [{}]).total == [1 << 30]
 
 
 @pytest.mark.slow

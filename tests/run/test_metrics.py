@@ -27,6 +27,7 @@ def train(run: Path, first: int, last: int, resume_from: int | None, clock: floa
         if step % 3 == 0:
             writer.log_eval(step, "held", "dense", accuracy=noise.random(), n=10, stderr=0.1, length=7.5)
             writer.log_completions(step, [{"prompt": "é?\n", "completion": "42", "reward": 1.0}])
+            writer.log_rollouts(step, {"prompt": ["é", "?"], "rollouts": [{"tokens": ["42"], "log_ratio": [-0.1]}]})
         if step % 4 == 0:
             writer.log_event(step, "rejection", "too much", "less")
     writer.close()
@@ -144,7 +145,7 @@ STEP = {
     "kv/saved": 0.613,
     "speed/tokens_per_s": 12345.6,
 }
-WORDS = "reward 0.457 · length 312 · vetoed 7.1% · rejected 25.0% · KV saved 61% · tok/s 12,346"
+WORDS = "reward 0.457 · length 312 · vetoed 7.1% · KV saved 61% · tok/s 12,346 · rejected 25.0%"
 
 
 def test_piped_output_is_one_plain_line_per_step():
@@ -160,7 +161,7 @@ def test_piped_output_is_one_plain_line_per_step():
     assert lines[2:] == [f"step 43/100 · {WORDS} · 9 min 30 s left", "warning: [looks] like markup"]
 
 
-def test_a_terminal_gets_one_live_line():
+def test_a_terminal_gets_two_live_lines():
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -176,21 +177,30 @@ def test_a_terminal_gets_one_live_line():
     assert "step 4/4" in plain
     assert WORDS in plain
     assert "a warning" in plain
-    assert plain.rstrip().endswith("done")
+    assert [line.strip() for line in plain.splitlines()[-2:]] == ["step 4/4 · 0 s left · done", WORDS]
     assert plain.count("step 1/4") <= 1
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_live_line_never_wraps_and_keeps_the_step(width):
-    live = LiveLine(1000, stream=io.StringIO())
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_the_live_lines_never_wrap_and_keep_the_step(width):
+    live = LiveLine(1000, stream=io.StringIO(), clock=iter([0.0, 9.0]).__next__)
     live.console.width = width
     live.update(123, STEP)
+    live.phase("rollouts")
+    live.progress(37, 512, 41_234, 530_000)
     with live.console.capture() as captured:
         live.console.print(live._render())
-    (line,) = captured.get().splitlines()
-    assert line.startswith("step 123/1000")
-    assert len(line) <= width
-    assert "left · reward 0.457 · length 312" in line
+    first, second = captured.get().splitlines()
+    assert first.startswith("step 123/1000 · 2 h 11 min left · ")
+    assert max(len(first), len(second)) <= width
+    assert second.startswith("reward 0.457 · length 312")
+    if width >= 80:
+        assert "left · rollouts · 37 of 512 · 41,234 of abo" in first
+        assert "KV saved 61% · tok/s 12,346" in second
+    live.progress(38, 512, 42_000, 530_000)
+    assert live._phase == "rollouts · 38 of 512 · 42,000 of about 530,000 tokens"
+    live.phase("scoring")
+    assert live._phase == "scoring"
 
 
 def test_missing_metrics_are_left_out():
@@ -226,5 +236,5 @@ def test_glossary_lists_every_warning():
     source = Path(health_checks.__file__).read_text()
     kinds = set(re.findall(r'HealthWarning\(\s*"([a-z-]+)"', source))
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    assert len(kinds) == 9
+    assert len(kinds) == 10
     assert [kind for kind in kinds if f"| `{kind}` |" not in glossary] == []

@@ -57,6 +57,24 @@ def test_rkv_with_mix_1_is_snapkv():
     assert torch.equal(METHODS["rkv"](window=WINDOW, mix=1.0).score(kv), evictor.score(kv))  # type: ignore[call-arg]
 
 
+def test_rkv_code_sums_the_heads_of_layer_0_and_keeps_the_same_tokens_everywhere():
+    evictor, kv = cached("rkv-code", rows=3)
+    scores = evictor.score(kv)
+    layers, heads = kv.layers, kv.shape[1]
+    assert layers > 1
+    assert heads > 1
+    for row in range(3):
+        first = [rkv_scores(kv.keys[row * layers, h].tolist(), group_of(kv, row * layers, h), kv.scaling, WINDOW)
+                 for h in range(heads)]  # fmt: skip
+        expected = [sum(column) for column in zip(*first)]
+        for layer in range(layers):
+            for h in range(heads):
+                assert_close(scores[row * layers + layer, h, :-WINDOW], expected)
+    kept = keep(scores, count=12, sinks=0, window=WINDOW).view(3, layers * heads, 12)
+    assert torch.equal(kept, kept[:, :1].expand_as(kept)), "all layers and heads keep the same tokens"
+    assert not torch.equal(kept[0], kept[1]), "and each sequence its own"
+
+
 @pytest.mark.parametrize("spread", [0.1, 0.5, 1.0, 30.0])
 def test_redundancy_where_all_some_or_no_keys_are_similar(spread):
     from alula.ops.rkv_score import redundancy

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.rollout import Sampling
-from alula.engine.schedule_plan import Chunk
+from alula.engine.schedule_plan import Chunk, SwapOut
 from alula.engine.scheduler import Scheduler
-from alula.engine.sequence import Request, Sequence
+from alula.engine.sequence import Request, Sequence, kind_of
 from alula.errors import SettingError
 from alula.sparsity.policy import Sparsity
 from alula.sparsity.schedule import Schedule
@@ -48,21 +48,28 @@ class Life:
 
 
 class Simulation:
-    def __init__(self, *, pages: int, page: int, rows: int, lookahead: int, ahead: int, prefill_tokens: int = 64):
+    def __init__(self, *, pages: int, page: int, rows: int, lookahead: int, ahead: int, prefill_tokens=64, host=10**6):
         self.pool = BlockManager(pages)
         self.page, self.ahead = page, ahead
         self.scheduler = Scheduler(
-            self.pool, page=page, rows=rows, width=self.pool.usable, lookahead=lookahead, prefill_tokens=prefill_tokens
+            self.pool,
+            page=page,
+            rows=rows,
+            width=self.pool.usable,
+            lookahead=lookahead,
+            prefill_tokens=prefill_tokens,
+            swap_bytes=lambda sequence: len(sequence.pages),
+            swap_memory=host,
         )
         self.slots = [[None] * page for _ in range(pages)]
         self.lives: dict[Sequence, Life] = {}
         self.order_started: list[tuple[int, int]] = []
-        self.rejected = self.swaps = self.evictions = self.launches = 0
+        self.rejected = self.swaps = self.evictions = self.launches = self.hits = 0
 
     def run(self, arrivals: list[Arrival]) -> None:
         waiting = deque(sorted(arrivals, key=lambda a: a.at))
         requests: list[tuple[Arrival, list[Sequence]]] = []
-        launched: deque[list[tuple[Life, int, bool]]] = deque()
+        launched: deque[list[tuple[Life, int, int, int]]] = deque()
         turn, scheduler = 0, self.scheduler
         most = sum(a.new * a.n for a in arrivals) + 4 * len(arrivals) + max((a.at for a in arrivals), default=0) + 10
         while waiting or not scheduler.idle or launched:
@@ -75,36 +82,45 @@ class Simulation:
                         self.end(self.lives[sequence])
             admission = scheduler.admit()
             self.check_pages()
+            self.swap_out(admission.swap_out)
             for sequence in admission.restore:
                 self.restore(self.lives[sequence])
-            for prefill in admission.prefill:
-                self.write(prefill.pages, 0, self.prompt_labels(prefill.request))
+            for prefill in sorted(admission.prefill, key=lambda p: p.level):
+                labels = self.prompt_labels(prefill.request)
+                assert self.read(prefill.pages, prefill.cached) == labels[: prefill.cached]
+                self.write(prefill.pages, prefill.cached, labels[prefill.cached :])
+                self.hits += prefill.cached > 0
             if admission.prefill:
-                launched.append([(self.lives[s], 1, True) for p in admission.prefill for s in p.sequences])
+                first = [(self.lives[s], 0, 1, s.attempt) for p in admission.prefill for s in p.sequences]
+                launched.append(first)
             for start in admission.start:
                 if start.copy:
                     self.slots[start.copy[1]] = list(self.slots[start.copy[0]])
                 life = self.lives[start.sequence]
-                life.content = self.prompt_labels(start.sequence.request)
+                life.content, life.written = self.prompt_labels(start.sequence.request), 0
                 assert not scheduler.swapped, "no new sequence starts while a swapped one waits"
-                self.order_started.append(life.order)
-            chunk = scheduler.plan()
+                if not start.sequence.attempt:
+                    self.order_started.append(life.order)
+            plan = scheduler.plan()
             self.check_pages()
-            if chunk is not None:
-                launched.append(self.launch(chunk))
-            while launched and (len(launched) > self.ahead or chunk is None):
+            self.swap_out(plan.swap_out)
+            launched += [self.launch(chunk) for chunk in plan.chunks]
+            left = self.ahead * len(plan.chunks)
+            while len(launched) > left:
                 self.collect(launched.popleft())
                 self.check_pages()
             turn += 1
         assert all(life.ended for life in self.lives.values())
         assert self.order_started == sorted(self.order_started), "oldest first"
         assert self.pool.in_use == 0
-        assert scheduler.available() == self.pool.usable
-        assert sorted(scheduler.free_rows) == list(range(len(scheduler.table)))
+        assert scheduler.rows.available() == self.pool.usable
+        assert scheduler.swap_used == 0
+        assert all(sorted(rows.free) == list(range(len(rows.table))) for rows in scheduler.rows.batches.values())
 
     def submit(self, arrival: Arrival, requests: list) -> None:
         sampling = Sampling(n=arrival.n, max_new_tokens=arrival.new)
         request = Request(len(requests), list(range(arrival.prompt)), sampling, arrival.sparsity, frozenset())
+        request.kind = kind_of(arrival.sparsity, adapted=False)
         try:
             sequences = self.scheduler.submit(request)
         except SettingError as error:
@@ -126,14 +142,15 @@ class Simulation:
         assert len(holders) == self.pool.in_use
         for page, count in holders.items():
             assert self.pool._references[page] == count
-        assert scheduler.available() >= 0, "more is reserved than there is"
-        preemptible = [self.lives[s].order for s in scheduler.running if not s.evicts]
-        swapped = [self.lives[s].order for s in scheduler.swapped]
-        assert preemptible + swapped == sorted(preemptible + swapped), "the youngest go first and come back last"
+        assert scheduler.rows.available() >= 0, "more is reserved than there is"
+        assert 0 <= scheduler.swap_used <= scheduler.swap_memory
+        order = [self.lives[s].order for s in (*scheduler.running, *scheduler.swapped) if not s.attempt]
+        assert order == sorted(order), "the youngest go first and come back last"
         for s in scheduler.running:
             assert len(s.pages) == pages_for(s.kv_len, self.page)
-            assert scheduler.table[s.row, : len(s.pages)].tolist() == s.pages
-            assert not scheduler.table[s.row, len(s.pages) :].any()
+            line = scheduler.rows.batches[s.request.kind].table[s.row]
+            assert line[: len(s.pages)].tolist() == s.pages
+            assert not line[len(s.pages) :].any()
             self.check_ceiling(s)
         for page, count in Counter(p for s in scheduler.running for p in s.pages[s.shared :]).items():
             assert count == 1 == self.pool._references[page], f"page {page} has two owners"
@@ -152,7 +169,8 @@ class Simulation:
     # -- the device ----------------------------------------------------------------------------------------
 
     def prompt_labels(self, request: Request) -> list:
-        return [("prompt", request.id, position) for position in range(len(request.prompt_ids))]
+        """Equal prompts have equal KV."""
+        return [("prompt", position) for position in range(len(request.prompt_ids))]
 
     def write(self, pages: list[int], first: int, labels: list) -> None:
         for i, label in enumerate(labels, first):
@@ -164,15 +182,17 @@ class Simulation:
     def restore(self, life: Life) -> None:
         assert life.saved is not None
         self.write(life.sequence.pages, 0, life.saved[: life.sequence.kv_len])
-        life.saved = None
+        life.saved = life.sequence.saved = None
 
-    def launch(self, chunk: Chunk) -> list[tuple[Life, int, bool]]:
-        self.launches += 1
-        for out in chunk.swap_out:
+    def swap_out(self, swapped: list[SwapOut]) -> None:
+        for out in swapped:
             life = self.lives[out.sequence]
             life.saved = self.read(out.pages, len(life.content))
             assert life.saved == life.content
             self.swaps += 1
+
+    def launch(self, chunk: Chunk) -> list[tuple[Life, int, int, int]]:
+        self.launches += 1
         kv_len, left = chunk.kv_len.tolist(), chunk.remaining.tolist()
         tables = {part.row: chunk.table[part.row].tolist() for part in chunk.parts}
         assert len(tables) == len(chunk.parts)
@@ -186,7 +206,10 @@ class Simulation:
         for part in chunk.parts:
             assert part.steps == sum(segment.steps for segment in part.segments)
             assert part.steps == chunk.remaining[part.row] - left[part.row]
-        return [(self.lives[part.sequence], part.steps, False) for part in chunk.parts]
+        return [
+            (self.lives[part.sequence], part.position - part.sequence.prompt_len + 1, part.steps, part.attempt)
+            for part in chunk.parts
+        ]
 
     def decode(self, life: Life, row: int, tables: dict, kv_len: list) -> None:
         page = tables[row][kv_len[row] // self.page]
@@ -222,11 +245,13 @@ class Simulation:
 
     # -- results of the device -----------------------------------------------------------------------------
 
-    def collect(self, results: list[tuple[Life, int, bool]]) -> None:
-        for life, steps, first in results:
-            if not life.ended:
-                life.tokens = steps if first else life.tokens + steps
-                if life.tokens >= min(life.stop, life.sequence.request.sampling.max_new_tokens):
+    def collect(self, results: list[tuple[Life, int, int, int]]) -> None:
+        for life, first, steps, attempt in results:
+            sequence = life.sequence
+            if not life.ended and sequence.attempt == attempt:
+                life.tokens = max(life.tokens, first + steps) if first or sequence.fixed else steps
+                sequence.tokens = [0] * life.tokens
+                if life.tokens >= min(life.stop, sequence.request.sampling.max_new_tokens):
                     self.end(life)
 
     def end(self, life: Life) -> None:

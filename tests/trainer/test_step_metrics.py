@@ -36,7 +36,7 @@ def generated(engine, policy, prompt, tokens, n):
 def test_the_dense_peak_is_estimated_from_sparse_rollouts(engine, policy, prompt, tokens, n, pays):
     rollouts, peak = generated(engine, policy, prompt, tokens, n)
     _, dense_peak = generated(engine, DENSE, prompt, tokens, n)
-    estimated = dense_peak_bytes(rollouts, engine.state.position.shape[0])
+    estimated = dense_peak_bytes(rollouts, engine.max_rows)
     assert estimated == pytest.approx(dense_peak, rel=0.1)
     if policy.evict is not None:
         assert (peak < estimated) == (peak < dense_peak) == pays

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import statistics
 from pathlib import Path
@@ -535,9 +536,9 @@ def test_the_plan_adds_up(tmp_path):
     assert plan.parameters == parameters
     assert (plan.weights, plan.masters, plan.moments) == (2 * parameters, 4 * parameters, 8 * parameters)
     assert (plan.engine_copy, plan.reference) == (0, 2 * parameters)
-    assert plan.kv_token == 2 * 28 * 2 * 128 * 2
-    assert plan.kv_dense == 1024 * (512 + 4096) * plan.kv_token
-    assert plan.kv_sparse == 1024 * (512 + 128) * plan.kv_token
+    assert plan.geometry.kv_token_bytes == 2 * 28 * 2 * 128 * 2
+    assert plan.kv_dense == 1024 * (512 + 4096) * plan.geometry.kv_token_bytes
+    assert plan.kv_sparse == 1024 * (512 + 128) * plan.geometry.kv_token_bytes
     assert (plan.rollouts, plan.most_tokens) == (1024, 1024 * 4096)
     assert plan.logits == 2 * 4 * 2048 * 151936
     assert plan.activations == 0, "the toy keeps all of them"
@@ -550,7 +551,7 @@ def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
     plan = plan_memory(
         toy.quick(tmp_path, f"sparsity.evict={evict}", "sampling.max_new_tokens=20", "data.max_prompt_tokens=5")
     )
-    assert plan.kv_sparse == plan.running * held * plan.kv_token
+    assert plan.kv_sparse == plan.running * held * plan.geometry.kv_token_bytes
 
 
 def test_the_plan_counts_what_distillation_holds(tmp_path):
@@ -613,10 +614,60 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
     assert ours == theirs
 
 
+def test_rollouts_show_their_progress(tmp_path):
+    run, seen = toy.trainer(toy.quick(tmp_path / "run", "eval.every=0")), []
+    run.collector.show_progress = lambda *numbers: seen.append(numbers)
+    run.train_step()
+    assert [(done, of) for done, of, _, _ in seen] == [(done, 16) for done in range(1, 17)]
+    assert seen[0][3] == 16 * 2, "first of all, the longest answers"
+    tokens = seen[-1][2]
+    assert tokens == sum(row["response/length_mean"] * 16 for row in toy.rows(tmp_path / "run", "metrics.jsonl"))
+    run.train_step()
+    assert seen[16][3] == tokens, "then as many tokens as in the last step"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_all_files_of_a_run_heed_the_umask(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        toy.trainer(toy.quick(tmp_path / "run", "distill={rank: 2}", "steps=2")).run()
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"model.safetensors", "tensors.safetensors", "metrics.jsonl"} <= {path.name for path in files}
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: 0o666 & ~mask for path in files}
+
+
+def test_a_resumed_run_keeps_its_threads(tmp_path, monkeypatch):
+    """The number of threads changes the order of float sums."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    out, before = tmp_path / "run", torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        toy.trainer(toy.quick(out)).run()
+        assert torch.get_num_threads() == 1, "a small model uses one"
+        record = out / "environment.json"
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"threads": 2}))
+        toy.trainer(toy.quick(out, "steps=5"), resume=True)
+        assert torch.get_num_threads() == json.loads(record.read_text())["threads"] == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        toy.trainer(toy.quick(out, "steps=6"), resume=True)
+        assert torch.get_num_threads() == json.loads(record.read_text())["threads"] == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_that_cannot_be_sparse_warns_at_its_start(tmp_path):
+    run = toy.trainer(toy.quick(tmp_path / "run", "sparsity=snapkv:30+8,window=1,sinks=1"))
+    assert "never-sparse: Nothing will be sparse: no sequence exceeds the budget (snapkv:30+8" in toy.printed(run)
+    assert "never-sparse" not in toy.printed(toy.trainer(toy.quick(tmp_path / "sparse")))
+
+
 def test_a_rejected_resume_leaves_the_run_as_it_was(tmp_path):
     out = tmp_path / "run"
     assert toy.trainer(toy.quick(out)).run()
     settings, metrics = ((out / name).read_text() for name in ("config.yaml", "metrics.jsonl"))
+    assert json.loads((out / "environment.json").read_text())["threads"] == torch.get_num_threads()
     with pytest.raises(SettingError, match=r"steps=2: .* 4 "):
         toy.trainer(toy.quick(out, "steps=2"), resume=True)
     with pytest.raises(CheckpointError, match=r"checkpoint .*step-00000004.*lora.*distill"):

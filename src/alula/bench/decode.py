@@ -5,6 +5,7 @@ divided by the copy bandwidth measured in the same process.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import pages_for
 from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
-from alula.engine.sequence import Request, Sequence
+from alula.engine.sequence import Request, Sequence, kind_of
 from alula.errors import require
 from alula.mismatch.plan.cost import timing_record
 from alula.sparsity.footprint import selecting_layers, tokens_read, trigger
@@ -53,7 +54,7 @@ class StepBench:
         evict = sparsity.evict
         self.held = min(context, trigger(evict, 0, context)) if evict else context
         count = pages_for(self.held + engine.lookahead, engine.page)
-        need, width = batch * count, engine.state.table.shape[1]
+        need, width = batch * count, engine.max_length // engine.page
         require(
             need <= engine.pool.usable,
             f"batch={batch}, context={context}: needs {need} pages of KV, but kv_memory holds {engine.pool.usable}; "
@@ -63,27 +64,26 @@ class StepBench:
         require(batch <= engine.max_rows, f"batch={batch}: exceeds the engine's max_rows={engine.max_rows}.")
         self.engine, self.batch, self.context, self.sparsity = engine, batch, context, sparsity
         request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
-        self.features = BatchFeatures.of([request])
-        engine.cache.prepare(
-            selector=self.features.page_selector,
-            ring=self.features.ring,
-            accumulated_tokens=self.held + engine.lookahead if self.features.accumulates else 0,
-        )
-        engine.state.prepare(self.features)
+        request.kind = kind_of(sparsity, engine.sparse_model is not None and not sparsity.dense)
+        features = BatchFeatures.of([Sequence(request, 0)])
+        if features.accumulated:
+            features = replace(features, accumulated=self.held + engine.lookahead)
+        self.state = engine.runner.batch(request.kind)
+        self.state.prepare(features, keep=False)
         # Scattered pages, as in a long-running engine.
         order = np.random.default_rng(0).permutation(np.arange(1, engine.pool.count))[:need]
         self.table = order.reshape(batch, count).astype(np.int32)
         for row in range(batch):
-            engine.state.enter(Sequence(request, sample=row, row=row), engine.page)
-        for filled in (engine.cache.keys, engine.cache.values, engine.cache.summaries):
-            if filled is not None and not filled[:, -1].any():  # still the zeros of a fresh pool
+            self.state.enter(Sequence(request, sample=row, row=row), engine.page)
+        for filled in (engine.cache.keys, engine.cache.values, *engine.cache.summaries.values()):
+            if not filled[:, -1].any():  # still the zeros of a fresh pool
                 filled.normal_()
         self.max_kv_len = engine.runner.padded_kv_len(self.held + engine.lookahead)
         self.bucket = engine.runner.bucket_for(batch)
         self.reset()
 
     def reset(self) -> None:
-        engine, state = self.engine, self.engine.state
+        engine, state = self.engine, self.state
         position, held, left = (np.zeros(state.rows, np.int64) for _ in range(3))
         position[: self.batch], held[: self.batch], left[: self.batch] = self.context - 1, self.held - 1, 1 << 20
         state.table[: self.batch, : self.table.shape[1]] = torch.from_numpy(self.table).to(engine.device)
@@ -93,10 +93,8 @@ class StepBench:
         """Mean seconds of one step over `chunks` × lookahead steps. The context is reset after every chunk."""
         engine, runner, steps = self.engine, self.engine.runner, self.engine.lookahead
         with torch.inference_mode():
-            graph = runner.graph_for(self.bucket, self.max_kv_len, self.features)
-            step = (
-                graph.replay if graph is not None else lambda: runner.step(self.bucket, self.max_kv_len, self.features)
-            )
+            graph = runner.graph_for(self.state, self.bucket, self.max_kv_len)
+            step = graph.replay if graph is not None else lambda: runner.step(self.state, self.bucket, self.max_kv_len)
             total = 0.0
             for i in range(chunks + 1):
                 self.reset()

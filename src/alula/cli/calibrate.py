@@ -11,7 +11,7 @@ import typer
 
 from alula.cli import options as shared
 from alula.cli.common import Engines, check_output_file, load_model_and_prompts
-from alula.errors import SettingError, require
+from alula.errors import RunFailed, SettingError, require
 
 if TYPE_CHECKING:
     from alula.data import Dataset
@@ -80,29 +80,33 @@ def calibrate(
 ) -> None:
     """Measure the tail of acceptance of sparse policies at every length; `alula plan` turns it into a schedule.
 
-    An interrupted calibration continues where it stopped. With --verify nothing is searched: each schedule or policy
-    generates its own rollouts. The exit code is 1 if, for one of them, some bin's tail is confidently below tau,
-    confidently more than 15 % of the rollouts contain a token that the dense policy would not have sampled, or no
-    rollout exceeded the budget, so that nothing was tested. With --vetoed, budgets are measured in the same way, and
-    the exit code is 1 if no method has one.
+    An interrupted calibration continues where it stopped. The exit code is 1 if no policy was ever sparse.
+
+    With --verify nothing is searched: each schedule or policy generates its own rollouts. The exit code is 1 if, for
+    one of them, some bin's tail is confidently below tau, confidently more than 15 % of the rollouts contain a token
+    that the dense policy would not have sampled, or no rollout exceeded the budget, so that nothing was tested. With
+    --vetoed, budgets are measured in the same way, and the exit code is 1 if no method has one.
     """
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
     from alula.mismatch.calibrate.verify import parse_target
     from alula.mismatch.measure import Bins
     from alula.sparsity.family import parse_families
 
-    check_numbers(length, bin_width, tau or [])
+    check_numbers(length, bin_width, prompts, samples, temperature, tau or [])
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
     policies = [(name, *parse_target(name, width, length)) for name in verify or []]  # raises before anything is loaded
     require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
-    ladders = []
+    ladders, grid = [], None
+    families = parse_families(methods, numbers("pages", pages))
     if vetoed is not None:
         from alula.cli.find_budget import ladders_of
 
         require(not policies and not tau, "--vetoed searches by vetoed rollouts; drop --verify and --tau.")
-        families = parse_families(methods, numbers("pages", pages))
         ladders = ladders_of(families, numbers("budgets", budgets) if budgets else None, length, vetoed, prompts)
+    elif not policies:
+        allowed = numbers("budgets", budgets) if budgets else default_budgets(length)
+        grid = Grid(tuple(families), allowed, tuple(tau or ()), sweep, forward)
     if out == DEFAULT_OUT and (policies or ladders):
         out = Path("verified.json" if policies else "vetoed.json")  # keeps the calibration of a planned schedule
     check_output_file(out)
@@ -127,20 +131,23 @@ def calibrate(
         raise typer.Exit(run_verify(engines, text, policies, limit, quantile, confidence, out, progress))
     from alula.mismatch.calibrate.calibrate import calibrate as measure_all
 
-    grid = Grid(
-        tuple(parse_families(methods, numbers("pages", pages))),
-        numbers("budgets", budgets) if budgets else default_budgets(length),
-        tuple(tau or ()),
-        sweep,
-        forward,
-    )
+    assert grid is not None
     work_file = out.with_suffix(".work.json")
     write(measure_all(engines.with_page, text, grid, bins, work_file, log=typer.echo, progress=progress), out)
 
 
-def check_numbers(length: int, bin_width: int | None, taus: list[float]) -> None:
+def check_numbers(
+    length: int, bin_width: int | None, prompts: int, samples: int, temperature: float, taus: list[float]
+) -> None:
+    from alula.mismatch.tail import MIN_PROMPTS
+
     require(length >= 1, f"--length {length}: must be at least 1.")
     require(bin_width is None or bin_width >= 1, f"--bin {bin_width}: must be at least 1.")
+    require(
+        prompts >= MIN_PROMPTS, f"--prompts {prompts}: a tail needs at least {MIN_PROMPTS} to be trusted; use more."
+    )
+    require(samples >= 1, f"--samples {samples}: must be at least 1.")
+    require(temperature > 0, f"--temperature {temperature}: must be above 0.")
     for tau in taus:
         require(0 < tau < 1, f"--tau {tau}: must be between 0 and 1, since it is a probability of acceptance.")
 
@@ -204,6 +211,8 @@ def write(calibration: "Calibration", out: Path) -> None:
         )
     typer.echo("\n".join([*lines, *never_sparse(calibration)]))
     floor = calibration.floor.overall
+    if all(measured.kv.sparse == 0 for measured in calibration.measured):
+        raise RunFailed(f"{out}: nothing was sparse, so there is nothing to plan; see the last lines above.")
     typer.echo(f"{out} and {plot}: dense floor {floor:.4f}; plan a schedule with `alula plan {out}`.")
 
 

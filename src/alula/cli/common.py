@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from alula.cpus import set_threads
 from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def load_model_and_prompts(
     require(isinstance(task_options, dict), f"--options {options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
     dataset = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=task_options)
     loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
+    set_threads(loaded.model)
     if loaded.tokenizer is None and data.startswith(TASK):
         loaded = attach_tokenizer(loaded, load_tokenizer(data, task_options), resize=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need; use another model.")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from alula.cli import options as shared
+from alula.files import size_text
 
 
 def demo(
@@ -19,14 +20,16 @@ def demo(
     a small KV budget the chain fails more often than the guess, so an uncorrected run learns to guess, and the dense
     policy, which is the one being trained, forgets what it could do.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from alula.demo.run import run_demo
 
     arms = run_demo(out, seed=seed, steps=steps, say=typer.echo)
-    table = Table(title="Held-out accuracy of the dense policy, and the last rollouts")
-    for column in ("run", "accuracy", "reward", "length", "KV saved", "vetoed", "time"):
+    title = "Held-out accuracy of the dense policy, and the last rollouts"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+    for column in ("run", "accuracy", "reward", "length", "KV saved", "peak KV", "vetoed", "time"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for arm in arms:
         table.add_row(
@@ -35,9 +38,14 @@ def demo(
             f"{arm.reward:.2f}",
             f"{arm.length:.0f}",
             f"{arm.kv_saved:.0%}",
+            size_text(arm.kv_bytes_peak),
             f"{arm.vetoed:.0%}",
             f"{arm.seconds:.0f} s",
         )
     typer.echo()
     Console().print(table)
+    typer.echo(
+        "KV saved counts the tokens of a rollout, peak KV the pages in use. Dense rollouts share a prompt's pages, "
+        "and here the prompt is as long as the answer, so evicting saves no memory. With longer answers it does."
+    )
     typer.echo(f"Open {out / 'report.html'}: held-out accuracy and response length show the difference.")

@@ -123,6 +123,7 @@ def run(
     from alula.distill.standalone import RolloutOptions, distill_prompts, measure
     from alula.engine.engine import Engine
     from alula.files import check_same_settings
+    from alula.models.experts import expert_parameters, unadapted_experts
     from alula.models.lora import Adapter
     from alula.run.checkpoint import Checkpoints
     from alula.run.run_dir import MetricsWriter, check_folder
@@ -134,6 +135,9 @@ def run(
     test = [list(example.prompt_ids or ()) for example in test_set]
     initial = None if adapter is None else Adapter.load(adapter)
     distiller = Distiller(loaded.model, settings, adapter=initial, base_model=model)
+    left_out = unadapted_experts(expert_parameters(loaded.model), loaded.model.num_parameters(), "alula distill")
+    if left_out:
+        typer.echo(" ".join(left_out), err=True)
     budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
     made_with = {
         "model": model,

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from alula.cli import options as shared
 from alula.cli.common import check_output_file, warn_other_model
+from alula.cpus import set_threads
 from alula.errors import SettingError
 
 if TYPE_CHECKING:
@@ -16,14 +18,24 @@ if TYPE_CHECKING:
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
     from alula.evals import EvalResult
+    from alula.evals.suites import Entry
     from alula.sparsity.policy import Sparsity
 
 
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Hub ids, folders or GGUF files; several are compared.")],
-    data: Annotated[list[str], typer.Option(help="gsm8k, math500, ..., task:NAME, JSONL or Parquet file; repeatable.")],
+    data: Annotated[
+        list[str] | None, typer.Option(help="gsm8k, math500, ..., task:NAME, JSONL or Parquet file; repeatable.")
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Benchmarks of a paper with its samples and settings: sparse-rl, sparrow-math or sparrow-code. Other "
+            "options replace its values."
+        ),
+    ] = None,
     sparsity: shared.Sparsities = None,
-    k: Annotated[int, typer.Option(help="Answers per problem.")] = 1,
+    k: Annotated[int | None, typer.Option(help="Answers per problem; by default 1.")] = None,
     limit: Annotated[int | None, typer.Option(help="Maximum problems per data set.")] = None,
     option: Annotated[
         list[str] | None,
@@ -31,11 +43,17 @@ def evaluate(
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(help="Reward that grades the answers; by default math, or the task's."),
+        typer.Option(
+            help="Reward that grades the answers; by default math, code for coding benchmarks, or the task's."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 2048,
-    temperature: shared.Temperature = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per answer; by default 2048.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; by default 0, which is greedy.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Top-k sampling.")] = None,
+    stop: shared.Stop = None,
     seed: shared.Seed = 0,
     data_dir: shared.DataDir = None,
     split: shared.Split = None,
@@ -50,8 +68,8 @@ def evaluate(
 ) -> None:
     """Evaluate models on data sets: pass@1, avg@k, maj@k, response length and KV use, as one table."""
     policies, page = check_policies(sparsity or ["dense"], sparse_adapter)
-    if k > 1 and temperature == 0:
-        raise SettingError(f"k={k} with temperature=0: greedy answers are all the same; set --temperature.")
+    given = {"k": k, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    entries = list_entries(data or [], suite, {name: value for name, value in given.items() if value is not None})
     import torch
 
     from alula.data import load
@@ -59,11 +77,22 @@ def evaluate(
     from alula.engine.rollout import Sampling
 
     options = dict(parse_option(text) for text in option or [])
-    datasets = [
-        load(source, split=split, data_dir=data_dir, prompt=prompt, size=limit, seed=seed, options=options)
-        for source in data
+    work = [
+        (
+            load(entry.data, split=split, data_dir=data_dir, prompt=prompt, size=limit, seed=seed, options=options),
+            Sampling(
+                n=entry.k,
+                max_new_tokens=entry.max_new_tokens,
+                temperature=entry.temperature,
+                top_p=entry.top_p,
+                top_k=entry.top_k,
+                seed=seed,
+                stop=tuple(stop or ()),
+            ),
+            reward or default_reward(entry.data),
+        )
+        for entry in entries
     ]
-    sampling = Sampling(n=k, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     check_output_file(out)
     results: list[EvalResult] = []
     for model in models:
@@ -76,10 +105,10 @@ def evaluate(
             page=page,
             sparse_adapter=sparse_adapter,
         )
+        set_threads(engine.model)
         warn_other_model(policies, engine)
-        for source, dataset in zip(data, datasets):
+        for dataset, sampling, name in work:
             for policy in policies:
-                name = reward or (source if source.startswith(("task:", "reasoning-gym:")) else "math")
                 results.append(evaluate_one(model, engine, dataset, policy, sampling, name, chat))
                 typer.echo(f"{model}, {dataset.name}, {policy.describe()}: {results[-1].accuracy:.1%}", err=True)
                 if out is not None:  # after each evaluation, so that nothing is lost
@@ -89,6 +118,28 @@ def evaluate(
         gc.collect()
         torch.cuda.empty_cache()
     print_results(results)
+
+
+def list_entries(data: list[str], suite: str | None, given: dict[str, Any]) -> "list[Entry]":
+    """What to evaluate: the data sets, or those of a suite, with the options that were given."""
+    from alula.evals.suites import Entry
+    from alula.evals.suites import suite as find_suite
+
+    if bool(data) == (suite is not None):
+        raise SettingError("give either --data or --suite; `--data gsm8k` evaluates one data set.")
+    entries = [replace(entry, **given) for entry in (find_suite(suite) if suite else map(Entry, data))]
+    for entry in entries:
+        if entry.k > 1 and entry.temperature == 0:
+            raise SettingError(f"k={entry.k} with temperature=0: greedy answers are all the same; set --temperature.")
+    return entries
+
+
+def default_reward(source: str) -> str:
+    from alula.data.benchmarks import BENCHMARKS
+
+    if source.startswith(("task:", "reasoning-gym:")):
+        return source
+    return BENCHMARKS[source].reward if source in BENCHMARKS else "math"
 
 
 def check_policies(texts: list[str], sparse_adapter: Path | None) -> "tuple[list[Sparsity], int]":
@@ -138,6 +189,7 @@ def evaluate_one(
     chat: bool | None,
 ) -> "EvalResult":
     from alula.data import prepare
+    from alula.data.answers import final_answer
     from alula.evals import evaluate as run
     from alula.rewards import Rewards, RewardTerm
 
@@ -151,6 +203,7 @@ def evaluate_one(
             prepared,
             rewards,
             sampling.n,
+            answer_of=None if reward == "code" else final_answer,
             model=model,
             sparsity=policy.describe() + adapted,
         )

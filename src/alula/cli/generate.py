@@ -10,6 +10,7 @@ import typer
 
 from alula.cli import options as shared
 from alula.cli.common import check_output_file, warn_other_model
+from alula.cpus import set_threads
 from alula.errors import SettingError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def generate(
     temperature: shared.Temperature = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; below 1 no log-probs are returned.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Top-k sampling; above 0 no log-probs are returned.")] = 0,
+    stop: shared.Stop = None,
     seed: shared.Seed = 0,
     topk_logprobs: Annotated[int, typer.Option(help="Also write this many most likely tokens per position.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ignore the end-of-sequence token.")] = False,
@@ -58,6 +60,7 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         seed=seed,
+        stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
         topk_logprobs=topk_logprobs,
     )
@@ -71,6 +74,7 @@ def generate(
         kv_memory=kv_memory,
         max_rows=max_rows,
     )
+    set_threads(engine.model)
     warn_other_model([policy], engine)
     if chat is not False and getattr(engine.tokenizer, "chat_template", None):
         inputs = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in inputs]
@@ -84,8 +88,8 @@ def generate(
 
 
 def read_prompts(file: Path) -> list[Any]:
-    if str(file) != "-" and not file.is_file():
-        raise SettingError(f"--file {file}: no such file.")
+    if str(file) != "-" and (not file.exists() or file.is_dir()):  # a pipe, as of <(command), is read too
+        raise SettingError(f"--file {file}: {'is a folder' if file.is_dir() else 'no such file'}.")
     if str(file) != "-":
         with file.open(encoding="utf-8", errors="surrogateescape") as lines:
             return parse_prompts(lines, file)

@@ -1,5 +1,6 @@
 """Command-line entry point. Only the called command is imported, so `alula --help` is instant."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -9,14 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from alula import __version__
+from alula.cli.completion import typed_words
 from alula.errors import RunFailed, SettingError
 
 COMMANDS = {
     "generate": ("alula.cli.generate:generate", "Generate with a model, dense or under any sparsity."),
     "train": ("alula.cli.train:train", "Train a model with sparse rollouts, from a recipe."),
     "eval": ("alula.cli.eval:evaluate", "Evaluate models on data sets, dense or under any sparsity."),
+    "recipes": ("alula.cli.recipes:recipes", "List the recipes that come with Alula, or print one."),
     "report": ("alula.cli.report:report", "Compare runs in one self-contained HTML page."),
+    "watch": ("alula.cli.watch:watch", "Watch runs in a browser while they go on."),
+    "env": ("alula.cli.env:env", "Print versions and hardware, for a bug report."),
     "demo": ("alula.cli.demo:demo", "Train a tiny model six ways on the CPU and compare them."),
+    "serve": ("alula.cli.serve:serve", "Serve a model over HTTP, to clients of OpenAI and vLLM."),
     "bench": ("alula.cli.bench:bench", "Measure the engine on this machine."),
     "calibrate": ("alula.cli.calibrate:calibrate", "Measure how far a sparse policy is from the dense one."),
     "plan": ("alula.cli.plan:plan", "Choose the cheapest budget schedule that keeps the mismatch small."),
@@ -27,8 +33,10 @@ COMMANDS = {
 
 def app(arguments: Sequence[str] | None = None) -> None:
     """Entry point. An invalid setting prints one message on standard error and exits with 2; a failed run, with 1."""
+    if arguments is None:
+        add_current_folder()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    called = next((word for word in words if not word.startswith("-")), None)
+    called = next((word for word in words or typed_words() if not word.startswith("-")), None)
     try:
         build(called)(args=words, prog_name="alula")
     except (SettingError, RunFailed) as error:
@@ -36,11 +44,16 @@ def app(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2 if isinstance(error, SettingError) else 1)
 
 
+def add_current_folder() -> None:
+    """Modules in the current folder can be imported, as with `python -m`: a reward may be `module:function`."""
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+
+
 def build(called: str | None) -> typer.Typer:
     """The app with the called command in full, and the others as a name and a help line."""
     commands = typer.Typer(
         help="Reinforcement learning of reasoning LLMs with sparse rollouts.",
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )

@@ -7,41 +7,73 @@ from typing import Annotated
 
 import typer
 
+from alula.cli.completion import complete_recipe, complete_setting
+
 
 def train(
     recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="YAML file of settings (docs/training.md), or the folder of a run.")
+        Path,
+        typer.Argument(
+            metavar="RECIPE",
+            help="YAML file of settings, the name of a recipe (see `alula recipes`), or the folder of a run.",
+            autocompletion=complete_recipe,
+        ),
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe, such as learner.lr=1e-6."),
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings that override the recipe, such as learner.lr=1e-6.",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
+    auto_resume: Annotated[
+        bool,
+        typer.Option("--auto-resume", help="The same if it has a checkpoint, else start it; for restart loops."),
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Validate the recipe, print work and memory per step, and exit.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub",
+            metavar="USER/NAME",
+            help="Upload the trained model to the Hugging Face hub; by default not.",
+        ),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository of --push-to-hub private.")] = False,
 ) -> None:
     """Train a model with sparse rollouts, from RECIPE."""
     from alula.config.load import load_config
 
     config = load_config(recipe, settings or [])
+    if push_to_hub is not None:
+        from alula.run.push import check_push
+
+        check_push(push_to_hub)
     if check:
-        from alula.trainer.memory_plan import print_plan
+        from alula.trainer.check import print_plan
 
         if os.environ.get("RANK", "0") == "0":  # torchrun starts one process per rank
-            print_plan(config, resume=resume)
+            print_plan(config, resume="auto" if auto_resume else resume)
         return
     import torch.distributed
 
     from alula.trainer.trainer import Trainer
 
     try:
-        finished = Trainer(config, resume=resume).run()
+        finished = Trainer(config, resume="auto" if auto_resume else resume).run()
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         typer.echo(f"alula: the disk of {config.out} is full; free some space and run again with --resume.", err=True)
         raise typer.Exit(1) from error
+    if finished and push_to_hub is not None and os.environ.get("RANK", "0") == "0":
+        from alula.run.push import push
+
+        typer.echo(f"uploaded to {push(Path(config.out) / 'model', push_to_hub, private)}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     raise typer.Exit(0 if finished else 130)

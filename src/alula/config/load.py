@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from alula.config.recipes import recipe_names, recipe_path
 from alula.config.run import RunConfig
 from alula.config.settings import UNKNOWN, fields_of, first_error, is_section
 from alula.errors import SettingError, require
@@ -38,9 +39,12 @@ Loader.add_implicit_resolver(
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe at `path` with `section.setting=value` overrides, whose values are YAML.
 
-    A run's folder stands for its config.yaml; `out` is then the folder's present path.
+    A run's folder stands for its config.yaml; `out` is then the folder's present path. A name without a folder and
+    without an ending, such as `toy`, is a recipe that comes with the package.
     """
     path = Path(path)
+    if not path.exists() and path.name == str(path) and path.suffix not in (".yaml", ".yml"):
+        path = recipe_path(path.name)
     folder = path if path.is_dir() else None
     if folder:
         path = folder / "config.yaml"
@@ -48,7 +52,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             path.is_file(), f"recipe {str(folder)!r}: a folder without config.yaml; name a recipe or a run's folder."
         )
     if not path.is_file():
-        raise SettingError(f"recipe {str(path)!r}: no such file.")
+        hint = f"; `alula train {path.stem}` runs the recipe of that name." if path.stem in recipe_names() else "."
+        raise SettingError(f"recipe {str(path)!r}: no such file{hint}")
     tree = parse_yaml(path.read_text(), f"recipe {path}")
     if not isinstance(tree, dict):
         raise SettingError(f"recipe {path}: must be a mapping of settings.")
@@ -78,6 +83,10 @@ def override(tree: dict[str, Any], text: str) -> None:
     if not equals or not name:
         raise SettingError(f"override {text!r}: write section.setting=value.")
     *sections, leaf = name.split(".")
+    if sections[:2] == ["eval", "data"] and isinstance(sets := (tree.get("eval") or {}).get("data"), list):
+        for one in sets:
+            override(one, f"{'.'.join([*sections[2:], leaf])}={value}")
+        return
     node = tree
     for depth, section in enumerate(sections):
         inner = node.get(section)

@@ -13,6 +13,7 @@ from alula.config.settings import (
     DataSettings,
     DistillSettings,
     EngineSettings,
+    EnvironmentSettings,
     EvalSettings,
     LearnerSettings,
     LoggingSettings,
@@ -23,6 +24,8 @@ from alula.config.settings import (
     SamplingSettings,
     Section,
 )
+from alula.data.load import training_split
+from alula.environments.registry import is_replayable
 from alula.errors import require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.objective.settings import ObjectiveSettings
@@ -41,6 +44,8 @@ class RunConfig(Section):
     """The model to train."""
     data: DataSettings
     """Training data and prompt format."""
+    environment: EnvironmentSettings | None = None
+    """An environment that answers the policy's turns, such as a tool; by default an answer is a single turn."""
     rewards: RewardSettings
     """Rewards of the answers."""
     sparsity: Sparsity = DENSE
@@ -72,6 +77,18 @@ class RunConfig(Section):
         """Optimizer steps of the run."""
         return self.steps * self.learner.updates
 
+    def most_sampled(self, max_new_tokens: int | None = None) -> int:
+        """Most sampled tokens of a rollout, where a turn has at most `max_new_tokens` (default: those of training)."""
+        turn = max_new_tokens or self.sampling.max_new_tokens
+        env = self.environment
+        return turn if env is None else min(env.max_turns * turn, env.max_tokens - 1)
+
+    def most_generated(self, prompt: int, max_new_tokens: int | None = None) -> int:
+        """Most tokens that follow a prompt of this length, the environment's included."""
+        if self.environment is None:
+            return self.most_sampled(max_new_tokens)
+        return max(1, self.environment.max_tokens - prompt)
+
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         """Reject sections that do not go together, before anything is loaded."""
@@ -99,6 +116,18 @@ class RunConfig(Section):
         )
         if self.distill is not None:
             self._check_distill(self.distill)
+        require(
+            self.environment is not None or "environment" not in names,
+            "rewards.use names the environment's reward, but the run has no environment; set environment.use.",
+        )
+        if self.environment is not None and self.objective.correction.reroll:
+            require(
+                is_replayable(self.environment.use),
+                f"objective.correction={self.objective.correction.preset} rerolls, which replays the environment, and "
+                f"environment.use={self.environment.use!r} does not say that it can be (replayable = True); use "
+                "another correction, such as strict.",
+            )
+        training_split(self.data)
         return self
 
     def policies(self) -> list[Sparsity]:
@@ -108,6 +137,10 @@ class RunConfig(Section):
 
     def _check_distill(self, distill: DistillSettings) -> None:
         require(not self.sparsity.dense, "distill: the rollouts are dense; set a sparsity.")
+        require(
+            self.environment is None,
+            "distill with an environment: distillation over several turns is not supported; leave out one of them.",
+        )
         require(
             distill.first is None or distill.weight > 0,
             "distill.first trains on the KL alone, which distill.weight=0 switches off; raise distill.weight.",

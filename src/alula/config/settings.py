@@ -126,7 +126,7 @@ class Source(Section):
     """A data source; see docs/rewards-and-data.md."""
 
     source: str
-    """File, folder, benchmark, hub id, `task:<name>` or `reasoning-gym:<task>`."""
+    """File, folder, benchmark, hub id, `task:<name>`, `reasoning-gym:<task>` or `verifiers:<environment>`."""
     split: str | None = None
     """Split of a stored data set."""
     data_dir: str | None = None
@@ -162,8 +162,8 @@ class RewardTerm(Section):
     """One reward of the weighted sum."""
 
     name: str
-    """`math`, `format`, `length`, `task:<name>`, `reasoning-gym:<task>`, `model:<folder>` or
-    `package.module:function`."""
+    """`math`, `code`, `format`, `length`, `task:<name>`, `reasoning-gym:<task>`, `model:<folder>`,
+    `package.module:function`, or `environment` for the environment's own."""
     weight: float = 1.0
     """Its weight in the sum."""
     options: dict[str, Any] = {}
@@ -176,6 +176,25 @@ def _as_term(value: Any) -> Any:
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, (str, dict)) else value
+
+
+def _as_stops(value: Any) -> Any:
+    return [value] if isinstance(value, (str, int)) else value
+
+
+class EnvironmentSettings(Section):
+    """An environment that answers the policy's turns; see docs/environments.md."""
+
+    use: str
+    """`lookup`, `verifiers:<environment>` or `package.module:Class`."""
+    max_turns: Count = 8
+    """Turns of the policy per episode. An episode that is not done by then counts as truncated."""
+    max_tokens: Annotated[int, Field(ge=2)]
+    """Most tokens of an episode: prompt, sampled tokens and the environment's messages together."""
+    timeout: Positive = 60.0
+    """Seconds that one call of the environment may take. After that the episode is given up, and not trained on."""
+    options: dict[str, Any] = {}
+    """Options of that environment."""
 
 
 class RewardSettings(Section):
@@ -191,6 +210,8 @@ class RewardSettings(Section):
     """Time limit for grading one answer, in seconds."""
     workers: Count | None = None
     """Grading processes; by default four, or the number of cores if smaller."""
+    memory: Positive = 4.0
+    """Memory limit of a grading process, in GiB."""
 
 
 class SamplingSettings(Section):
@@ -202,6 +223,9 @@ class SamplingSettings(Section):
     """Longest answer."""
     temperature: Positive = 1.0
     """Sampling temperature; the learner scores at the same temperature."""
+    stop: Annotated[list[int | Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stops)] = []
+    """Texts and token ids that end an answer, in rollouts and evaluations, in addition to the model's end-of-sequence
+    tokens. Rewards read the text before the one that ended it."""
     dynamic: bool = False
     """Draw further prompts while groups have equal rewards, until `prompts` groups have a signal (DAPO)."""
     max_rounds: Count = 4
@@ -364,6 +388,9 @@ class EngineSettings(Section):
     exceeds the model's max_position_embeddings raises, unless this setting allows it."""
     lookahead: Count | None = None
     """Decode steps launched at a time."""
+    swap_memory: str | int | None = None
+    """Host memory for the KV of preempted rollouts, for example `32GiB`; by default a quarter of the free memory. When
+    it is full, the youngest rollout is computed again from its prompt, with the same tokens."""
     buckets: list[int] | None = None
     """Batch sizes that decode steps are padded to; a single value makes results independent of batch composition, bit
     for bit."""
@@ -373,22 +400,47 @@ class EngineSettings(Section):
     """Compile the layers; by default on CUDA."""
 
 
+class EvalSource(Source):
+    """A held-out data set."""
+
+    k: Count | None = None
+    """Answers per problem of this data set; by default `eval.k`."""
+
+
 class EvalSettings(Section):
     every: Natural = 10
     """Evaluate the dense policy on held-out data every `every` steps, and before the first and after the last step;
     0 switches it off."""
-    data: Source | None = None
-    """Held-out data; by default `size` examples are set aside from the training data."""
+    data: Annotated[list[EvalSource], BeforeValidator(_as_list)] = []
+    """Held-out data, one set or a list of them; by default `size` examples are set aside from the training data. The
+    best checkpoint has the best accuracy, averaged over the sets."""
     size: Count = 128
-    """Problems to evaluate on."""
+    """Most problems of a set to evaluate on."""
     k: Count = 1
     """Answers per problem."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of the evaluation; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling of the evaluation."""
+    top_k: Natural = 0
+    """Top-k sampling of the evaluation; 0 switches it off."""
     max_new_tokens: Count | None = None
     """Longest answer; by default `sampling.max_new_tokens`."""
     sparse: bool = False
     """Evaluate the sparse policy as well."""
+
+    @model_validator(mode="after")
+    def _different_answers(self) -> "EvalSettings":
+        most = max([self.k, *(source.k or 1 for source in self.data)])
+        require(
+            most == 1 or self.temperature > 0,
+            f"k={most} with temperature=0: greedy answers are all equal; set eval.temperature.",
+        )
+        return self
+
+    def answers(self, index: int) -> int:
+        """Answers per problem of the held-out set `index`."""
+        return (self.data[index].k if self.data else None) or self.k
 
 
 class MonitorSettings(Section):
@@ -442,3 +494,10 @@ class LoggingSettings(Section):
     """Where metrics go in addition to the run's folder: `tensorboard`, `wandb`, `trackio`."""
     completions: Natural = 4
     """Sampled completions written per step."""
+    rollouts: Natural = 10
+    """At the first step and then after every so many, all rollouts of one prompt are written token by token, with their
+    evictions, for `alula watch`; 0: never."""
+
+    def rollouts_due(self, step: int) -> bool:
+        """Whether training step `step`, counted from 1, writes its first prompt's rollouts token by token."""
+        return self.rollouts > 0 and (step - 1) % self.rollouts == 0

@@ -1,16 +1,18 @@
 """Loads a data set by name: a file, a folder, a benchmark, a hub id or a generator."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from alula.config.settings import Source
 from alula.data import sources
-from alula.data.benchmarks import BENCHMARKS
+from alula.data.benchmarks import BENCHMARKS, Benchmark, hub_split
 from alula.data.dataset import Dataset
 from alula.data.mapping import FieldMapping
-from alula.errors import require, unknown
+from alula.errors import SettingError, require, unknown
 
 GENERATED = 1000
 """Number of generated examples if no size is given."""
@@ -18,9 +20,17 @@ FILES = (".jsonl", ".parquet")
 REASONING_GYM = FieldMapping("{question}\nPut your final answer between <answer> and </answer>.", "{answer}")
 
 
-def load_source(settings: Source) -> Dataset:
-    """The examples that a section of a recipe names."""
-    return load(**{name: getattr(settings, name) for name in Source.model_fields})
+def load_source(settings: Source, section: str = "data", *, training: bool = False) -> Dataset:
+    """The examples that a section of a recipe names; with `training`, of a benchmark's train split. Errors name the
+    section's settings."""
+    values = {name: getattr(settings, name) for name in Source.model_fields}
+    return load(**values | ({"split": training_split(settings)} if training else {}), section=section)
+
+
+def training_split(settings: Source) -> str | None:
+    """The split to train on. Raises for a benchmark's test split."""
+    known = BENCHMARKS.get(settings.source)
+    return settings.split if known is None else known.training_split(settings.split)
 
 
 def load(
@@ -34,21 +44,23 @@ def load(
     size: int | None = None,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
+    section: str = "data",
 ) -> Dataset:
     """Load the examples of `source`:
 
     - `task:<name>` or `reasoning-gym:<task>`: `size` examples generated from `seed`, with `options` for the generator;
+    - `verifiers:<environment>`: the first `size` tasks of that package's environment, with `options` of its taskset;
     - `gsm8k`, `math500` and the other names of `alula.data.benchmarks`: `<data_dir>/<name>/<split>.jsonl`, or the
       hub's copy without `data_dir`;
     - a .jsonl or .parquet file, a folder of them, or a folder written by `datasets.save_to_disk`;
     - any data set of the Hugging Face hub: `owner/name` or `owner/name:configuration`.
 
     `prompt`, `answer` (templates with {field}s) and `answer_form` override the source's mapping; answer="" means
-    data without answers. `size` keeps the first rows of a stored set.
+    data without answers. `size` keeps the first rows of a stored set. `section` is the settings' name in errors.
     """
     require(size is None or size >= 1, f"size={size}: ask for at least one example.")
     kind, _, rest = source.partition(":")
-    generated = kind in ("task", "reasoning-gym") and rest != ""
+    generated = kind in ("task", "reasoning-gym", "verifiers") and rest != ""
     if not generated:
         check_exists(source)  # before any other error about this source
     require(generated or not options, f"data {source}: takes no options, got {sorted(options or ())}.")
@@ -56,13 +68,45 @@ def load(
         from alula.data.tasks import build
 
         return build(rest, **dict(options or {})).dataset(size or GENERATED, seed)
-    if generated:
+    rows: Iterable[sources.Row]
+    if kind == "verifiers":
+        from alula.data.verifiers_tasks import task_rows
+
+        rows, mapping = task_rows(rest, size, options or {}, f"{section}.source"), FieldMapping(answer=None)
+    elif generated:
         rows = sources.generate_reasoning_gym(rest, size or GENERATED, seed, options or {})
         mapping = REASONING_GYM
     else:
         rows, mapping = stored(source, split, data_dir)
     mapping = override(mapping, prompt, answer, answer_form)
-    return mapping.apply(rows[:size], Path(source).stem if Path(source).suffix else source, source)
+    name = Path(source).stem if Path(source).suffix in FILES else source
+    known = BENCHMARKS.get(source)
+    if known is None or known.convert is None:
+        return mapping.apply(islice(rows, size), name, source, section)
+    kept, dropped = convert(known, rows, size)
+    dataset = mapping.apply(kept, name, source, section)
+    return replace(dataset, dropped=dataset.dropped | ({"no tests": dropped} if dropped else {}))
+
+
+def convert(benchmark: Benchmark, rows: Iterable[sources.Row], size: int | None) -> tuple[list[dict[str, Any]], int]:
+    """The first `size` rows of a coding benchmark with tests, and the number of rows without."""
+    assert benchmark.convert is not None
+    kept: list[dict[str, Any]] = []
+    dropped = 0
+    for number, row in enumerate(rows, 1):
+        if len(kept) == size:
+            break
+        try:
+            converted = benchmark.convert(row)
+        except (KeyError, TypeError, ValueError, SyntaxError, UnpicklingError) as error:
+            raise SettingError(
+                f"data {benchmark.name}, row {number}: not in the published form ({error!r}); check the file."
+            ) from error
+        if converted is None:
+            dropped += 1
+        else:
+            kept.append(converted)
+    return kept, dropped
 
 
 def check_exists(source: str) -> None:
@@ -81,11 +125,11 @@ def on_hub(source: str, data_dir: str | Path | None = None) -> bool:
     if source in BENCHMARKS:
         return data_dir is None
     path = Path(source).expanduser()
-    local = path.exists() or is_path(source) or source.startswith(("task:", "reasoning-gym:"))
+    local = path.exists() or is_path(source) or source.startswith(("task:", "reasoning-gym:", "verifiers:"))
     return source.count("/") == 1 and not local
 
 
-def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple[list[sources.Row], FieldMapping]:
+def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple[Iterable[sources.Row], FieldMapping]:
     path = Path(source).expanduser()
     if source in BENCHMARKS and not path.suffix:
         return benchmark(source, split, data_dir)
@@ -99,13 +143,17 @@ def stored(source: str, split: str | None, data_dir: str | Path | None) -> tuple
     return sources.read_hub(name, split or "train", config or None), FieldMapping()
 
 
-def benchmark(name: str, split: str | None, data_dir: str | Path | None) -> tuple[list[sources.Row], FieldMapping]:
+def benchmark(name: str, split: str | None, data_dir: str | Path | None) -> tuple[Iterable[sources.Row], FieldMapping]:
     known = BENCHMARKS[name]
     if data_dir is None:
-        hub = known.hub
-        return sources.read_hub(hub.path, split or hub.split, hub.config, hub.files), known.mapping(from_hub=True)
+        hub = hub_split(known, split)
+        return sources.read_hub(hub.path, hub.split, hub.config, hub.files), known.mapping(from_hub=True)
     folder = Path(data_dir).expanduser() / name
     require(folder.is_dir(), f"data_dir={str(data_dir)!r} has no folder {name!r}; leave data_dir out to use the hub.")
+    together = folder / f"{name}.jsonl"
+    if known.split_of and together.exists():
+        rows = [row for row in sources.read_file(together) if known.split_of(row) == (split or known.split)]
+        return rows, known.mapping(from_hub=False)
     return sources.read_folder(folder, split or known.split), known.mapping(from_hub=False)
 
 

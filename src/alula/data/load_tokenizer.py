@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from alula.data.load import is_path
 from alula.errors import SettingError, require
 from alula.models.load import LoadedModel
+from alula.models.stop_tokens import stop_token_ids
 
 TASK = "task:"
 
@@ -43,4 +44,4 @@ def attach_tokenizer(loaded: LoadedModel, tokenizer: Any, *, resize: bool) -> Lo
     for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for holder in (model.config, model.generation_config):
             setattr(holder, role, getattr(tokenizer, role))
-    return replace(loaded, tokenizer=tokenizer, eos_ids=(tokenizer.eos_token_id,))
+    return replace(loaded, tokenizer=tokenizer, eos_ids=stop_token_ids(tokenizer=tokenizer))

@@ -52,21 +52,23 @@ class FieldMapping:
             answer = ANSWER_FORMS[self.answer_form](fill(self.answer, row, "answer"))
         return Example(prompt, answer, dict(row))
 
-    def apply(self, rows: Iterable[Mapping[str, Any]], name: str, source: str | None = None) -> Dataset:
+    def apply(
+        self, rows: Iterable[Mapping[str, Any]], name: str, source: str | None = None, section: str = "data"
+    ) -> Dataset:
         """The examples of all rows. Rows without an answer are dropped and counted: no verifier could grade them.
 
-        `source` is the name of the data in errors, if it differs from `name`.
+        `source` is the name of the data in errors, if it differs from `name`; `section` is that of its settings.
         """
-        where = f"data {source or name}"
+        where = f"{section} {source or name}"
         examples: list[Example] = []
         for row in rows:
             try:
                 examples.append(self.example(row))
             except NoField as error:
                 if not examples:
-                    raise SettingError(f"{where}: {error}") from None
+                    raise SettingError(f"{where}: {error} {error.hint(section)}") from None
                 raise SettingError(
-                    f"{where}, row {len(examples) + 1}: {str(error).partition(';')[0]}; the rows before have it, so "
+                    f"{where}, row {len(examples) + 1}: {str(error).rstrip(';')}; the rows before have it, so "
                     "complete this one, or remove it."
                 ) from None
         kept = [example for example in examples if self.answer is None or not empty(example.answer)]
@@ -74,13 +76,21 @@ class FieldMapping:
         require(len(examples) > 0, f"{where}: no usable rows (read 0): the data is empty.")
         require(
             len(kept) > 0,
-            f"{where}: no usable rows (read {len(examples)}, all without answer); name its field in data.answer.",
+            f"{where}: no usable rows (read {len(examples)}, all without answer); name its field in {section}.answer.",
         )
         return Dataset(tuple(kept), name, dropped)
 
 
 class NoField(Exception):
-    """A template names a field that a row does not have. The message lacks only the name of the data."""
+    """A template names a field that a row does not have. The message lacks the name of the data, and its hint."""
+
+    def __init__(self, message: str, setting: str, field: str) -> None:
+        super().__init__(message)
+        self.setting, self.field = setting, field
+
+    def hint(self, section: str) -> str:
+        option = ", --prompt on the command line" if self.setting == "prompt" and section == "data" else ""
+        return f'name another with {section}.{self.setting}="{{{self.field}}}" in a recipe{option}.'
 
 
 def fill(template: str, row: Mapping[str, Any], setting: str) -> Any:
@@ -107,11 +117,9 @@ def no_field(path: str, outer: list[str], fields: Mapping[str, Any], setting: st
     other = "answer" if setting == "prompt" else "prompt"
     matches = get_close_matches(path.split(".")[-1], list(fields), n=1)
     guess = [*matches, *(name for name in fields if name != other), "field"][0]
-    hint = f'data.{setting}="{{{".".join([*outer, guess])}}}" in a recipe'
-    if setting == "prompt":
-        hint += ", --prompt on the command line"
     known = ", ".join(sorted(fields)) or "none"
-    return NoField(f"unknown field {path!r} of the {setting} template (known: {known}); name another with {hint}.")
+    message = f"unknown field {path!r} of the {setting} template (known: {known});"
+    return NoField(message, setting, ".".join([*outer, guess]))
 
 
 def empty(answer: Any) -> bool:

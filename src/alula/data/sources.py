@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from alula.errors import SettingError, require, unknown
+from alula.hub import offline_if_unreachable
 
 Row = Mapping[str, Any]
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
@@ -61,13 +62,24 @@ def read_folder(path: Path, split: str) -> list[Row]:
     raise SettingError(f"data folder {path}: holds no .jsonl or .parquet files and no saved Hugging Face data set.")
 
 
-def read_hub(path: str, split: str, config: str | None = None, files: str | None = None) -> list[Row]:
+def read_hub(path: str, split: str, config: str | None = None, files: str | None = None) -> Iterable[Row]:
+    offline_if_unreachable()
     import datasets
 
+    arguments: dict[str, Any] = {"path": path, "name": config, "split": split}
+    if files is not None:
+        arguments = files_on_hub(path, split, files)
     try:
-        return list(datasets.load_dataset(path, config, split=split, data_files=files))
+        return datasets.load_dataset(**arguments)
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         raise SettingError(f"data {path!r} (split {split!r}) cannot be loaded from the hub: {error}") from error
+
+
+def files_on_hub(path: str, split: str, files: str) -> dict[str, Any]:
+    """Arguments of `load_dataset` for files of a repository, whatever loading script or configuration it has."""
+    name = files.replace("{split}", split)
+    builder = "parquet" if name.endswith(".parquet") else "json"
+    return {"path": builder, "data_files": {split: f"hf://datasets/{path}/{name}"}, "split": split}
 
 
 def generate_reasoning_gym(task: str, size: int, seed: int, options: Mapping[str, Any]) -> list[Row]:

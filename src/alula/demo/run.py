@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from alula.config.load import load_config
+from alula.cpus import threads_for
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.errors import require
@@ -41,6 +42,7 @@ class Arm:
     reward: float
     length: float
     kv_saved: float
+    kv_bytes_peak: float
     vetoed: float
     seconds: float
 
@@ -53,7 +55,7 @@ def run_demo(
     warm: WarmUp | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Arm]:
-    torch.set_num_threads(1)  # a tiny model is faster on one thread
+    torch.set_num_threads(threads_for(parameters=0))  # for the warm-up; the runs choose the same
     require(not (out / "report.html").exists(), f"--out {out}: already contains a demo; choose another folder.")
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     say("A tiny Llama learns to chase pointers: careful chains first, then a mixture with a shortcut that guesses.")
@@ -111,6 +113,7 @@ def summary(name: str, folder: Path, seconds: float) -> Arm:
         reward=sum(row["reward/mean"] for row in last) / len(last),
         length=steps[-1]["response/length_mean"],
         kv_saved=mean("kv/saved"),
+        kv_bytes_peak=max(row["kv/bytes_peak"] for row in steps),
         vetoed=mean("mismatch/veto_rate"),
         seconds=seconds,
     )

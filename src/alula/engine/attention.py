@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from alula.engine.batch_state import BatchFeatures, BatchState
+from alula.engine.batch_state import BatchState
 from alula.engine.kv_cache import KVCache
 from alula.ops.append import append
 from alula.ops.packed_attention import packed_attention
@@ -33,7 +33,10 @@ class AttentionContext(Protocol):
 
 @dataclass
 class PrefillContext:
-    """Packed sequences that attend densely, each to itself. Prompts also write their KV and what evictors need."""
+    """Packed tokens that attend densely, each to its own sequence. They also write their KV and what evictors need.
+
+    A token may attend to KV that is cached already: `keys_page` and `keys_slot` then list all keys.
+    """
 
     cache: KVCache
     cu_seqlens: Tensor
@@ -42,6 +45,14 @@ class PrefillContext:
     slot: Tensor | None = None
     """int64 [T] each: page and slot of every token; None if nothing is cached"""
     lengths: list[int] = field(default_factory=list)
+    """tokens of each sequence in this pass"""
+    keys_page: Tensor | None = None
+    keys_slot: Tensor | None = None
+    """int64 [K] each: page and slot of every key; None if the pass's own tokens are all"""
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_k: int | None = None
+    key_lengths: list[int] = field(default_factory=list)
+    """keys of each sequence"""
     ring_index: Tensor | None = None
     """int64 [G, W]: the packed token whose query belongs to each entry of a prompt's ring"""
     rings: Tensor | None = None
@@ -53,16 +64,47 @@ class PrefillContext:
         if self.page is not None:
             self.cache.keys[layer][self.page, :, self.slot] = key
             self.cache.values[layer][self.page, :, self.slot] = value
+        if self.keys_page is not None:
+            key = self.cache.keys[layer][self.keys_page, :, self.keys_slot]
+            value = self.cache.values[layer][self.keys_page, :, self.keys_slot]
+        self.keep_queries(layer, query)
+        if self.attention_sums is not None:
+            lengths_k = self.key_lengths or self.lengths
+            for i, (q, k) in enumerate(zip(query.split(self.lengths), key.split(lengths_k))):
+                if self.attention_sums[i] is not None:
+                    self.add_attention(layer, i, attention_received(q, k, scaling))
+        bounds = (self.cu_seqlens_k, self.max_seqlen_k)
+        return packed_attention(query, key, value, self.cu_seqlens, self.max_seqlen, scaling, None, *bounds)
+
+    def keep_queries(self, layer: int, query: Tensor) -> None:
+        """Copy the queries that evictors need later."""
         if self.rings is not None:
             self.rings[layer] = query[self.ring_index].transpose(1, 2)
-        if self.attention_sums is not None:
-            start = 0
-            for sums, length in zip(self.attention_sums, self.lengths):
-                span = slice(start, start + length)
-                if sums is not None:
-                    sums[layer] = attention_received(query[span], key[span], scaling)
-                start += length
-        return packed_attention(query, key, value, self.cu_seqlens, self.max_seqlen, scaling)
+
+    def add_attention(self, layer: int, index: int, received: Tensor) -> None:
+        """Note the attention [Hkv, keys] that a sequence's keys received in this pass."""
+        sums = self.attention_sums[index]  # type: ignore[index]
+        sums[layer] = received  # type: ignore[index]
+
+
+@dataclass
+class ExtendContext(PrefillContext):
+    """Given tokens of rows that run: they attend to all that is held, and update the rows' queries and sums."""
+
+    ring: Tensor | None = None
+    """the rows' own ring, [L, rows, Hq, W, D]"""
+    ring_token: Tensor | None = None
+    ring_row: Tensor | None = None
+    ring_entry: Tensor | None = None
+    """int64 [Q] each: packed tokens whose queries are kept, their rows, and where in the ring"""
+
+    def keep_queries(self, layer: int, query: Tensor) -> None:
+        if self.ring is not None and self.ring_token is not None:
+            self.ring[layer][self.ring_row, :, self.ring_entry] = query[self.ring_token]
+
+    def add_attention(self, layer: int, index: int, received: Tensor) -> None:
+        sums = self.attention_sums[index]  # type: ignore[index]
+        sums[layer, :, : received.shape[1]] += received  # type: ignore[index]
 
 
 @dataclass
@@ -71,7 +113,6 @@ class DecodeContext:
 
     cache: KVCache
     state: BatchState
-    features: BatchFeatures
     bucket: int
     max_kv_len: int
     page_budget: Tensor | None
@@ -80,10 +121,10 @@ class DecodeContext:
     """Per layer: pages and token counts that were read; None for a layer that read everything. Filled on request."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        cache, state, features, bucket = self.cache, self.state, self.features, self.bucket
-        ring = cache.ring[layer] if features.ring else None  # type: ignore[index]
-        selector = features.page_selector
-        summaries = cache.summaries[layer] if selector else None  # type: ignore[index]
+        cache, state, bucket = self.cache, self.state, self.bucket
+        kind, features, selector = state.kind, state.features, state.selector
+        ring = state.ring[layer] if features.ring else None  # type: ignore[index]
+        summaries = cache.summaries[kind.selector][layer] if kind.selector else None
         keys, values = cache.keys[layer], cache.values[layer]
         append(
             query,
@@ -101,7 +142,7 @@ class DecodeContext:
             selector,
         )
         table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
-        if summaries is not None and selector is not None and layer >= features.dense_layers:
+        if summaries is not None and selector is not None and layer >= kind.dense_layers:
             table, tokens = select_pages(
                 query,
                 summaries,
@@ -117,8 +158,8 @@ class DecodeContext:
         elif features.record_selected:
             self.selected.append(None)
         out, lse = paged_attention(query, keys, values, table, tokens, scaling, self.max_kv_len)
-        if features.accumulates:
-            accumulated = cache.accumulated[layer]  # type: ignore[index]
+        if features.accumulated:
+            accumulated = state.accumulated[layer]  # type: ignore[index]
             wanted = state.accumulates[:bucket] * state.live[:bucket]
             accumulate_attention(
                 query,
@@ -184,17 +225,16 @@ def number_layers(model: nn.Module) -> None:
 
 
 def attention_received(query: Tensor, key: Tensor, scaling: float, block: int = 512) -> Tensor:
-    """fp32 [Hkv, P]: Σ over queries, and over the heads of a group, of causal softmax attention inside a prompt."""
-    length, q_heads, dim = query.shape
-    kv_heads = key.shape[1]
-    q = query.view(length, kv_heads, q_heads // kv_heads, dim).permute(1, 2, 0, 3).float() * scaling
+    """fp32 [Hkv, K]: Σ over queries, and over the heads of a group, of causal softmax attention. The queries are the
+    last tokens of the sequence that the keys belong to."""
+    queries, q_heads, dim = query.shape
+    length, kv_heads = key.shape[:2]
+    q = query.view(queries, kv_heads, q_heads // kv_heads, dim).permute(1, 2, 0, 3).float() * scaling
     k = key.transpose(0, 1).float()[:, None]
     total = torch.zeros(kv_heads, length, device=query.device)
-    for first in range(0, length, block):
+    position = torch.arange(length, device=query.device)
+    for first in range(0, queries, block):
         logits = q[:, :, first : first + block] @ k.transpose(-1, -2)
-        later = (
-            torch.arange(length, device=query.device)
-            > torch.arange(first, first + logits.shape[2], device=query.device)[:, None]
-        )
-        total += torch.softmax(logits.masked_fill(later, float("-inf")), -1).sum((1, 2))
+        own = position[length - queries + first :][: logits.shape[2], None]
+        total += torch.softmax(logits.masked_fill(position > own, float("-inf")), -1).sum((1, 2))
     return total

@@ -4,16 +4,18 @@ The host uploads what the scheduler planned; decode steps advance the state on t
 queued before the steps that read them, results are copied back behind the steps that write them.
 """
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alula.engine.sequence import Request, Sequence, evictor_for
-from alula.errors import require
+from alula.engine.sequence import BatchKind, Sequence
+from alula.engine.virtual_memory import ReleasableBuffer
+from alula.models.geometry import Geometry
 from alula.sparsity.footprint import UNLIMITED
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.select import METHODS as SELECTORS
@@ -22,14 +24,12 @@ from alula.sparsity.select import Selector
 
 @dataclass(frozen=True)
 class BatchFeatures:
-    """What the requests of one call need besides plain decoding. Decides buffer sizes and which CUDA graph runs."""
+    """What requests need besides plain decoding. Decides buffer sizes and which CUDA graph runs."""
 
-    selector: str | None = None
-    dense_layers: int = 0
     ring: int = 0
     """Recent queries kept per row for evictors."""
-    accumulates: bool = False
-    """Whether an evictor needs the attention that every token received (H2O)."""
+    accumulated: int = 0
+    """Tokens whose received attention is summed up, for evictors that need it (H2O)."""
     proposal: bool = False
     """Whether tokens are drawn from a filtered distribution: top-p, top-k or min_new_tokens."""
     topk: int = 0
@@ -37,54 +37,72 @@ class BatchFeatures:
     """Whether forced tokens are compared with the dense policy's hidden states."""
     hidden: bool = False
     """Whether hidden states are returned."""
-    adapted: bool = False
-    """Whether the weights with the sparse adapter are used (`Engine(sparse_adapter=...)`)."""
     record_selected: bool = False
     schedule_bins: int = 1
     banned: int = 1
     """Stop tokens that `min_new_tokens` bans, at most."""
+    stops: int = 0
+    """Stop tokens that end a session's turn on the device, at most."""
+
+    def __or__(self, other: "BatchFeatures") -> "BatchFeatures":
+        """The features that serve both."""
+        if self == other:
+            return self
+        names = [field.name for field in fields(self)]
+        return BatchFeatures(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
     @property
-    def page_selector(self) -> Selector | None:
-        return SELECTORS[self.selector] if self.selector else None
+    def graph_key(self) -> tuple:
+        """What changes a captured decode step."""
+        switches = (self.ring, self.accumulated, self.proposal, self.teacher, self.hidden, self.stops)
+        return (self.topk, *map(bool, switches))
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> "BatchFeatures":
-        requests = list(requests)
-        selects = {r.sparsity.select for r in requests if r.sparsity.select}
-        kinds = {(s.method, s.dense_layers) for s in selects}
-        require(
-            len(kinds) <= 1,
-            "select: one call can mix budgets, but not selectors or dense_layers; "
-            f"got {sorted(kinds)}, use one call for each.",
-        )
-        evictors = [evictor_for(e) for e in {r.sparsity.evict for r in requests if r.sparsity.evict}]
-        method, dense_layers = next(iter(kinds), (None, 0))
-        samplings = {r.sampling for r in requests}
-        return cls(
-            selector=method,
-            dense_layers=dense_layers,
-            ring=max((e.queries for e in evictors), default=0),
-            accumulates=any(e.accumulates for e in evictors),
-            proposal=any(s.filtered or s.min_new_tokens for s in samplings),
-            topk=max((s.topk_logprobs for s in samplings), default=0),
-            teacher=any(r.teacher is not None for r in requests),
-            hidden=any(r.keep_hidden > 0 for r in requests),
-            record_selected=any(r.record and r.sparsity.select for r in requests),
-            schedule_bins=max((len(s.budget.budgets) for s in selects if isinstance(s.budget, Schedule)), default=1),
-            banned=max((len(r.stop) for r in requests if r.sampling.min_new_tokens), default=1),
-        )
+    def of(cls, sequences: Iterable[Sequence]) -> "BatchFeatures":
+        features: BatchFeatures | None = None
+        for sequence in sequences:
+            request = sequence.request
+            sampling, evictor = request.sampling, request.evictor
+            select, sums = request.sparsity.select, evictor is not None and evictor.accumulates
+            own = cls(
+                ring=evictor.queries if evictor else 0,
+                accumulated=sequence.max_kv_tokens() if sums else 0,
+                proposal=bool(sampling.filtered or sampling.min_new_tokens),
+                topk=sampling.topk_logprobs,
+                teacher=request.teacher is not None,
+                hidden=request.keep_hidden > 0,
+                record_selected=bool(request.record and select),
+                schedule_bins=len(select.budget.budgets) if select and isinstance(select.budget, Schedule) else 1,
+                banned=max(1, len(request.stop)) if sampling.min_new_tokens else 1,
+                stops=len(request.stop) if request.session else 0,
+            )
+            features = own if features is None else features | own
+        return features or cls()
 
 
 class BatchState:
-    """Buffers of all batch rows, at fixed addresses that captured CUDA graphs rely on."""
+    """Buffers of all batch rows of one kind, at fixed addresses that captured CUDA graphs rely on.
+
+    `ring` [layer, row, q_head, W, head_dim] keeps recent queries and `accumulated` fp32 [layer, row, kv_head, tokens]
+    the attention received, for evictors that need them.
+    """
 
     INTS = ("position", "kv_len", "remaining", "ring_size", "accumulates", "bin_width", "top_k", "stop_from")
 
     def __init__(
-        self, rows: int, width: int, steps: int, device: torch.device, dtype: torch.dtype, hidden: int
+        self,
+        kind: BatchKind,
+        geometry: Geometry,
+        rows: int,
+        width: int,
+        steps: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden: int,
     ) -> None:
-        self.rows, self.steps, self.device = rows, steps, device
+        self.kind, self.geometry, self.features = kind, geometry, BatchFeatures()
+        self.selector: Selector | None = SELECTORS[kind.selector] if kind.selector else None
+        self.rows, self.steps, self.device, self.dtype = rows, steps, device, dtype
         self._hidden: dict[str, Any] = {"size": (rows, steps, hidden), "dtype": dtype, "device": device}
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         """Page table."""
@@ -97,6 +115,8 @@ class BatchState:
         """The last sampled token: input of the next step."""
         self.live = torch.zeros(rows, dtype=torch.int32, device=device)
         """1 for rows that decode in the current step, else 0."""
+        self.ended = torch.zeros(rows, dtype=torch.int32, device=device)
+        """1 for rows of sessions that sampled a stop token."""
         self.context_len = torch.ones(rows, dtype=torch.int32, device=device)
         """KV tokens that attention may read in the current step, the new one included."""
         self.forced = torch.full((rows, steps), -1, dtype=torch.int64, device=device)
@@ -107,33 +127,79 @@ class BatchState:
         self.out_logprob = torch.zeros(rows, steps, device=device)
         self.out_acceptance = torch.zeros(rows, steps, device=device)
         self.generation = 0
-        self._sizes = buffer_sizes(BatchFeatures())
-        self._allocate(*self._sizes)
+        """Counts allocations. Graphs captured before the last one hold invalid addresses."""
+        self._buffers: dict[str, ReleasableBuffer] = {}
+        self.ring: Tensor | None = None
+        self.accumulated: Tensor | None = None
         self._host_ints = np.zeros((len(self.INTS), rows), np.int32)
         self._host_floats = np.zeros((2, rows), np.float32)
         self._host_key = np.zeros(rows, np.int64)
+        self._host_budget = np.full((rows, 0), UNLIMITED, np.int32)
+        self._host_banned = np.full((rows, 0), -1, np.int64)
+        self._host_stop = np.full((rows, 0), -1, np.int64)
+        self._allocate(self.features)
 
-    def _allocate(self, schedule_bins: int, banned: int, topk: int, teacher: int, hidden: int) -> None:
-        rows, steps, device = self.rows, self.steps, self.device
-        self.budget = torch.full((rows, schedule_bins), UNLIMITED, dtype=torch.int32, device=device)
-        self.banned = torch.full((rows, banned), -1, dtype=torch.int64, device=device)
-        self.out_topk_id = torch.zeros(rows, steps, topk, dtype=torch.int64, device=device)
-        self.out_topk_logprob = torch.zeros(rows, steps, topk, device=device)
-        self.teacher = torch.zeros(**self._hidden) if teacher else None
+    def prepare(self, features: BatchFeatures, keep: bool) -> None:
+        """Make room for requests with these features. Buffers never shrink, so graphs captured for other requests stay
+        valid; they grow by copying. Without `keep` no row is in use, and features of earlier requests are dropped."""
+        grown = self._sizes | features
+        if grown != self._sizes:
+            self._allocate(grown)
+            self.generation += 1
+        self.features = self.features | features if keep else features
+
+    def _allocate(self, sizes: BatchFeatures) -> None:
+        rows, steps, device, g = self.rows, self.steps, self.device, self.geometry
+        self._sizes = sizes
+        self._host_budget = widened(self._host_budget, sizes.schedule_bins, UNLIMITED)
+        self._host_banned = widened(self._host_banned, sizes.banned, -1)
+        self._host_stop = widened(self._host_stop, sizes.stops, -1)
+        self.budget = torch.full((rows, sizes.schedule_bins), UNLIMITED, dtype=torch.int32, device=device)
+        self.banned = torch.full((rows, sizes.banned), -1, dtype=torch.int64, device=device)
+        self.stop = torch.full((rows, sizes.stops), -1, dtype=torch.int64, device=device)
+        self.out_topk_id = torch.zeros(rows, steps, sizes.topk, dtype=torch.int64, device=device)
+        self.out_topk_logprob = torch.zeros(rows, steps, sizes.topk, device=device)
+        self.teacher = torch.zeros(**self._hidden) if sizes.teacher else None
         """Dense hidden states that predict the tokens of the current chunk."""
-        self.out_hidden = torch.zeros(**self._hidden) if hidden else None
-        self._host_budget = np.full((rows, schedule_bins), UNLIMITED, np.int32)
-        self._host_banned = np.full((rows, banned), -1, np.int64)
+        self.out_hidden = torch.zeros(**self._hidden) if sizes.hidden else None
+        self.ring = self._grown("ring", self.ring, (g.layers, rows, g.query_heads, sizes.ring, g.head_dim), 3)
+        sums = (g.layers, rows, g.kv_heads, sizes.accumulated)
+        self.accumulated = self._grown("accumulated", self.accumulated, sums, 3, torch.float32)
         self._dirty = True
 
-    def prepare(self, features: BatchFeatures) -> None:
-        """Grow the buffers whose size depends on the requests. They never shrink, so graphs captured for other requests
-        stay valid: a run that measures between its rollouts captures each graph once."""
-        needed = tuple(map(max, self._sizes, buffer_sizes(features)))
-        if needed != self._sizes:
-            self._sizes = needed
-            self._allocate(*needed)
-            self.generation += 1
+    def _grown(
+        self, name: str, old: Tensor | None, layout: tuple[int, ...], axis: int, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """The buffer `old` with the size of `layout` along `axis`, and its content."""
+        size = layout[axis]
+        if not size or (old is not None and old.shape[axis] >= size):
+            return old
+        if old is not None:  # grow by half at least, so that few requests make it grow again
+            size = max(size, old.shape[axis] * 3 // 2)
+            layout = (*layout[:axis], size, *layout[axis + 1 :])
+        dtype = dtype or self.dtype
+        buffer = ReleasableBuffer(math.prod(layout) * dtype.itemsize, self.device)
+        new = buffer.tensor.view(dtype).view(layout)
+        if old is not None:
+            new.narrow(axis, 0, old.shape[axis]).copy_(old)
+            if old.is_cuda:
+                torch.cuda.synchronize()  # the old buffer is unmapped below
+        self._buffers[name] = buffer
+        return new
+
+    def set_sums(self, row: int, sums: Tensor) -> None:
+        """Replace a row's attention sums by `sums` [L, Hkv, tokens]."""
+        assert self.accumulated is not None
+        self.accumulated[:, row] = 0
+        self.accumulated[:, row, :, : sums.shape[2]] = sums
+
+    def sleep(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.release()
+
+    def wake(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.restore()
 
     def __getattr__(self, name: str) -> Tensor:
         if name in BatchState.INTS:
@@ -157,7 +223,7 @@ class BatchState:
             "accumulates": int(evictor.accumulates) if evictor else 0,
             "bin_width": 1,
             "top_k": sampling.top_k,
-            "stop_from": sequence.prompt_len + sampling.min_new_tokens,
+            "stop_from": sequence.prompt_len + sequence.turn_start + sampling.min_new_tokens,
         }
         self._host_budget[row] = UNLIMITED
         if sparsity.select:
@@ -175,6 +241,9 @@ class BatchState:
         if sampling.min_new_tokens:
             stop = sorted(sequence.request.stop)
             self._host_banned[row, : len(stop)] = stop
+        self._host_stop[row] = -1
+        if sequence.request.session:
+            self._host_stop[row, : len(sequence.request.stop)] = sorted(sequence.request.stop)
         self._dirty = True
 
     def upload(self, position: np.ndarray, kv_len: np.ndarray, remaining: np.ndarray, forced: np.ndarray) -> None:
@@ -183,16 +252,23 @@ class BatchState:
         copy_to(self.ints, self._host_ints)
         copy_to(self.forced[:, : forced.shape[1]], forced)
         self.column.zero_()
+        self.upload_settings()
+
+    def upload_settings(self) -> None:
+        """Copy settings of rows that changed to the device."""
         if self._dirty:
             copy_to(self.floats, self._host_floats)
             copy_to(self.key, self._host_key)
             copy_to(self.budget, self._host_budget)
             copy_to(self.banned, self._host_banned)
+            copy_to(self.stop, self._host_stop)
             self._dirty = False
 
 
-def buffer_sizes(features: BatchFeatures) -> tuple[int, ...]:
-    return features.schedule_bins, features.banned, features.topk, features.teacher, features.hidden
+def widened(array: np.ndarray, columns: int, value: int) -> np.ndarray:
+    """The array with more columns; a row's last value, if it has one, is repeated in them."""
+    fill = array[:, -1:] if array.shape[1] else np.full((len(array), 1), value, array.dtype)
+    return np.concatenate([array, np.repeat(fill, columns - array.shape[1], 1)], 1)
 
 
 def copy_to(target: Tensor, array: np.ndarray) -> None:

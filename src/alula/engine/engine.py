@@ -1,11 +1,12 @@
 """The engine: prompts in, rollouts out, under any sparsity."""
 
 import sys
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import replace
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.engine.batch_state import BatchFeatures, BatchState
+from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import BlockManager, pages_for
+from alula.engine.extension import ExtendedTokens, extend
 from alula.engine.input_processor import InputProcessor
-from alula.engine.kv_cache import KVCache, pool_pages
+from alula.engine.kv_cache import KVCache, parse_bytes, pool_pages
 from alula.engine.model_runner import DecodedChunk, ModelRunner
 from alula.engine.prefill import FirstTokens, prefill, start_rows
-from alula.engine.results import as_rollout, collect
+from alula.engine.results import as_rollout, collect, give
 from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.schedule_plan import KVNeed, Prefill
 from alula.engine.scheduler import Scheduler
-from alula.engine.sequence import Request, Sequence
+from alula.engine.sequence import BatchKind, Request, Sequence, kind_of
+from alula.engine.swapping import available_memory, host_bytes, park, restore, swap_out
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
+from alula.models.experts import check_graphs
 from alula.models.geometry import Geometry, attention_scaling
 from alula.models.load import LoadedModel, load_model, share_weights
 from alula.models.lora import Adapter, check_fits, copy_linears, merge
@@ -46,6 +50,15 @@ class Engine:
     buckets: batch sizes that decode steps are padded to. A single bucket (prompts then run one by one) makes results
         bit-equal for any batch composition.
     sparse_adapter: a LoRA, or its folder, used in all forward passes of sparse policies and in none of the dense one.
+    swap_memory: host memory for the KV of preempted sequences and idle sessions. Default: a quarter of the memory that
+        is free. When it is full, the youngest sequence is computed again from its prompt, with the same tokens.
+    session_timeout: seconds after which an idle session is closed.
+    keep_prefixes: keep prompts' KV for later requests while nothing runs (a server). By default requests share prefixes
+        only while they are served together, so that results do not depend on earlier calls, not even in the last bits.
+
+    `generate` and `stream` serve a list of requests. The open interface serves requests as they come: `submit` at any
+    time, `results` or `step`, `abort`, `pause` and `resume`, `update_weights`, `extend` for the next turn of a session.
+    An engine belongs to one thread.
     """
 
     def __init__(
@@ -62,6 +75,9 @@ class Engine:
         compiled: bool | None = None,
         prefill_tokens: int = 16384,
         sparse_adapter: Adapter | str | PathLike[str] | None = None,
+        swap_memory: str | int | None = None,
+        session_timeout: float = 600.0,
+        keep_prefixes: bool = False,
     ) -> None:
         check_counts(page, max_rows, prefill_tokens, max_length, lookahead, buckets)
         self.model = share_weights(loaded.model)
@@ -75,6 +91,7 @@ class Engine:
         self.lookahead = lookahead or (8 if cuda else 1)
         self.inputs = InputProcessor(loaded, page)
         self._allocate(kv_memory, min(max_rows, max(buckets)) if buckets else max_rows, max_length)
+        self._adapter_version = 0
         self.sparse_model: PreTrainedModel | None = None
         """The model with its own linear layers, into which the sparse adapter is merged; None without an adapter."""
         if sparse_adapter is not None:
@@ -85,26 +102,54 @@ class Engine:
             self.model,
             self.sparse_model,
             self.cache,
-            self.state,
+            rows=self.max_rows,
+            max_length=self.max_length,
+            steps=self.lookahead,
             buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
-            graphs=cuda if graphs is None else graphs,
+            graphs=check_graphs(self.model, graphs, cuda),
             compiled=cuda if compiled is None else compiled,
         )
         self.policy_version = 0
-        self._scheduler: Scheduler | None = None
+        self.paused = False
+        self.sessions: dict[int, Sequence] = {}
+        """Open sessions by their id: rollouts whose KV is kept after their end."""
+        self.session_timeout, self.keep_prefixes = session_timeout, keep_prefixes
+        self._scheduler = Scheduler(
+            self.pool,
+            page=page,
+            rows=self.max_rows,
+            width=self.max_length // page,
+            lookahead=self.lookahead,
+            prefill_tokens=prefill_tokens,
+            pinned=len(self.runner.buckets) == 1,
+            swap_bytes=lambda s: host_bytes(s, self.geometry, page, self.dtype.itemsize, cuda),
+            swap_memory=available_memory() // 4 if swap_memory is None else parse_bytes(swap_memory, "swap_memory"),
+        )
         self._live: dict[int, list[Sequence]] = {}
+        """Unfinished rollouts by request id."""
+        self._kinds: Counter[BatchKind] = Counter()
+        """Unfinished rollouts of each kind."""
+        self._inbox: dict[int, deque[Rollout]] = {}
+        """Where a request's rollouts go."""
+        self._finished: deque[Rollout] = deque()
+        """Rollouts of submitted requests that were not fetched yet."""
+        self._launched: deque[FirstTokens | ExtendedTokens | DecodedChunk] = deque()
         self._in_flight = 1 if cuda else 0
         """Launches that the device works on while the host reads the one before."""
+        self._session_ids = count()
+        self._weights_seen = 0
 
     def _allocate(self, kv_memory: str | int | None, max_rows: int, max_length: int | None) -> None:
-        """Allocate the KV pool and the batch rows."""
+        """Allocate the KV pool."""
         limit = max_length or int(getattr(self.model.config, "max_position_embeddings", 1 << 20))
         pages, longest = pool_pages(kv_memory, self.geometry, self.page, max_rows, limit, self.device)
         self.pool = BlockManager(pages)
         scaling = attention_scaling(self.model)
-        self.cache = KVCache(self.geometry, self.dtype, scaling, pages, self.page, max_rows, self.device)
-        width, hidden = pages_for(longest, self.page), self.model.config.hidden_size
-        self.state = BatchState(max_rows, width, self.lookahead, self.device, self.dtype, hidden)
+        self.cache = KVCache(self.geometry, self.dtype, scaling, pages, self.page, self.device)
+        self.max_rows = max_rows
+        """The number of sequences that decode together."""
+        self.max_length = pages_for(longest, self.page) * self.page
+        """The most KV tokens of one sequence, rounded up to full pages."""
 
     @classmethod
     def load(
@@ -164,9 +209,16 @@ class Engine:
         record: bool | Many[bool] = False,
         keep_hidden: int | Many[int] = 0,
         indices: Many[int] | None = None,
+        session: bool = False,
     ) -> list[Request]:
-        """Validated requests for `stream`. An invalid one raises before anything has started."""
-        return self.inputs.requests(prompts, sampling, sparsity, record, keep_hidden, indices)
+        """Validated requests for `stream` or `submit`. An invalid one raises before anything has started.
+
+        With `session` the rollouts keep their KV after their end (`Rollout.session`), for `extend`.
+        """
+        requests = self.inputs.requests(prompts, sampling, sparsity, record, keep_hidden, indices)
+        for request in requests:
+            request.session = session
+        return requests
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a string or of chat messages; token ids are returned as they are."""
@@ -179,111 +231,264 @@ class Engine:
     def stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Serve requests together and yield each rollout as it finishes. `abort(request.id)` ends one early."""
         requests = list(requests)
-        require(self._scheduler is None, "the engine is already serving a stream; finish or close that one first.")
-        require(self.cache.resident, "the engine is asleep; call wake() first.")
-        features = replace(BatchFeatures.of(requests), adapted=self._adapted(requests))
-        scheduler = self._scheduler = self._new_scheduler()
+        inbox: deque[Rollout] = deque()
         try:
             for request in requests:
-                self._live[request.id] = scheduler.submit(request)
-            longest = max((Sequence(r, 0).max_kv_tokens() for r in requests if r.sparsity.evict), default=0)
-            self.cache.prepare(
-                selector=features.page_selector,
-                ring=features.ring,
-                accumulated_tokens=longest if features.accumulates else 0,
-            )
-            self.state.prepare(features)
-            yield from self._serve(scheduler, features)
+                self._submit(request, inbox)
+            yield from self._results(inbox)
         finally:
-            for sequences in self._live.values():
-                for sequence in sequences:
-                    scheduler.finish(sequence)
-            self._live.clear()
-            self._scheduler = None
-
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
-            self.pool,
-            page=self.page,
-            rows=self.max_rows,
-            width=self.state.table.shape[1],
-            lookahead=self.lookahead,
-            prefill_tokens=self.prefill_tokens,
-        )
-
-    def need(self, request: Request) -> KVNeed:
-        """KV tokens and pages of a request, and the limits above which it raises."""
-        return self._new_scheduler().need(request)
+            for request in requests:
+                self._forget(request.id)
 
     @property
     def tokenizer(self) -> Any | None:
         return self.inputs.tokenizer
 
-    @property
-    def max_length(self) -> int:
-        """The most KV tokens of one sequence, rounded up to full pages."""
-        return self.state.table.shape[1] * self.page
+    def need(self, request: Request) -> KVNeed:
+        """KV tokens and pages of a request, and the limits above which it raises."""
+        return self._scheduler.need(Sequence(request, 0))
 
-    @property
-    def max_rows(self) -> int:
-        """The number of sequences that decode together."""
-        return self.state.rows
+    # -- the open engine ----------------------------------------------------------------------------------
 
-    def _adapted(self, requests: list[Request]) -> bool:
-        """Whether these requests use the weights with the sparse adapter."""
-        if self.sparse_model is None:
-            return False
-        kinds = {request.sparsity.dense for request in requests}
-        require(
-            len(kinds) < 2,
-            "sparsity: with a sparse_adapter, dense and sparse prompts have different weights; use one call for each.",
-        )
-        return kinds == {False}
+    def submit(self, request: Request) -> int:
+        """Queue a request, at any time; returns its id. `results` or `step` yields its rollouts."""
+        self._submit(request, self._finished)
+        return request.id
+
+    def results(self) -> Iterator[Rollout]:
+        """Rollouts of submitted requests as they finish, until all have. More may be submitted meanwhile."""
+        yield from self._results(self._finished)
+
+    def drain(self) -> list[Rollout]:
+        """Finish all submitted requests and return their rollouts."""
+        return list(self.results())
 
     def abort(self, request_id: int) -> None:
-        """End a request's unfinished rollouts; they are yielded with their tokens so far and finish='aborted'."""
+        """End a request's unfinished rollouts; they are yielded with their tokens so far and finish='aborted'. Their
+        pages are free once the chunks already launched have run."""
         for sequence in self._live.get(request_id, []):
             if sequence.finish is None:
                 sequence.finish = "aborted"
 
-    def _serve(self, scheduler: Scheduler, features: BatchFeatures) -> Iterator[Rollout]:
-        launched: deque[FirstTokens | DecodedChunk] = deque()
-        while not scheduler.idle or launched:
-            yield from self._sweep_aborted(scheduler)
-            admission = scheduler.admit()
-            for sequence in admission.restore:
-                self.runner.restore(sequence, features)
-            for prompts in self._prefill_batches(admission.prefill):
-                launched.append(prefill(self.runner, prompts, features))
-            if admission.start:
-                start_rows(self.runner, admission.start)
-            chunk = scheduler.plan()
-            if chunk is not None:
-                launched.append(self.runner.decode(chunk, features))
-            while launched and (len(launched) > self._in_flight or chunk is None):
-                for sequence in collect(launched.popleft(), self.geometry, self.page):
-                    yield self._done(sequence, scheduler)
-        yield from self._sweep_aborted(scheduler)
+    def finished(self) -> list[Rollout]:
+        """Rollouts of submitted requests that have finished and were not returned yet. Does not wait."""
+        rollouts = list(self._finished)
+        self._finished.clear()
+        return rollouts
+
+    def unfinished(self, request_id: int) -> list[Sequence]:
+        """A request's rollouts in progress, for a server that streams their tokens between two steps. Read only."""
+        return list(self._live.get(request_id, []))
+
+    def pause(self) -> None:
+        """Launch nothing more, and read what was launched. All KV is kept: `resume` goes on where `pause` stopped.
+
+        Weights may be updated in between: rollouts report which version sampled which tokens (`Rollout.spans`).
+        """
+        self.paused = True
+        self._collect(0)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.paused = False
+
+    def step(self) -> bool:
+        """Advance everything by one round of launches; returns whether unfinished rollouts are left."""
+        require(self.cache.resident, "the engine is asleep; call wake() first.")
+        self._sweep_aborted()
+        if not self.paused:
+            self._close_expired_sessions()
+            try:
+                chunks = self._launch()
+            except BaseException:
+                self._drop_all()
+                raise
+            self._collect(self._in_flight * chunks)
+        return bool(self._live)
+
+    def _launch(self) -> int:
+        """Launch what the scheduler plans next; returns the number of chunks."""
+        scheduler, runner, version = self._scheduler, self.runner, self.policy_version
+        scheduler.weights = {False: f"{version}", True: f"{version} adapter {self._adapter_version}"}
+        admission = scheduler.admit()
+        for out in admission.swap_out:
+            swap_out(runner, out)
+        for sequence in admission.restore:
+            restore(runner, sequence)
+        for prompts in self._prefill_batches(admission.prefill):
+            self._launched.append(prefill(runner, prompts, version))
+        if admission.start:
+            start_rows(runner, admission.start)
+        plan = scheduler.plan()
+        for out in plan.swap_out:
+            swap_out(runner, out)
+        for extension in plan.extensions:
+            self._launched.append(extend(runner, extension, version))
+        for chunk in plan.chunks:
+            self._launched.append(runner.decode(chunk, version))
+        return len(plan.chunks)
+
+    def _drop_all(self) -> None:
+        """A launch failed (out of memory, an interrupt): end all that was running. Idle sessions stay."""
+        self._launched.clear()
+        for request_id in list(self._live):
+            self._forget(request_id)
+        self._scheduler.rows.promised = 0
+        self.pool.forget()
+
+    def _submit(self, request: Request, inbox: deque[Rollout]) -> None:
+        require(request.id not in self._live, f"request {request.id} is being served; submit a new one.")
+        request.kind = kind_of(request.sparsity, self.sparse_model is not None and not request.sparsity.dense)
+        if not self._live:
+            self._check_prefixes()
+        sequences = self._scheduler.submit(request)
+        self._admit(sequences, inbox)
+
+    def _admit(self, sequences: list[Sequence], inbox: deque[Rollout]) -> None:
+        """Prepare the rows' buffers for sequences, and note where their rollouts go."""
+        request = sequences[0].request
+        state = self.runner.batch(request.kind, self._kinds)
+        state.prepare(BatchFeatures.of(sequences[:1]), keep=request.kind in self._kinds)
+        self._kinds[request.kind] += len(sequences)
+        self._live[request.id] = sequences
+        self._inbox[request.id] = inbox
+
+    def _results(self, inbox: deque[Rollout]) -> Iterator[Rollout]:
+        """Rollouts that go to `inbox`, until no request is left whose rollouts do."""
+        while inbox or any(other is inbox for other in self._inbox.values()):
+            if not inbox:
+                self._require_running()
+                self.step()
+            while inbox:
+                yield inbox.popleft()
+
+    def _require_running(self) -> None:
+        require(self.cache.resident, "the engine is asleep; call wake() first.")
+        require(not self.paused, "the engine is paused; call resume() first.")
+
+    def _check_prefixes(self) -> None:
+        """Forget cached prefixes; with `keep_prefixes`, only if the weights were changed since they were computed."""
+        seen = sum(parameter._version for parameter in self.model.parameters())
+        if not self.keep_prefixes or seen != self._weights_seen:
+            self._weights_seen = seen
+            self.pool.forget()
 
     def _prefill_batches(self, prompts: list[Prefill]) -> list[list[Prefill]]:
-        """All prompts in one packed pass; one by one if results must be bit-equal for any batch composition."""
-        if len(self.runner.buckets) == 1:
+        """Prompts in packed passes, one for each level and weights; one by one if results must be bit-equal for any
+        batch composition."""
+        if self._scheduler.pinned:
             return [[prompt] for prompt in prompts]
-        return [prompts] if prompts else []
+        batches: dict[tuple[int, bool], list[Prefill]] = {}
+        for prompt in prompts:
+            batches.setdefault((prompt.level, prompt.request.kind.adapted), []).append(prompt)
+        return [batches[key] for key in sorted(batches)]
 
-    def _sweep_aborted(self, scheduler: Scheduler) -> Iterator[Rollout]:
+    def _collect(self, left: int) -> None:
+        """Read launches until `left` are left in flight."""
+        while len(self._launched) > left:
+            for sequence in collect(self._launched.popleft(), self.geometry, self.page):
+                self._done(sequence)
+
+    def _sweep_aborted(self) -> None:
         for sequences in list(self._live.values()):
             for sequence in list(sequences):
                 if sequence.finish == "aborted":
-                    yield self._done(sequence, scheduler)
+                    self._done(sequence)
 
-    def _done(self, sequence: Sequence, scheduler: Scheduler) -> Rollout:
-        scheduler.finish(sequence)
-        sequences = self._live[sequence.request.id]
+    def _done(self, sequence: Sequence) -> None:
+        """Hand a finished rollout out; a session keeps its KV."""
+        request = sequence.request
+        if request.session and sequence.finish in ("stop", "length"):
+            self._park(sequence)
+        else:
+            self._release(sequence)
+        self._count_out(request.kind)
+        sequences = self._live[request.id]
         sequences.remove(sequence)
+        rollout = as_rollout(sequence, self.geometry, self.dtype, self.tokenizer, self.policy_version)
+        self._inbox[request.id].append(rollout)
         if not sequences:
-            del self._live[sequence.request.id]
-        return as_rollout(sequence, self.geometry, self.dtype, self.tokenizer, self.policy_version)
+            del self._live[request.id], self._inbox[request.id]
+
+    def _count_out(self, kind: BatchKind) -> None:
+        self._kinds[kind] -= 1
+        if not self._kinds[kind]:
+            del self._kinds[kind]
+
+    def _forget(self, request_id: int) -> None:
+        """Drop what is left of a request whose caller has gone."""
+        for sequence in self._live.pop(request_id, []):
+            self._count_out(sequence.request.kind)
+            sequence.finish = "aborted"
+            self._release(sequence)
+        self._inbox.pop(request_id, None)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back all that a sequence holds; its session, if it has one, ends."""
+        if sequence.session is not None:
+            self.sessions.pop(sequence.session, None)
+            sequence.session = None
+        self._scheduler.finish(sequence)
+
+    # -- sessions -----------------------------------------------------------------------------------------
+
+    def extend(self, session: int, tokens: Many[int], sampling: Sampling | None = None) -> int:
+        """Queue the next turn of a session: `tokens` are given (a tool's output, a user's message), then the policy
+        samples on. Returns the request id; the rollout that `results` yields has the tokens of all turns.
+
+        `sampling` limits this turn; its seed and `n` are the first turn's. Given tokens count in an evictor's budget.
+        """
+        require(session in self.sessions, f"session={session}: not open (closed, timed out, or never kept).")
+        sequence = self.sessions[session]
+        before = sequence.request
+        require(sequence.finish is not None, f"session={session}: its last turn has not finished yet.")
+        tokens = [int(token) for token in tokens]
+        self.inputs.check_ids(f"session={session}", tokens)
+        request = self.inputs.next_turn(before, sampling or before.sampling)
+        last_turn = (sequence.request, sequence.turn_start)
+        sequence.begin_turn(request, len(sequence.tokens) + len(tokens))
+        try:
+            self._scheduler.check(sequence)
+        except SettingError:
+            sequence.begin_turn(*last_turn)
+            raise
+        give(sequence, tokens, self.model.config.hidden_size * self.dtype.itemsize)
+        sequence.finish = None
+        self._scheduler.extend(sequence)
+        self._admit([sequence], self._finished)
+        return request.id
+
+    def close(self, session: int) -> None:
+        """Close a session and release its KV. A turn that is running is aborted."""
+        sequence = self.sessions.pop(session, None)
+        if sequence is None:
+            return
+        if sequence.finish is None:
+            sequence.finish = "aborted"  # the sweep releases it
+        else:
+            self._scheduler.finish(sequence)
+
+    def _park(self, sequence: Sequence) -> None:
+        """Keep the KV of a session whose turn has ended."""
+        request = sequence.request
+        if sequence.session is None:
+            sequence.session = next(self._session_ids)
+        self.sessions[sequence.session] = sequence
+        sequence.last_used = time.monotonic()
+        evictor = request.evictor
+        # A stop string is found by the host only: by then the device may have gone on.
+        on_device = sequence.finish == "length" or (bool(sequence.tokens) and sequence.tokens[-1] in request.stop)
+        exact = on_device or evictor is None or not (evictor.queries or evictor.accumulates)
+        if sequence.row is not None:
+            sequence.rewind()
+            park(self.runner, sequence)
+        self._scheduler.park(sequence, exact)
+
+    def _close_expired_sessions(self) -> None:
+        if self.sessions:
+            limit = time.monotonic() - self.session_timeout
+            for session in [i for i, s in self.sessions.items() if s.finish is not None and s.last_used < limit]:
+                self.close(session)
 
     # -- scoring ------------------------------------------------------------------------------------------
 
@@ -334,8 +539,13 @@ class Engine:
     # -- weights and memory -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, lazily: bool = False) -> None:
-        """Copy new weights over the old ones, in place: captured graphs stay valid.
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, lazily: bool = False, version: int | None = None
+    ) -> None:
+        """Copy new weights over the old ones, in place: captured graphs stay valid. `version` becomes the
+        `policy_version`, by default the next number.
+
+        Rollouts in progress go on with the KV they have; tokens launched before were sampled by the old version.
 
         All names and shapes are checked before the first copy. `lazily` consumes the tensors one by one, for a sharded
         learner that gathers them one at a time; an invalid one then leaves the model partly updated.
@@ -355,7 +565,7 @@ class Engine:
         pairs: Iterable[tuple[Tensor, Tensor]] = (checked(*pair) for pair in named_tensors)
         for parameter, tensor in pairs if lazily else list(pairs):
             parameter.copy_(tensor, non_blocking=True)
-        self.policy_version += 1
+        self.policy_version = self.policy_version + 1 if version is None else version
         if self.sparse_model is not None:
             self.update_sparse_adapter(self.sparse_adapter)
 
@@ -370,16 +580,27 @@ class Engine:
             adapter = Adapter.load(Path(adapter))
         check_fits(self.model, adapter)
         self.sparse_adapter = adapter
+        self._adapter_version += 1
         merge(adapter, self.model, self.sparse_model)
 
     def sleep(self) -> None:
-        """Release the KV pool's memory for the learner. Weights stay; no stream may be active."""
-        require(self._scheduler is None, "the engine is serving a stream; finish it before sleep().")
-        self.cache.sleep()
+        """Release the KV pool's memory for the learner. Weights stay. Rollouts in progress and sessions go to host
+        memory, and go on after `wake`."""
+        if self.cache.resident:
+            self._collect(0)
+            for out in self._scheduler.swap_all():
+                swap_out(self.runner, out)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.cache.sleep()
+            for state in self.runner.batches.values():
+                state.sleep()
 
     def wake(self) -> None:
         """Restore the KV pool's memory, at the same address."""
         self.cache.wake()
+        for state in self.runner.batches.values():
+            state.wake()
 
     @contextmanager
     def asleep(self) -> Iterator[None]:

@@ -46,9 +46,9 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
     row, old_pages, new_pages = table[:, 0], table[:, 1:read], table[:, read:]
     queries = attention_sums = None
     if evictor.queries:
-        queries = rows_of(cache.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
+        queries = rows_of(state.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
     if evictor.accumulates:
-        attention_sums = rows_of(cache.accumulated[..., : event.n], row)  # type: ignore[index]
+        attention_sums = rows_of(state.accumulated[..., : event.n], row)  # type: ignore[index]
     kv = Cached(
         paged=PagedKeys(cache.keys, old_pages, event.n),
         queries=queries,
@@ -61,12 +61,12 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
     kept = kept.view(len(row), geometry.layers, geometry.kv_heads, event.keep)
     compact(cache.keys, cache.values, kept, old_pages, new_pages)
-    if any(sequence.request.sparsity.select for sequence in event.sequences):
-        cache.summarise(new_pages[:, : event.keep // cache.page].flatten().long())
+    if state.kind.selector is not None:
+        cache.summarise(state.kind.selector, new_pages[:, : event.keep // cache.page].flatten().long())
     if attention_sums is not None:
         moved = attention_sums.view(len(row), geometry.layers, geometry.kv_heads, -1).gather(3, kept.long())
-        cache.accumulated[:, row] = 0  # type: ignore[index]
-        cache.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
+        state.accumulated[:, row] = 0  # type: ignore[index]
+        state.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
     install(state.table, state.kv_len, row, new_pages, event.keep)
     return kept
 

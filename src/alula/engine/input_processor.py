@@ -1,6 +1,7 @@
 """Turns prompts into validated requests: tokenization, token ids, policies."""
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from itertools import count
 from operator import index as as_integer
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from alula.engine.rollout import Prompt, Rollout, Sampling
 from alula.engine.sequence import Request
+from alula.engine.stop_strings import StopStrings, resolve_stops
 from alula.errors import SettingError, require
 from alula.models.load import LoadedModel
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
@@ -55,9 +57,8 @@ class InputProcessor:
         kept = per_prompt("keep_hidden", keep_hidden, len(prompts))
         numbers = per_prompt("indices", range(len(prompts)) if indices is None else indices, len(prompts))
         require(len(set(numbers)) == len(numbers), "indices: two prompts have the same index; give each another one.")
-        self.check_ids("stop", sampling.stop)
+        stop, stop_strings = self.stops(sampling)
         self.check_topk("topk_logprobs", sampling.topk_logprobs)
-        stop = frozenset(sampling.stop) | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids))
         requests = []
         for index, (prompt, policy) in enumerate(zip(prompts, policies)):
             try:
@@ -69,8 +70,25 @@ class InputProcessor:
             self.check_ids(f"prompt {index}", ids)
             request = Request(self.next_id(), ids, sampling, policy, stop, numbers[index])
             request.record, request.keep_hidden = records[index], kept[index]
+            request.stop_strings = stop_strings
             requests.append(request)
         return requests
+
+    def next_turn(self, before: Request, sampling: Sampling) -> Request:
+        """The request of a session's next turn. Policy, prompt, key and records are the first turn's."""
+        require(
+            (sampling.filtered, sampling.topk_logprobs) == (before.sampling.filtered, before.sampling.topk_logprobs),
+            "sampling: top_p, top_k and topk_logprobs of a session stay those of its first turn.",
+        )
+        sampling = replace(sampling, n=1, seed=before.sampling.seed)
+        stop, stop_strings = self.stops(sampling)
+        return replace(before, id=self.next_id(), sampling=sampling, stop=stop, stop_strings=stop_strings)
+
+    def stops(self, sampling: Sampling) -> tuple[frozenset[int], StopStrings | None]:
+        """Token ids and texts that end an answer."""
+        stop, stop_strings = resolve_stops(sampling.stop, self.tokenizer)
+        self.check_ids("stop", sorted(stop))
+        return stop | (frozenset() if sampling.ignore_eos else frozenset(self.eos_ids)), stop_strings
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a string or of chat messages; token ids are returned as they are."""

@@ -9,7 +9,7 @@ from alula.engine.block_manager import pages_for
 from alula.engine.virtual_memory import ReleasableBuffer
 from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
-from alula.sparsity.select import Selector
+from alula.sparsity.select import METHODS as SELECTORS
 
 SUMMARISED_BYTES = 1 << 28
 """Keys are summarised in chunks of at most this many bytes."""
@@ -17,11 +17,8 @@ SUMMARISED_BYTES = 1 << 28
 
 class KVCache:
     """keys, values [layer, page, kv_head, slot, head_dim]. Every (layer, head) keeps its own tokens, but the same
-    number of them, so one page table serves all.
-
-    Allocated when a request first needs them: `summaries` [layer, page, kv_head, 1|2, head_dim] for
-    selectors, `ring` [layer, row, q_head, W, head_dim] of recent queries and `accumulated` fp32
-    [layer, row, kv_head, tokens] attention for evictors.
+    number of them, so one page table serves all. `summaries` [layer, page, kv_head, 1|2, head_dim], by selector, are
+    allocated when a request first needs them.
     """
 
     def __init__(
@@ -31,57 +28,40 @@ class KVCache:
         scaling: float,
         pages: int,
         page: int,
-        rows: int,
         device: torch.device,
     ) -> None:
         self.geometry, self.dtype, self.scaling = geometry, dtype, scaling
-        self.page, self.rows, self.device = page, rows, device
+        self.page, self.device = page, device
         layout = (geometry.layers, pages, geometry.kv_heads, page, geometry.head_dim)
         self._buffers: dict[str, ReleasableBuffer] = {}
-        self.generation = 0
-        """Counts allocations. Graphs captured before the last one hold invalid addresses."""
         both = self._allocate("kv", (2, *layout), dtype)
         self.keys, self.values = both[0], both[1]
-        self.selector: Selector | None = None
-        self.summaries: Tensor | None = None
-        self.ring: Tensor | None = None
-        self.accumulated: Tensor | None = None
+        self.summaries: dict[str, Tensor] = {}
 
-    def prepare(self, *, selector: Selector | None, ring: int, accumulated_tokens: int) -> None:
-        """Allocate the buffers that the requests of a call need in addition to KV."""
-        g, page_count = self.geometry, self.keys.shape[1]
-        if selector is not None:
-            self.selector = selector
-            if self.summaries is None or self.summaries.shape[3] != selector.vectors:
-                layout = (g.layers, page_count, g.kv_heads, selector.vectors, g.head_dim)
-                self.summaries = self._allocate("summaries", layout, self.dtype)
-        if ring and (self.ring is None or self.ring.shape[3] < ring):
-            self.ring = self._allocate("ring", (g.layers, self.rows, g.query_heads, ring, g.head_dim), self.dtype)
-        if accumulated_tokens and (self.accumulated is None or self.accumulated.shape[3] < accumulated_tokens):
-            sums = (g.layers, self.rows, g.kv_heads, accumulated_tokens)
-            self.accumulated = self._allocate("accumulated", sums, torch.float32)
+    def prepare(self, selector: str | None) -> None:
+        """Allocate the summaries of a selector."""
+        if selector is not None and selector not in self.summaries:
+            g = self.geometry
+            layout = (g.layers, self.keys.shape[1], g.kv_heads, SELECTORS[selector].vectors, g.head_dim)
+            self.summaries[selector] = self._allocate(selector, layout, self.dtype)
 
     def _allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self._buffers.pop(name, None)
         buffer = self._buffers[name] = ReleasableBuffer(math.prod(layout) * dtype.itemsize, self.device)
-        self.generation += 1
         return buffer.tensor.view(dtype).view(layout)
 
     @property
     def resident(self) -> bool:
         return all(buffer.resident for buffer in self._buffers.values())
 
-    def summarise(self, pages: Tensor) -> None:
-        """Write the summaries of full pages that were not filled token by token."""
-        assert self.selector is not None
-        assert self.summaries is not None
+    def summarise(self, method: str, pages: Tensor) -> None:
+        """Write a selector's summaries of full pages that were not filled token by token."""
+        selector, target = SELECTORS[method], self.summaries[method]
         if len(pages):
             each = len(pages) * self.page * self.geometry.kv_token_bytes // (2 * self.geometry.layers)
             together = max(1, SUMMARISED_BYTES // each)
             for first in range(0, self.geometry.layers, together):  # a prompt's pages are many, an eviction's few
                 layers = slice(first, first + together)
-                summaries = self.selector.summarise(self.keys[layers, pages])
-                self.summaries[layers, pages] = summaries.to(self.summaries.dtype)
+                target[layers, pages] = selector.summarise(self.keys[layers, pages]).to(target.dtype)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         self.keys[:, target] = self.keys[:, source]
@@ -134,7 +114,7 @@ def pages_in(memory: int, geometry: Geometry, page: int) -> int:
     return pages
 
 
-def parse_bytes(text: str | int | float) -> int:
+def parse_bytes(text: str | int | float, setting: str = "kv_memory") -> int:
     """'60GiB', '512MiB', '1.5e9' or a number of bytes."""
     if isinstance(text, (int, float)):
         return int(text)
@@ -148,4 +128,4 @@ def parse_bytes(text: str | int | float) -> int:
     try:
         return int(float(number) * scale)
     except ValueError:
-        raise SettingError(f"kv_memory={text!r}: write a size such as 60GiB, 512MiB or a number of bytes.") from None
+        raise SettingError(f"{setting}={text!r}: write a size such as 60GiB, 512MiB or a number of bytes.") from None

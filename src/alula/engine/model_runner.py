@@ -1,5 +1,7 @@
-"""Runs the model: forward passes, decode steps (captured as CUDA graphs), evictions between them, swaps."""
+"""Runs the model: forward passes, and decode steps (captured as CUDA graphs) with the evictions between them."""
 
+from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +11,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alula.engine.attention import AttentionContext, DecodeContext, attention_context, install
-from alula.engine.batch_state import BatchFeatures, BatchState, PendingResults, copy_to, to_device, to_host
+from alula.engine.batch_state import BatchState, PendingResults, copy_to, to_device, to_host
 from alula.engine.eviction import evict, upload_tables
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
-from alula.engine.schedule_plan import Chunk, EvictionEvent, SwapOut
-from alula.engine.sequence import Sequence
+from alula.engine.schedule_plan import Chunk, EvictionEvent
+from alula.engine.sequence import BatchKind, Teacher
 from alula.models.load import lm_logits
 from alula.ops.acceptance import acceptance
 from alula.ops.sample import proposal_logits, sample
 
 LOGITS_BYTES = 1 << 28
 """Logits that are not sampled from are computed in chunks of at most this many bytes."""
+
+MAX_GRAPHS = 256
+"""Captured decode steps that are kept; the one unused for longest is dropped."""
+
+MAX_BATCHES = 8
+"""Kinds of rows whose buffers are kept; of more, those of unused kinds are dropped."""
 
 Selected = list[tuple[Tensor, Tensor] | None]
 
@@ -30,6 +38,8 @@ class DecodedChunk:
     """Results of a chunk of decode steps."""
 
     chunk: Chunk
+    version: int
+    """The policy version that sampled."""
     results: PendingResults
     kept: list[tuple[EvictionEvent, Tensor]]
     """Slots kept by each recorded eviction."""
@@ -43,14 +53,20 @@ class ModelRunner:
         model: PreTrainedModel,
         sparse_model: PreTrainedModel | None,
         cache: KVCache,
-        state: BatchState,
         *,
+        rows: int,
+        max_length: int,
+        steps: int,
         buckets: tuple[int, ...],
         graphs: bool,
         compiled: bool,
     ) -> None:
         self.model, self.sparse_model = model, sparse_model
-        self.cache, self.state, self.buckets = cache, state, buckets
+        self.cache, self.buckets, self.max_length = cache, buckets, max_length
+        self.batches: dict[BatchKind, BatchState] = {}
+        """The rows of each kind."""
+        hidden = model.config.hidden_size
+        self._layout = (cache.geometry, rows, max_length // cache.page, steps, cache.device, cache.dtype, hidden)
         self.device = cache.device
         self.head = model.get_output_embeddings()
         if compiled:
@@ -64,8 +80,19 @@ class ModelRunner:
                     fuse_projections(layer)
                     layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
         self.use_graphs = graphs
-        self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self._graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    def batch(self, kind: BatchKind, in_use: Container[BatchKind] = ()) -> BatchState:
+        """The rows of a kind, allocated if they are new; buffers of kinds not `in_use` may be dropped for them."""
+        if kind not in self.batches:
+            unused = [other for other in self.batches if other not in in_use]
+            for other in unused[: max(0, len(self.batches) + 1 - MAX_BATCHES)]:
+                del self.batches[other]
+                self._drop_graphs(other)
+            self.cache.prepare(kind.selector)
+            self.batches[kind] = BatchState(kind, *self._layout)
+        return self.batches[kind]
 
     # -- the model --------------------------------------------------------------------------------------
 
@@ -82,34 +109,33 @@ class ModelRunner:
     # -- decoding ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def decode(self, chunk: Chunk, features: BatchFeatures) -> DecodedChunk:
-        """Launch a chunk: its swaps, then its steps with the evictions due before each."""
-        for out in chunk.swap_out:
-            self.swap_out(out)
+    def decode(self, chunk: Chunk, version: int = 0) -> DecodedChunk:
+        """Launch a chunk: its steps with the evictions due before each."""
+        state = self.batches[chunk.kind]
         bucket = self.bucket_for(1 + max(part.row for part in chunk.parts))
         max_kv_len = self.padded_kv_len(chunk.max_kv_len)
-        graph = self.graph_for(bucket, max_kv_len, features)
-        copy_to(self.state.table[:, : chunk.table.shape[1]], chunk.table)
-        self.state.upload(chunk.position, chunk.kv_len, chunk.remaining, chunk.forced)
-        if features.teacher:
-            self._upload_teacher(chunk, bucket)
+        graph = self.graph_for(state, bucket, max_kv_len)
+        copy_to(state.table[:, : chunk.table.shape[1]], chunk.table)
+        state.upload(chunk.position, chunk.kv_len, chunk.remaining, chunk.forced)
+        if state.features.teacher:
+            self._upload_teacher(state, chunk)
         events: dict[int, list[tuple[EvictionEvent, Tensor]]] = {}
         for event, table in zip(chunk.events, upload_tables(chunk.events, self.device)):
             events.setdefault(event.step, []).append((event, table))
         kept, selected = [], []
         for step in range(chunk.steps):
             for event, table in events.get(step, ()):
-                slots = self.evict(event, table)
+                slots = self.evict(state, event, table)
                 if any(s.request.record for s in event.sequences):
                     kept.append((event, to_host(slots)))
             if graph is not None:
                 graph.replay()
             else:
-                selected.append(self.step(bucket, max_kv_len, features))
-        return DecodedChunk(chunk, self._results(bucket, chunk.steps, features), kept, selected)
+                selected.append(self.step(state, bucket, max_kv_len))
+        return DecodedChunk(chunk, version, self._results(state, bucket, chunk.steps), kept, selected)
 
-    def _results(self, bucket: int, steps: int, features: BatchFeatures) -> PendingResults:
-        state = self.state
+    def _results(self, state: BatchState, bucket: int, steps: int) -> PendingResults:
+        features = state.features
         arrays = {"token": state.out_token[:bucket, :steps], "logprob": state.out_logprob[:bucket, :steps]}
         if features.topk:
             arrays |= {
@@ -128,25 +154,26 @@ class ModelRunner:
 
     def padded_kv_len(self, tokens: int) -> int:
         """The context size rounded up to a power of two on CUDA, so that a few graphs cover all lengths."""
-        capacity = self.state.table.shape[1] * self.cache.page
-        return tokens if self.device.type == "cpu" else min(max(512, 1 << (tokens - 1).bit_length()), capacity)
+        return tokens if self.device.type == "cpu" else min(max(512, 1 << (tokens - 1).bit_length()), self.max_length)
 
-    def step(self, bucket: int, max_kv_len: int, features: BatchFeatures) -> Selected:
+    def step(self, state: BatchState, bucket: int, max_kv_len: int) -> Selected:
         """One decode step of rows 0 .. bucket-1. Everything it reads and writes stays on the device.
 
         Returns what a selector read, layer by layer, if that is recorded.
         """
-        state = self.state
+        features = state.features
         live = (state.remaining[:bucket] > 0).int()
+        if features.stops:
+            live = live * (1 - state.ended[:bucket])
         state.live[:bucket] = live
         state.context_len[:bucket] = state.kv_len[:bucket] * live + 1
         page_budget = None
-        if features.selector:
+        if state.selector is not None:
             bins = torch.div(state.position[:bucket] + 1, state.bin_width[:bucket].clamp(min=1), rounding_mode="floor")
-            bins = bins.clamp(max=features.schedule_bins - 1)
+            bins = bins.clamp(max=state.budget.shape[1] - 1)
             page_budget = state.budget[:bucket].gather(1, bins[:, None].long())[:, 0]
-        context = DecodeContext(self.cache, state, features, bucket, max_kv_len, page_budget)
-        hidden = self.forward(state.token[:bucket], state.position[:bucket], context, features.adapted)
+        context = DecodeContext(self.cache, state, bucket, max_kv_len, page_budget)
+        hidden = self.forward(state.token[:bucket], state.position[:bucket], context, state.kind.adapted)
         logits = self.logits(hidden)
         proposal = None
         if features.proposal:
@@ -171,63 +198,52 @@ class ModelRunner:
             dense = state.teacher[:bucket].index_select(1, state.column)[:, 0]
             alpha = self.acceptance(dense, logits, state.temperature[:bucket])
             state.out_acceptance[:bucket].index_copy_(1, state.column, alpha[:, None])
+        if features.stops:
+            stopped = (token[:, None] == state.stop[:bucket]).any(1) & (forced < 0)
+            state.ended[:bucket] |= stopped.int() * live
         state.token[:bucket] = torch.where(live > 0, token, state.token[:bucket])
         state.ints[:2, :bucket] += live  # position and kv_len
         state.remaining[:bucket] -= live
         state.column += 1
         return context.selected
 
-    def graph_for(self, bucket: int, max_kv_len: int, features: BatchFeatures) -> torch.cuda.CUDAGraph | None:
+    def graph_for(self, state: BatchState, bucket: int, max_kv_len: int) -> torch.cuda.CUDAGraph | None:
         """The captured decode step for this batch and context size, captured now if it is new."""
-        if not self.use_graphs or features.record_selected:
+        if not self.use_graphs or state.features.record_selected:
             return None
-        key = (bucket, max_kv_len, features, self.cache.generation, self.state.generation)
-        if key not in self._graphs:
-            if any(k[3:] != key[3:] for k in self._graphs):  # buffers were reallocated: those graphs are invalid
-                self._graphs.clear()
-                self._graph_pool = torch.cuda.graph_pool_handle()
-            # No row is live while warming up and capturing: writes go to the scratch page.
-            self.state.remaining.zero_()
-            self.state.column.zero_()
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.step(bucket, max_kv_len, features)
-            torch.cuda.current_stream().wait_stream(stream)
-            self.state.column.zero_()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._graph_pool):
-                self.step(bucket, max_kv_len, features)
-            self._graphs[key] = graph
-        return self._graphs[key]
+        key = (state.kind, state.generation, bucket, max_kv_len, state.features.graph_key)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key]
+        self._drop_graphs(state.kind, state.generation)  # buffers were reallocated: those graphs are invalid
+        if not self._graphs:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        # No row is live while warming up and capturing: writes go to the scratch page.
+        state.remaining.zero_()
+        state.column.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(state, bucket, max_kv_len)
+        torch.cuda.current_stream().wait_stream(stream)
+        state.column.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool):
+            self.step(state, bucket, max_kv_len)
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return graph
+
+    def _drop_graphs(self, kind: BatchKind, current: int | None = None) -> None:
+        """Drop the graphs of a kind, except those of its current buffers."""
+        for key in [k for k in self._graphs if k[0] == kind and k[1] != current]:
+            del self._graphs[key]
 
     @torch.inference_mode()
-    def evict(self, event: EvictionEvent, table: Tensor) -> Tensor:
+    def evict(self, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
         """Run an eviction; returns the kept slots int32 [C, L, Hkv, keep] of its sequences."""
-        return evict(self.cache, self.state, event, table)
-
-    # -- preemption -------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def swap_out(self, out: SwapOut) -> None:
-        """Copy all KV of a sequence to host memory, so that resuming is exact under every policy."""
-        pages = to_device(np.asarray(out.pages, np.int64), self.device)
-        saved = [to_host(self.cache.keys[:, pages]), to_host(self.cache.values[:, pages])]
-        out.sequence.swapped = (*saved, self.state.token[out.row].clone())
-
-    @torch.inference_mode()
-    def restore(self, sequence: Sequence, features: BatchFeatures) -> None:
-        """Copy a swapped sequence's KV into its new pages."""
-        keys, values, token = sequence.swapped
-        pages = to_device(np.asarray(sequence.pages, np.int64), self.device)
-        # a page allocated ahead of its tokens may have been saved: only pages that hold tokens come back
-        self.cache.keys[:, pages] = keys[:, : len(pages)].to(self.device, non_blocking=True)
-        self.cache.values[:, pages] = values[:, : len(pages)].to(self.device, non_blocking=True)
-        if features.selector:
-            self.cache.summarise(pages[: sequence.kv_len // self.cache.page])
-        self.state.token[sequence.row] = token
-        self.state.enter(sequence, self.cache.page)
-        sequence.swapped = None
+        return evict(self.cache, state, event, table)
 
     # -- acceptance -------------------------------------------------------------------------------------
 
@@ -238,20 +254,28 @@ class ModelRunner:
         parts = zip(dense.split(rows), logits.split(rows), scale.split(rows))
         return torch.cat([acceptance(self.logits(p), q, t) for p, q, t in parts])
 
-    def _upload_teacher(self, chunk: Chunk, bucket: int) -> None:
+    def _upload_teacher(self, state: BatchState, chunk: Chunk) -> None:
         """Copy the dense hidden states that predict this chunk's tokens into their rows."""
-        index = np.zeros((bucket, chunk.steps), np.int64)
-        for part in chunk.parts:
-            if teacher := part.sequence.request.teacher:
-                done = part.position - part.sequence.prompt_len + 1
-                index[part.row, : part.steps] = teacher.start + done + np.arange(part.steps)
-        if any(part.sequence.request.teacher for part in chunk.parts):
-            hidden = self.teacher_hidden([part.sequence for part in chunk.parts], index.ravel())
-            self.state.teacher[:bucket, : chunk.steps] = hidden.view(bucket, chunk.steps, -1)  # type: ignore[index]
+        parts = [part for part in chunk.parts if part.sequence.request.teacher]
+        if parts:
+            steps = [part.steps for part in parts]
+            row = to_device(np.repeat([part.row for part in parts], steps), self.device)
+            column = to_device(np.concatenate([np.arange(count) for count in steps]), self.device)
+            first = [part.position - part.sequence.prompt_len + 1 for part in parts]
+            teachers = [part.sequence.request.teacher for part in parts]
+            state.teacher[row, column] = self.teacher_hidden(teachers, first, steps)  # type: ignore[index, arg-type]
 
-    def teacher_hidden(self, sequences: list[Sequence], index: np.ndarray) -> Tensor:
-        """Rows `index` of the dense hidden states that all requests of the call share."""
-        source = next(s.request.teacher.hidden for s in sequences if s.request.teacher)
-        if source.device == self.device:
-            return source.index_select(0, to_device(index, self.device))
-        return source.index_select(0, torch.from_numpy(index)).pin_memory().to(self.device, non_blocking=True)
+    def teacher_hidden(self, teachers: list[Teacher], first: list[int], counts: list[int]) -> Tensor:
+        """Per teacher `counts` dense hidden states from its token `first` on, one after another."""
+        hidden = torch.empty(sum(counts), self.model.config.hidden_size, dtype=self.cache.dtype, device=self.device)
+        ends = np.cumsum(counts)
+        for source in {id(teacher.hidden): teacher.hidden for teacher in teachers}.values():
+            own = [i for i, teacher in enumerate(teachers) if teacher.hidden is source]
+            read = np.concatenate([teachers[i].start + first[i] + np.arange(counts[i]) for i in own])
+            write = np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in own])
+            if source.device == self.device:
+                rows = source.index_select(0, to_device(read, self.device))
+            else:
+                rows = source.index_select(0, torch.from_numpy(read)).pin_memory().to(self.device, non_blocking=True)
+            hidden[to_device(write, self.device)] = rows
+        return hidden

@@ -1,16 +1,18 @@
 """Prefill: the packed forward pass of prompts, the first token of every rollout, and the start of rollouts in rows."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from alula.engine.attention import PrefillContext
-from alula.engine.batch_state import BatchFeatures, PendingResults, to_device
+from alula.engine.batch_state import BatchFeatures, BatchState, PendingResults, to_device
+from alula.engine.kv_cache import KVCache
 from alula.engine.model_runner import ModelRunner
 from alula.engine.schedule_plan import Prefill, Start
-from alula.engine.sequence import PrefillOutput, Sequence
+from alula.engine.sequence import Prefilled, PrefillOutput, Sequence
 from alula.ops.sample import proposal_logits, sample
 
 
@@ -19,69 +21,118 @@ class FirstTokens:
     """Results of a prefill: the first token of every rollout of its prompts."""
 
     sequences: list[Sequence]
+    attempts: list[int]
+    version: int
     results: PendingResults
 
 
 @torch.inference_mode()
 def forward_packed(runner: ModelRunner, sequences: list[list[int]]) -> Tensor:
     """Dense hidden states of complete sequences, packed; nothing is cached."""
-    context = PrefillContext(runner.cache, *boundaries(sequences, runner.device))
+    context = PrefillContext(runner.cache, *boundaries([len(s) for s in sequences], runner.device))
     return runner.forward(*packed(sequences, runner.device), context)
 
 
 @torch.inference_mode()
-def prefill(runner: ModelRunner, groups: list[Prefill], features: BatchFeatures) -> FirstTokens:
-    """Write the prompts' KV and sample the first token of every rollout that waits for them."""
-    prompts = [group.request.prompt_ids for group in groups]
+def prefill(runner: ModelRunner, groups: list[Prefill], version: int = 0) -> FirstTokens:
+    """Write the prompts' KV and sample the first token of every rollout that waits for them.
+
+    All prompts use the same weights. Leading tokens whose KV is cached already are not computed again.
+    """
+    features = BatchFeatures.of(group.sequences[0] for group in groups)
     context = _context(runner, groups, features)
-    hidden = runner.forward(*packed(prompts, runner.device), context, features.adapted)
-    if features.selector:
-        page = runner.cache.page
-        full = [p for group, ids in zip(groups, prompts) for p in group.pages[: len(ids) // page]]
-        runner.cache.summarise(to_device(np.asarray(full, np.int64), runner.device))
-    return _sample_first(runner, groups, context, hidden[(context.cu_seqlens[1:] - 1).long()], features)
+    computed = [group.request.prompt_ids[group.cached :] for group in groups]
+    ids, positions = packed(computed, runner.device, [group.cached for group in groups])
+    hidden = runner.forward(ids, positions, context, groups[0].request.kind.adapted)
+    for selector in {group.request.kind.selector for group in groups} - {None}:
+        full = [
+            page
+            for group in groups
+            if group.request.kind.selector == selector
+            for page in group.pages[: len(group.request.prompt_ids) // runner.cache.page]
+        ]
+        runner.cache.summarise(selector, to_device(np.asarray(full, np.int64), runner.device))  # type: ignore[arg-type]
+    last = hidden[(context.cu_seqlens[1:] - 1).long()]
+    sequences = [s for group in groups for s in group.sequences]
+    index = [i for i, group in enumerate(groups) for _ in group.sequences]
+    token, results = sample_next(runner, sequences, [s.prompt_len for s in sequences], last, index, features)
+    output = PrefillOutput(token, context.rings, context.attention_sums)
+    for i, (sequence, group) in enumerate(zip(sequences, index)):
+        sequence.prefilled = Prefilled(output, i, group)
+    return FirstTokens(sequences, [s.attempt for s in sequences], version, results)
 
 
 def _context(runner: ModelRunner, groups: list[Prefill], features: BatchFeatures) -> PrefillContext:
     cache, device = runner.cache, runner.device
-    page, geometry = cache.page, cache.geometry
-    prompts = [group.request.prompt_ids for group in groups]
-    lengths = [len(ids) for ids in prompts]
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    pages = np.concatenate([np.repeat(g.pages, page)[:n] for g, n in zip(groups, lengths)]).astype(np.int64)
-    context = PrefillContext(
-        cache,
-        *boundaries(prompts, device),
-        page=to_device(pages, device),
-        slot=to_device(positions % page, device),
-        lengths=lengths,
-    )
+    geometry = cache.geometry
+    spans = [KVSpan(g.pages, g.cached, len(g.request.prompt_ids)) for g in groups]
+    context = PrefillContext(**cache_spans(cache, spans))
     if features.ring:
-        starts = np.cumsum([0, *lengths[:-1]])
+        starts = np.cumsum([0, *context.lengths[:-1]])
         context.ring_index = to_device(ring_index(groups, starts, features.ring), device)
         layout = (geometry.layers, len(groups), geometry.query_heads, features.ring, geometry.head_dim)
         context.rings = torch.empty(layout, dtype=cache.dtype, device=device)
-    if features.accumulates:
+    if features.accumulated:
         context.attention_sums = [
             torch.empty(geometry.layers, geometry.kv_heads, n, device=device) if accumulates(g) else None
-            for g, n in zip(groups, lengths)
+            for g, n in zip(groups, context.lengths)
         ]
     return context
 
 
-def _sample_first(
-    runner: ModelRunner, groups: list[Prefill], context: PrefillContext, hidden: Tensor, features: BatchFeatures
-) -> FirstTokens:
-    """Sample one token per rollout from the hidden states [G, width] at the prompts' ends."""
-    sequences = [s for g in groups for s in g.sequences]
+@dataclass
+class KVSpan:
+    """Tokens computed in one pass: they fill the slots `start` .. `stop`-1 of their sequence's pages."""
+
+    pages: list[int]
+    start: int
+    stop: int
+
+
+def cache_spans(cache: KVCache, spans: list[KVSpan]) -> dict[str, Any]:
+    """Arguments of a `PrefillContext` for tokens that fill these slots and attend to all slots before them."""
+    page, device = cache.page, cache.device
+    lengths = [span.stop - span.start for span in spans]
+    slots = [np.arange(span.stop) for span in spans]
+    pages = [np.asarray(span.pages, np.int64)[slot // page] for span, slot in zip(spans, slots)]
+    cu_seqlens, longest = boundaries(lengths, device)
+    arguments: dict[str, Any] = {
+        "cache": cache,
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": longest,
+        "page": to_device(np.concatenate([p[span.start :] for p, span in zip(pages, spans)]), device),
+        "slot": to_device(np.concatenate([s[span.start :] for s, span in zip(slots, spans)]) % page, device),
+        "lengths": lengths,
+    }
+    if any(span.start for span in spans):
+        stops = [span.stop for span in spans]
+        cu_seqlens_k, longest_k = boundaries(stops, device)
+        arguments |= {
+            "keys_page": to_device(np.concatenate(pages), device),
+            "keys_slot": to_device(np.concatenate(slots) % page, device),
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_k": longest_k,
+            "key_lengths": stops,
+        }
+    return arguments
+
+
+def sample_next(
+    runner: ModelRunner,
+    sequences: list[Sequence],
+    positions: list[int],
+    hidden: Tensor,
+    index: list[int],
+    features: BatchFeatures,
+) -> tuple[Tensor, PendingResults]:
+    """Sample the token at position `positions[i]` of every sequence from the hidden state `hidden[index[i]]`."""
     samplings = [s.request.sampling for s in sequences]
 
     def column(values: list, dtype: type) -> Tensor:
         return to_device(np.asarray(values, dtype), runner.device)
 
-    group_of = [i for i, g in enumerate(groups) for _ in g.sequences]
-    index = column(group_of, np.int64)
-    hidden, logits = hidden[index], runner.logits(hidden)[index]
+    rows = column(index, np.int64)
+    hidden, logits = hidden[rows], runner.logits(hidden)[rows]
     temperature = column([s.temperature for s in samplings], np.float32)
     proposal = None
     if features.proposal:
@@ -91,12 +142,13 @@ def _sample_first(
                 banned[i, : len(s.request.stop)] = sorted(s.request.stop)
         top_p, top_k = column([s.top_p for s in samplings], np.float32), column([s.top_k for s in samplings], np.int64)
         proposal = proposal_logits(logits, temperature, top_p, top_k, to_device(banned, runner.device))
+    done = [position - s.prompt_len for s, position in zip(sequences, positions)]
     token, logprob = sample(
         logits,
         temperature,
         key=column([s.key for s in sequences], np.int64),
-        position=column([s.prompt_len for s in sequences], np.int64),
-        forced=column([s.request.forced[0] if s.request.forced else -1 for s in sequences], np.int64),
+        position=column(positions, np.int64),
+        forced=column([next(iter(s.forced_tokens()[i : i + 1]), -1) for s, i in zip(sequences, done)], np.int64),
         proposal=proposal,
     )
     arrays = {"token": token, "logprob": logprob}
@@ -104,54 +156,72 @@ def _sample_first(
         scale = torch.where(temperature == 0, 1, temperature)[:, None]
         top = torch.log_softmax(logits / scale, -1).topk(features.topk)
         arrays |= {"topk_id": top.indices, "topk_logprob": top.values}
-    if any(s.request.teacher for s in sequences):
-        first = np.asarray([s.request.teacher.start if s.request.teacher else 0 for s in sequences], np.int64)
-        arrays["acceptance"] = runner.acceptance(runner.teacher_hidden(sequences, first), logits, temperature)
+    if features.teacher:
+        taught = [i for i, s in enumerate(sequences) if s.request.teacher]
+        teachers = [sequences[i].request.teacher for i in taught]
+        dense = hidden.clone()
+        dense[column(taught, np.int64)] = runner.teacher_hidden(
+            teachers,  # type: ignore[arg-type]
+            [done[i] for i in taught],
+            [1] * len(taught),
+        )
+        arrays["acceptance"] = runner.acceptance(dense, logits, temperature)
     if features.hidden:
         arrays["hidden"] = hidden.view(torch.uint8)
-    output = PrefillOutput(token, context.rings, context.attention_sums)
-    for i, s in enumerate(sequences):
-        s.prefilled = (output, i, group_of[i])
-    return FirstTokens(sequences, PendingResults(arrays))
+    return token, PendingResults(arrays)
 
 
 @torch.inference_mode()
 def start_rows(runner: ModelRunner, starts: list[Start]) -> None:
     """Put rollouts into their rows: last prompt page, first token, recent queries, attention sums."""
-    cache, state, device = runner.cache, runner.state, runner.device
+    cache, device = runner.cache, runner.device
     copies = np.asarray([s.copy for s in starts if s.copy], np.int64).reshape(-1, 2)
     if len(copies):
         cache.copy_pages(to_device(copies[:, 0], device), to_device(copies[:, 1], device))
-    by_prefill: dict[int, list[Sequence]] = {}
+    same: dict[tuple, list[Sequence]] = {}
     for start in starts:
-        by_prefill.setdefault(id(start.sequence.prefilled[0]), []).append(start.sequence)
-        state.enter(start.sequence, cache.page)
-    for sequences in by_prefill.values():
-        output = sequences[0].prefilled[0]
-        table = np.asarray([(s.row, s.prefilled[1], s.prefilled[2]) for s in sequences], np.int64)
-        row, drawn, group = (to_device(table[:, i], device) for i in range(3))
+        assert start.sequence.prefilled is not None
+        same.setdefault((start.sequence.request.kind, id(start.sequence.prefilled.output)), []).append(start.sequence)
+    for (kind, _), sequences in same.items():
+        state = runner.batches[kind]
+        prefilled = [s.prefilled for s in sequences if s.prefilled is not None]
+        output = prefilled[0].output
+        table = np.asarray([(s.row, p.rollout, p.prompt) for s, p in zip(sequences, prefilled)], np.int64)
+        row, drawn, prompt = (to_device(table[:, i], device) for i in range(3))
         state.token[row] = output.token[drawn]
-        if output.rings is not None:
-            cache.ring[:, row, :, : output.rings.shape[3]] = output.rings[:, group]  # type: ignore[index]
-        for s in sequences:
-            sums = None if output.attention_sums is None else output.attention_sums[s.prefilled[2]]
+        end_stopped(state, sequences, row)
+        if output.rings is not None and state.ring is not None:
+            width = min(output.rings.shape[3], state.ring.shape[3])
+            state.ring[:, row, :, :width] = output.rings[:, prompt, :, :width]
+        for s, p in zip(sequences, prefilled):
+            state.enter(s, cache.page)
+            sums = None if output.attention_sums is None else output.attention_sums[p.prompt]
             if sums is not None:
-                cache.accumulated[:, s.row] = 0  # type: ignore[index]
-                cache.accumulated[:, s.row, :, : sums.shape[2]] = sums  # type: ignore[index]
+                state.set_sums(s.row, sums)  # type: ignore[arg-type]
             s.prefilled = None
 
 
-def boundaries(sequences: list[list[int]], device: torch.device) -> tuple[Tensor, int]:
+def end_stopped(state: BatchState, sequences: list[Sequence], rows: Tensor) -> None:
+    """Let the rows of sessions end whose newest token was sampled and is a stop token."""
+    state.ended[rows] = 0
+    if state.features.stops:
+        stop = np.full((len(sequences), state.features.stops), -1, np.int64)
+        for line, s in zip(stop, sequences):
+            if s.request.session and s.position - s.prompt_len >= len(s.forced_tokens()):
+                line[: len(s.request.stop)] = sorted(s.request.stop)
+        state.ended[rows] = (state.token[rows][:, None] == to_device(stop, state.device)).any(1).int()
+
+
+def boundaries(lengths: list[int], device: torch.device) -> tuple[Tensor, int]:
     """cu_seqlens int32 [G + 1] and the longest length."""
-    lengths = [len(s) for s in sequences]
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return to_device(ends, device), max(lengths)
 
 
-def packed(sequences: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and positions, one sequence after another."""
+def packed(sequences: list[list[int]], device: torch.device, starts: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Token ids and positions, one sequence after another; each begins at its position in `starts`."""
     ids = np.concatenate([np.asarray(s, np.int64) for s in sequences])
-    positions = np.concatenate([np.arange(len(s)) for s in sequences])
+    positions = np.concatenate([np.arange(n, n + len(s)) for s, n in zip(sequences, starts or [0] * len(sequences))])
     return to_device(ids, device), to_device(positions, device)
 
 
@@ -166,5 +236,5 @@ def ring_index(groups: list[Prefill], starts: np.ndarray, size: int) -> np.ndarr
         queries = group.request.evictor.queries if group.request.evictor else 0
         length = len(group.request.prompt_ids)
         for position in range(max(0, length - queries), length):
-            line[position % queries] = start + position
+            line[position % queries] = start + position - group.cached
     return index

@@ -26,8 +26,9 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    stop: tuple[int, ...] = ()
-    """Stop token ids, in addition to the model's end-of-sequence tokens."""
+    stop: tuple[int | str, ...] = ()
+    """Token ids and texts that end an answer, in addition to the model's end-of-sequence tokens. A text may lie across
+    tokens: `Rollout.token_ids` then end with the token that completes it, and `Rollout.text` before it."""
     ignore_eos: bool = False
     topk_logprobs: int = 0
     """Return the ids and log-probs of the K most likely tokens at every position."""
@@ -51,7 +52,9 @@ class Sampling:
         require(0 < self.top_p <= 1, f"top_p={self.top_p}: must lie in (0, 1].")
         require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or a number of tokens.")
         require(self.topk_logprobs >= 0, f"topk_logprobs={self.topk_logprobs}: must be 0 or above.")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stops = (self.stop,) if isinstance(self.stop, (int, str)) else tuple(self.stop)
+        require("" not in stops, "stop='': an empty text would end every answer; leave it out.")
+        object.__setattr__(self, "stop", stops)
 
     @property
     def filtered(self) -> bool:
@@ -65,8 +68,18 @@ class Sampling:
 
 
 @dataclass
+class Span:
+    """Consecutive tokens of a rollout that one policy version sampled, or that were given."""
+
+    tokens: int
+    version: int | None
+    """The policy version that sampled them; None for given tokens."""
+
+
+@dataclass
 class KVUse:
-    """KV cache use of one rollout. Tokens are counted per layer and head, bytes over all of them."""
+    """KV cache use of one rollout. Tokens are counted per layer and head, bytes over all of them. Means are over the
+    decode steps of sampled tokens."""
 
     peak_tokens: int = 0
     mean_tokens: float = 0.0
@@ -80,6 +93,14 @@ class KVUse:
     evictions: int = 0
     pages_freed: int = 0
     swaps: int = 0
+    restarts: int = 0
+    """Times that the rollout was computed again from its prompt because `swap_memory` was full."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose KV was found in the cache."""
+    given_tokens: int = 0
+    """Tokens computed together in later turns of a session: the given ones, and the last sampled one before them."""
+    given_read_tokens: int = 0
+    """KV tokens that they read, added up. They read all that is held, under a selector too."""
 
     @property
     def saved(self) -> float:
@@ -94,15 +115,24 @@ class Rollout:
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: Tensor | None
-    """float32 [tokens]: log-prob of each token under the policy that sampled it; None under top-p or top-k."""
+    """float32 [tokens]: log-prob of each token under the policy that sampled it, NaN for given tokens; None under top-p
+    or top-k."""
     finish: Finish
     kv: KVUse = field(default_factory=KVUse)
     policy_version: int = 0
+    """The policy version when the rollout ended."""
+    spans: list[Span] = field(default_factory=list)
+    """Which policy version sampled which tokens, in order."""
+    request_id: int = -1
+    session: int | None = None
+    """The open session's id, for `Engine.extend`; None if the KV was not kept."""
     prompt_index: int = 0
     sample_index: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     sparsity: Sparsity = DENSE
     text: str | None = None
+    reward: float | None = None
+    """The sum of an environment's rewards, if one answered the policy's turns."""
     topk_ids: Tensor | None = None
     topk_logprobs: Tensor | None = None
     acceptance: Tensor | None = None
@@ -118,6 +148,18 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def sampled(self) -> Tensor:
+        """bool [tokens]: which tokens were sampled, not given."""
+        if all(span.version is not None for span in self.spans):
+            return torch.ones(len(self), dtype=torch.bool)
+        return torch.tensor([span.version is not None for span in self.spans for _ in range(span.tokens)])
+
+    @property
+    def sampled_tokens(self) -> int:
+        """The number of sampled tokens, without given ones."""
+        return len(self) - sum(span.tokens for span in self.spans if span.version is None)
 
     def decoded(self, decode: Callable[[list[int]], str] | None = None) -> str:
         """`text`, or the tokens decoded by `decode` for an engine without a tokenizer."""
@@ -139,8 +181,8 @@ class Rollout:
 
 def kv_tokens(rollouts: Sequence[Rollout]) -> tuple[float, float]:
     """KV tokens held in all decode steps together, and those that the dense policy would have held."""
-    held = sum(rollout.kv.mean_tokens * len(rollout) for rollout in rollouts)
-    dense = sum(rollout.kv.dense_mean_tokens * len(rollout) for rollout in rollouts)
+    held = sum(rollout.kv.mean_tokens * rollout.sampled_tokens for rollout in rollouts)
+    dense = sum(rollout.kv.dense_mean_tokens * rollout.sampled_tokens for rollout in rollouts)
     return held, dense
 
 

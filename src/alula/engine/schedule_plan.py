@@ -1,10 +1,10 @@
-"""What the scheduler decides: which prompts run, which rollouts start, and the next chunk of decode steps."""
+"""What the scheduler decides: which prompts run, which rollouts start, and the next chunks of decode steps."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from alula.engine.sequence import Request, Segment, Sequence
+from alula.engine.sequence import BatchKind, Request, Segment, Sequence
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class Prefill:
     request: Request
     pages: list[int]
     sequences: list[Sequence]
+    cached: int = 0
+    """Leading tokens whose KV is in the pages already."""
+    level: int = 0
+    """Prompts of a level may read pages that those of lower levels write."""
 
 
 @dataclass
@@ -43,22 +47,25 @@ class Start:
 
 
 @dataclass
-class Admission:
-    """What to run before the next chunk."""
+class SwapOut:
+    """A sequence that gives up its pages, to host memory, and its row if it has one."""
 
-    prefill: list[Prefill] = field(default_factory=list)
-    start: list[Start] = field(default_factory=list)
-    restore: list[Sequence] = field(default_factory=list)
-    """Swapped sequences that resume."""
+    sequence: Sequence
+    row: int | None
+    pages: list[int]
+    kv_len: int
 
 
 @dataclass
-class SwapOut:
-    """A sequence whose pages go to host memory before the chunk is launched."""
+class Admission:
+    """What to run before the next chunks."""
 
-    sequence: Sequence
-    row: int
-    pages: list[int]
+    swap_out: list[SwapOut] = field(default_factory=list)
+    """Idle sessions that make room."""
+    prefill: list[Prefill] = field(default_factory=list)
+    start: list[Start] = field(default_factory=list)
+    restore: list[Sequence] = field(default_factory=list)
+    """Sequences that resume from their saved state."""
 
 
 @dataclass
@@ -76,27 +83,30 @@ class EvictionEvent:
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     """Per sequence: position of the first query that no longer sees the evicted tokens."""
+    attempts: list[int] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class Part:
-    """One sequence's share of a chunk: `steps` decode steps, in segments between its evictions."""
+    """One sequence's share of a chunk: `steps` steps, in segments between its evictions."""
 
     sequence: Sequence
     row: int
     steps: int
     position: int
     """Position of the first step's input token."""
+    attempt: int
     segments: list[Segment] = field(default_factory=list)
 
 
 @dataclass
 class Chunk:
-    """A few decode steps of all running sequences.
+    """A few decode steps of all running sequences of one kind.
 
     The arrays have one row per batch row: the state before the first step, as `BatchState` names it.
     """
 
+    kind: BatchKind
     steps: int
     parts: list[Part]
     events: list[EvictionEvent]
@@ -107,4 +117,32 @@ class Chunk:
     forced: np.ndarray
     max_kv_len: int
     """The longest KV that attention reads in this chunk."""
-    swap_out: list[SwapOut]
+
+
+@dataclass
+class Piece:
+    """Given tokens of one sequence that are computed in one pass, after those before them."""
+
+    part: Part
+    tokens: list[int]
+    segment: Segment
+    last: bool
+    """Whether the next token is sampled from this piece."""
+
+
+@dataclass
+class Extension:
+    """Given tokens of running sequences of one kind, in rounds: evictions, then pieces that are computed together."""
+
+    kind: BatchKind
+    parts: list[Part]
+    rounds: list[tuple[list[EvictionEvent], list[Piece]]]
+
+
+@dataclass
+class Plan:
+    """The next work of everything that runs, in this order."""
+
+    swap_out: list[SwapOut] = field(default_factory=list)
+    extensions: list[Extension] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)

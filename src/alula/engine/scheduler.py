@@ -1,72 +1,97 @@
-"""Decides which sequences run, which pages they get and when they evict. Host arithmetic only, no tensors.
+"""Decides which sequences run, wait, or leave their pages to others. Host arithmetic only, no tensors.
 
-Work is planned in chunks of a few decode steps. All that a chunk needs (pages, eviction events) is a function of
-lengths that the host knows, so planning never waits for the device.
+Work is planned in chunks of a few decode steps, one for each kind of rows. All that a chunk needs (pages, eviction
+events) is a function of lengths that the host knows, so planning never waits for the device.
 
-Memory: an evicting sequence reserves at its start the most pages it will ever hold, so it is never preempted. Dense and
-selecting sequences allocate pages as they grow. When none are left, the youngest of them is swapped to host memory and
-resumes, exactly, before anything newer starts. So the oldest always runs and no sequence starves.
+Memory: sequences allocate pages as they grow. When none are left, idle sessions go to host memory first; then the
+youngest running sequence is swapped there and resumes, exactly, before anything newer starts. When host memory is full
+too, it restarts from its prompt with the tokens it has. So the oldest always runs and no sequence starves. The scratch
+pages of one eviction always stay free.
 """
 
-from collections import Counter, deque
-from heapq import heappop, heappush
+from collections import deque
+from collections.abc import Callable
 
-import numpy as np
-
-from alula.engine.block_manager import BlockManager, pages_for
-from alula.engine.schedule_plan import Admission, Chunk, EvictionEvent, KVNeed, Part, Prefill, Start, SwapOut
-from alula.engine.sequence import Group, Request, Segment, Sequence
+from alula.engine.block_manager import BlockManager, pages_for, prefix_keys
+from alula.engine.chunk_planner import ChunkPlanner
+from alula.engine.row_pages import RowPages
+from alula.engine.schedule_plan import Admission, KVNeed, Plan, Prefill, Start, SwapOut
+from alula.engine.sequence import BatchKind, Group, Request, Saved, Sequence
 from alula.errors import require
-
-MIN_ROWS, SCRATCH_FRACTION = 8, 16
-"""Rows compacted in one launch: at least 8, and more while their new pages stay within 1/16 of the pool. Otherwise many
-rows that evict at the same step (prompts of one length) would need a launch for every few."""
 
 
 class Scheduler:
-    """Assigns rows and pages to sequences. `width` is the number of pages of a row's page table."""
+    """Queues of sequences. `width` is the number of pages of a row's page table.
+
+    pinned: compute everything one by one, so that no result depends on another sequence, not even in the last bits.
+    swap_bytes: host memory that a sequence takes while it is swapped out.
+    swap_memory: host memory for all of them together.
+    """
 
     def __init__(
-        self, pool: BlockManager, *, page: int, rows: int, width: int, lookahead: int, prefill_tokens: int = 16384
+        self,
+        pool: BlockManager,
+        *,
+        page: int,
+        rows: int,
+        width: int,
+        lookahead: int,
+        prefill_tokens: int = 16384,
+        pinned: bool = False,
+        swap_bytes: Callable[[Sequence], int] = lambda sequence: 0,
+        swap_memory: float = float("inf"),
     ) -> None:
-        self.pool, self.page, self.width = pool, page, width
-        self.lookahead, self.prefill_tokens = lookahead, prefill_tokens
-        self.free_rows = list(range(rows))  # a heap: the lowest first, which keeps batches small
+        self.pool, self.page = pool, page
+        self.rows = RowPages(pool, page, rows, width, lookahead)
+        self.planner = ChunkPlanner(self.rows)
+        self.prefill_tokens, self.pinned = prefill_tokens, pinned
+        self.swap_bytes, self.swap_memory, self.swap_used = swap_bytes, swap_memory, 0
         self.waiting: deque[Group] = deque()
         self.swapped: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
-        self.table = np.zeros((rows, width), np.int32)
-        self._reserved = 0  # pages reserved by evicting sequences and not yet allocated
-        self._scratches: Counter[int] = Counter()  # scratch pages of each running evicting sequence
+        self.parked: dict[Sequence, None] = {}
+        """Sessions between two turns, or waiting for a row; longest unused first."""
+        self.weights = {False: "", True: ""}
+        """Names the weights, without and with the sparse adapter, in the keys of shared prefixes."""
+        self._growing = 0
+        """Pages that the sequences running so far need for their next chunk, while others are admitted."""
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self.rows.running
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.swapped or self.running)
 
-    def need(self, request: Request) -> KVNeed:
-        """KV tokens and pages of one rollout of this request."""
-        probe = Sequence(request, 0)
-        tokens = probe.max_kv_tokens()
+    def need(self, sequence: Sequence) -> KVNeed:
+        """KV tokens and pages of a sequence up to the end of its turn."""
+        tokens = sequence.max_kv_tokens()
         pages = pages_for(tokens, self.page) + 1
-        if probe.evicts:
-            pages = pages_for(probe.prompt_len, self.page) + self._reserve(probe) + self._scratch(probe)
-        return KVNeed(tokens, pages, self.width * self.page, self.pool.usable)
+        if sequence.evicts:
+            most = sequence.max_generated()
+            held = pages_for(most, self.page) + (sequence.prompt_len > most)  # one if it copies the end of its prompt
+            pages = pages_for(sequence.prompt_len, self.page) + held + self.rows.scratch(sequence)
+        return KVNeed(tokens, pages, self.rows.width * self.page, self.pool.usable)
 
-    def submit(self, request: Request) -> list[Sequence]:
-        """Queue a request; raises if it can never run."""
-        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-        need = self.need(request)
+    def check(self, sequence: Sequence) -> None:
+        """Raise for a sequence that can never run."""
+        length, new = sequence.prompt_len + sequence.turn_start, sequence.request.sampling.max_new_tokens
+        need = self.need(sequence)
         require(
             not need.exceeds_pool,
-            f"a prompt of {prompt} tokens with max_new_tokens={new} needs {need.pages} pages of {self.page} tokens, "
+            f"a prompt of {length} tokens with max_new_tokens={new} needs {need.pages} pages of {self.page} tokens, "
             f"but kv_memory holds {need.max_pages}; raise kv_memory or lower max_new_tokens (or the budget).",
         )
         require(
             not need.exceeds_length,
-            f"a prompt of {prompt} tokens with max_new_tokens={new} may hold {need.tokens} KV tokens, more than "
+            f"a prompt of {length} tokens with max_new_tokens={new} may hold {need.tokens} KV tokens, more than "
             f"max_length={need.max_tokens}; lower max_new_tokens or load the engine with a larger max_length.",
         )
+
+    def submit(self, request: Request) -> list[Sequence]:
+        """Queue a request; raises if it can never run."""
         sequences = [Sequence(request, sample) for sample in range(request.sampling.n)]
+        self.check(sequences[0])
         self.waiting.append(Group(request, list(sequences)))
         return sequences
 
@@ -76,6 +101,9 @@ class Scheduler:
         """Bring back swapped sequences, then start waiting ones, oldest first, as rows and pages allow."""
         admission = Admission()
         started: list[Group] = []
+        if not (self.swapped or self.waiting):
+            return admission
+        self._growing = sum(self.rows.growth(s, self.rows.steps(s)) for s in self.running)
         self._fill(admission, started)
         for group in started:  # only now: a later prompt of this admission must not get these pages
             self.pool.release(group.pages)
@@ -84,106 +112,262 @@ class Scheduler:
 
     def _fill(self, admission: Admission, started: list[Group]) -> None:
         """Fill the admission; groups whose rollouts have all started go to `started`."""
-        # Running sequences grow first: one admitted now must not be swapped out again by the plan that follows.
-        room = self.available() - sum(self._growth(s) for s in self.running if not s.evicts)
-        while self.swapped and self.free_rows:
+        while self.swapped and len(self.running) < self.rows.rows:
             sequence = self.swapped[0]
-            need = self._growth(sequence)
-            if room < need:
+            if not self._make_room(self.rows.claim(sequence), admission.swap_out):
+                # if nothing runs, only a waiting prompt can free pages
                 if self.running or not self._release_prompt():
                     return
-                room = self.available()  # nothing runs, so only a waiting prompt can free pages
                 continue
             self.swapped.popleft()
-            self._enter(sequence)
-            self._grow(sequence, sequence.kv_len)
-            admission.restore.append(sequence)
-            room -= need
-        tokens = 0
-        while self.waiting and self.free_rows and not self.swapped:
+            self._resume(sequence, admission)
+        tokens, levels = 0, {}  # type: int, dict[int, int]
+        while self.waiting and len(self.running) < self.rows.rows and not self.swapped:
             group = self.waiting[0]
-            prompt = len(group.request.prompt_ids)
-            ahead = prompt + min(self.lookahead, group.request.sampling.max_new_tokens - 1)
+            first = group.pending[0]
+            if first.saved is not None:  # the next turn of a session
+                if not self._make_room(self.rows.claim(first), admission.swap_out, keep=first):
+                    return
+                self.waiting.popleft()
+                if first.saved is None:  # making room dropped it
+                    self.waiting.appendleft(group)
+                    continue
+                self.parked.pop(first, None)
+                self._resume(first, admission)
+                continue
+            self.parked.pop(first, None)  # a session whose KV was dropped starts again like a new rollout
             if not group.prefilled:
-                prompt_pages = pages_for(prompt, self.page)
-                if room < prompt_pages + self._claim(group.pending[0], ahead):
+                computed = self._prefill(group, self.prefill_tokens - tokens if tokens else None, levels, admission)
+                if computed is None:
                     return
-                if tokens and tokens + prompt > self.prefill_tokens:
-                    return
-                group.pages, group.prefilled = self.pool.allocate(prompt_pages), True
-                admission.prefill.append(Prefill(group.request, group.pages, list(group.pending)))
-                tokens += prompt
-                room -= prompt_pages
-            while group.pending and self.free_rows and room >= (claim := self._claim(group.pending[0], ahead)):
+                tokens += computed
+            while group.pending and len(self.running) < self.rows.rows and self._fits(group, admission):
                 admission.start.append(self._start(group, group.pending.pop(0)))
-                room -= claim
             if group.pending:
                 return
             started.append(self.waiting.popleft())
 
+    def _prefill(self, group: Group, limit: int | None, levels: dict[int, int], admission: Admission) -> int | None:
+        """Plan a prompt's prefill; returns the tokens to compute, or None if there is no room for it now."""
+        prompt, request = len(group.request.prompt_ids), group.request
+        keys = self._prefix_keys(request)
+        evictor = request.evictor
+        again = max(1, evictor.queries if evictor else 0)  # evictors need these queries, the first token its logits
+        found = self.pool.find(keys[: max(0, prompt - again) // self.page])
+        pages = pages_for(prompt, self.page)
+        self.pool.share(found)
+        self._place(group.pending[0], [0] * (prompt // self.page))
+        claim = pages - len(found) + self.rows.claim(group.pending[0])
+        self._place(group.pending[0], [])
+        computed = prompt - len(found) * self.page
+        if (limit is not None and computed > limit) or not self._make_room(claim, admission.swap_out):
+            self.pool.release(found)
+            return None
+        group.pages, group.prefilled = found + self.pool.allocate(pages - len(found)), True
+        self.pool.remember(keys, group.pages)
+        level = max((1 + levels[page] for page in found if page in levels), default=0)
+        levels |= dict.fromkeys(group.pages[len(found) : prompt // self.page], level)
+        cached = len(found) * self.page
+        for sequence in group.pending:
+            sequence.kv.cached_prompt_tokens = cached
+        admission.prefill.append(Prefill(request, group.pages, list(group.pending), cached, level))
+        return computed
+
+    def _prefix_keys(self, request: Request) -> list[bytes]:
+        """Keys of the prompt's full pages; none if its evictor needs sums over the whole prompt's attention."""
+        if self.pinned or (request.evictor is not None and request.evictor.accumulates):
+            return []
+        return prefix_keys(request.prompt_ids, self.page, self.weights[request.kind.adapted])
+
+    def _place(self, sequence: Sequence, shared: list[int]) -> None:
+        """Put a sequence at the end of its prompt, with the prompt's full pages."""
+        sequence.pages, sequence.shared = shared, len(shared)
+        sequence.position = sequence.kv_len = sequence.prompt_len
+
+    def _fits(self, group: Group, admission: Admission) -> bool:
+        """Whether the group's next rollout can start."""
+        sequence = group.pending[0]
+        self._place(sequence, group.pages[: sequence.prompt_len // self.page])
+        fits = self._make_room(self.rows.claim(sequence), admission.swap_out)
+        self._place(sequence, [])
+        return fits
+
     def _start(self, group: Group, sequence: Sequence) -> Start:
         """Start a rollout on its prompt's pages: full ones are shared, the last partial one is copied."""
         full, partial = divmod(sequence.prompt_len, self.page)
-        sequence.pages, sequence.shared = group.pages[:full], full
+        self._place(sequence, group.pages[:full])
         self.pool.share(sequence.pages)
-        sequence.position = sequence.kv_len = sequence.prompt_len
-        sequence.remaining = sequence.request.sampling.max_new_tokens - 1
-        self._enter(sequence)
-        if not partial:
-            return Start(sequence, None)
-        self._grow(sequence, sequence.prompt_len)
-        return Start(sequence, (group.pages[full], sequence.pages[full]))
+        self.rows.enter(sequence)
+        self.rows.grow(sequence, sequence.prompt_len)
+        self._growing += self.rows.growth(sequence, self.rows.steps(sequence))
+        return Start(sequence, (group.pages[full], sequence.pages[full]) if partial else None)
 
-    # -- a chunk of decode steps --------------------------------------------------------------------------
+    def _resume(self, sequence: Sequence, admission: Admission) -> None:
+        """Give a sequence with a saved state a row again, and pages if it lost them."""
+        assert sequence.saved is not None
+        self.swap_used -= sequence.saved.bytes
+        sequence.saved.bytes = 0
+        self.rows.enter(sequence)
+        self.rows.grow(sequence, sequence.kv_len)
+        self._growing += self.rows.growth(sequence, self.rows.steps(sequence))
+        admission.restore.append(sequence)
 
-    def plan(self) -> Chunk | None:
-        """Pages and events for the next `lookahead` decode steps of everything that runs."""
-        swap_out: list[SwapOut] = []
-        for sequence in [s for s in self.running if s.remaining == 0]:  # its only token came with the prompt
-            self.finish(sequence)
+    def _make_room(self, pages: int, swap_out: list[SwapOut], keep: Sequence | None = None) -> bool:
+        """Whether this many pages are available for a newcomer, if need be by swapping idle sessions out.
+
+        Running sequences grow first: one admitted now must not be swapped out again by the plan that follows.
+        """
+        while pages + self._growing > self.rows.available():
+            if not self._release_parked(swap_out, keep):
+                return False
+        return True
+
+    # -- chunks of steps ----------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Pages and events for the next `lookahead` decode steps of everything that runs, and for given tokens."""
+        plan = Plan()
+        for sequence in [s for s in self.running if s.remaining == 0 and not s.request.session]:
+            self.rows.leave(sequence)  # its only token came with the prompt
         for sequence in list(self.running):
             if sequence.row is not None:
-                self._secure(sequence, swap_out)
-        active = list(self.running)
-        if not active:
-            assert not swap_out
-            return None
-        steps = min(self.lookahead, max(s.remaining for s in active))
-        rows = len(self.table)
-        position, kv_len, remaining = (np.zeros(rows, np.int64) for _ in range(3))
-        forced = np.full((rows, steps), -1, np.int64)
-        for s in active:
-            position[s.row], kv_len[s.row], remaining[s.row] = s.position, s.kv_len, s.remaining
-            if s.request.forced is not None:
-                done = s.position - s.prompt_len + 1
-                given = s.request.forced[done : done + steps]
-                forced[s.row, : len(given)] = given
-        table = self.table[:, : max(len(s.pages) for s in active)].copy()
-        parts = [Part(s, s.row, min(steps, s.remaining), s.position) for s in active]  # type: ignore[arg-type]
-        events = self._plan_steps(parts)
-        for s in active:
-            if s.remaining == 0:  # all its steps are in this chunk: its pages are free after it
-                self.finish(s)
-        max_kv_len = max(segment.kv_len + segment.steps for part in parts for segment in part.segments)
-        return Chunk(steps, parts, events, table, position, kv_len, remaining, forced, max_kv_len, swap_out)
+                self._secure(sequence, plan.swap_out)
+        extending: dict[BatchKind, list[Sequence]] = {}
+        decoding: dict[BatchKind, list[Sequence]] = {}
+        for sequence in self.running:
+            if sequence.steps:
+                (extending if self.rows.extends(sequence) else decoding).setdefault(sequence.request.kind, []).append(
+                    sequence
+                )
+        plan.extensions = [
+            self.planner.extension(kind, together)
+            for kind, sequences in extending.items()
+            for together in ([[s] for s in sequences] if self.pinned else [sequences])
+        ]
+        plan.chunks = [self.planner.chunk(kind, sequences) for kind, sequences in decoding.items()]
+        for sequence in self.running:
+            sequence.promised = 0
+        self.rows.promised = 0
+        return plan
 
     def _secure(self, sequence: Sequence, swap_out: list[SwapOut]) -> None:
         """Allocate the pages that a sequence needs up to its next eviction or the end of the chunk."""
-        steps = min(self.lookahead, sequence.remaining)
-        tokens = sequence.kv_len + sequence.steps_to_eviction(steps)
-        need = pages_for(tokens, self.page) - len(sequence.pages)
-        while not sequence.evicts and need > self.available():
-            victims = [s for s in self.running if not s.evicts]
-            if len(victims) == 1 and self._release_prompt():
+        steps = sequence.steps = self.rows.steps(sequence)
+        while (need := self.rows.growth(sequence, steps)) > self.rows.available():
+            if self._release_parked(swap_out) or (len(self.running) == 1 and self._release_prompt()):
                 continue
-            victim = victims[-1]
-            swap_out.append(SwapOut(victim, victim.row, victim.pages))  # type: ignore[arg-type]
-            victim.kv.swaps += 1
-            self._leave(victim)
-            self.swapped.appendleft(victim)
+            victim = self.running[-1]
+            self._preempt(victim, swap_out)
             if victim is sequence:
                 return
-        self._grow(sequence, tokens)
+        if need:
+            self.rows.secure(sequence, steps, need)
+
+    # -- leaving ------------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a sequence in whatever state it is, and release its pages."""
+        if sequence.saved is not None:
+            self.swap_used -= sequence.saved.bytes
+            sequence.saved = None
+        if sequence.row is not None:
+            self.rows.leave(sequence)
+        elif sequence in self.swapped:
+            self.swapped.remove(sequence)
+        else:
+            self.parked.pop(sequence, None)
+            self._leave_group(sequence)
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.shared = [], 0
+
+    def _leave_group(self, sequence: Sequence) -> None:
+        """Remove a sequence that has not started."""
+        for group in self.waiting:
+            if sequence in group.pending:
+                group.pending.remove(sequence)
+                if not group.pending:
+                    self.pool.release(group.pages)
+                    group.pages = []
+                    self.waiting.remove(group)
+                break
+
+    def park(self, sequence: Sequence, exact: bool) -> None:
+        """A session's turn has ended: give back its row, keep its pages. `exact` is False if the cache's queries or
+        sums hold later tokens than the turn; the session is then computed again."""
+        started = sequence.row is not None or sequence in self.swapped
+        if started:
+            sequence.rewind()
+        if sequence.row is not None:
+            self.rows.leave(sequence, release=False)
+            extra = sequence.pages[pages_for(sequence.kv_len, self.page) :]
+            self.pool.release(extra)
+            sequence.pages = sequence.pages[: len(sequence.pages) - len(extra)]
+        elif started:
+            self.swapped.remove(sequence)
+        else:
+            self._leave_group(sequence)
+        if not (started and exact):
+            self._drop(sequence)
+        sequence.fixed = len(sequence.tokens)
+        self.parked[sequence] = None
+
+    def extend(self, sequence: Sequence) -> None:
+        """Queue the next turn of a session."""
+        self.waiting.append(Group(sequence.request, [sequence]))
+
+    def swap_all(self) -> list[SwapOut]:
+        """Take the pages of all sequences and sessions: the KV pool is about to be released."""
+        swap_out: list[SwapOut] = []
+        while self.running:
+            self._preempt(self.running[-1], swap_out)
+        while self._release_parked(swap_out):
+            pass
+        while self._release_prompt():
+            pass
+        self.pool.forget()
+        return swap_out
+
+    def _preempt(self, sequence: Sequence, swap_out: list[SwapOut]) -> None:
+        """Swap a running sequence out; if host memory is full, restart it with the tokens that the host knows."""
+        size = self.swap_bytes(sequence)
+        if self.swap_used + size > self.swap_memory:
+            self.rows.leave(sequence)
+            sequence.kv.restarts += 1
+            sequence.restart()
+            self.waiting.appendleft(Group(sequence.request, [sequence]))
+            return
+        swap_out.append(SwapOut(sequence, sequence.row, sequence.pages, sequence.kv_len))
+        sequence.kv.swaps += 1
+        self.rows.leave(sequence)
+        self.swap_used += size
+        sequence.saved = Saved(bytes=size)
+        self.swapped.appendleft(sequence)
+
+    def _release_parked(self, swap_out: list[SwapOut], keep: Sequence | None = None) -> bool:
+        """Take the pages of the session that was unused for longest: to host memory, or dropped if that is full."""
+        for sequence in self.parked:
+            if sequence.pages and sequence is not keep:
+                size = self.swap_bytes(sequence)
+                if self.swap_used + size > self.swap_memory:
+                    self._drop(sequence)
+                    return True
+                assert sequence.saved is not None
+                swap_out.append(SwapOut(sequence, None, sequence.pages, sequence.kv_len))
+                sequence.saved.bytes = size
+                self.swap_used += size
+                sequence.kv.swaps += 1
+                self.pool.release(sequence.pages)
+                sequence.pages, sequence.shared = [], 0
+                return True
+        return False
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forget a session's KV; its next turn computes it again."""
+        if sequence.saved is not None:
+            self.swap_used -= sequence.saved.bytes
+        self.pool.release(sequence.pages)
+        sequence.kv.restarts += 1
+        sequence.restart()
 
     def _release_prompt(self) -> bool:
         """Release the pages of a prompt whose other rollouts have yet to start; it is prefilled again later."""
@@ -193,151 +377,3 @@ class Scheduler:
                 group.pages, group.prefilled = [], False
                 return True
         return False
-
-    def _plan_steps(self, parts: list[Part]) -> list[EvictionEvent]:
-        """Advance every sequence through the chunk, with evictions in the order of the steps."""
-        events: list[EvictionEvent] = []
-        due: dict[int, list[Part]] = {}
-        for part in parts:
-            self._advance(part, 0, Segment(part.sequence.kv_len, 0, pages_held=len(part.sequence.pages)), due)
-        while due:
-            step = min(due)
-            same_sizes: dict[tuple, list[Part]] = {}
-            for part in due.pop(step):
-                s = part.sequence
-                evict = s.request.sparsity.evict
-                protected = s.prompt_len if evict is not None and evict.protect_prompt else 0
-                same_sizes.setdefault((evict, protected, s.kv_len, s.keep), []).append(part)
-            for (_, _, n, keep), same_size in same_sizes.items():
-                while same_size:
-                    events.append(self._plan_eviction(step, n, keep, same_size, due))
-        return events
-
-    def _advance(self, part: Part, step: int, segment: Segment, due: dict[int, list[Part]]) -> None:
-        """Advance a sequence to its next eviction, noted in `due` by its step, or to the end of the chunk."""
-        s, left = part.sequence, part.steps - step
-        segment.steps = s.steps_to_eviction(left)
-        part.segments.append(segment)
-        s.kv_len += segment.steps
-        s.position += segment.steps
-        s.remaining -= segment.steps
-        if segment.steps < left:
-            due.setdefault(step + segment.steps, []).append(part)
-
-    def _plan_eviction(
-        self, step: int, n: int, keep: int, parts: list[Part], due: dict[int, list[Part]]
-    ) -> EvictionEvent:
-        """One event of as many of `parts` as free pages allow; removes them from the list.
-
-        All new pages are allocated before any old ones are released, so that no compaction writes to a page that
-        another in the same launch reads.
-        """
-        event = EvictionEvent(step, [], n, keep, [], [])
-        batch: list[Part] = []
-        scratch = 0
-        while parts and (len(batch) < MIN_ROWS or scratch < self.pool.usable // SCRATCH_FRACTION):
-            s = parts[0].sequence
-            s.kv_len = keep
-            need = pages_for(keep + max(1, s.steps_to_eviction(parts[0].steps - step)), self.page)
-            if need > self.pool.free:
-                s.kv_len = n
-                break
-            batch.append(parts.pop(0))
-            event.new.append(self.pool.allocate(need))
-            scratch += need
-        assert batch, "the reserved scratch covers at least one eviction"
-        for part, pages in zip(batch, event.new):
-            s = part.sequence
-            event.sequences.append(s)
-            event.rows.append(part.row)
-            event.positions.append(s.position)
-            event.old.append(s.pages)
-            self._reserved -= len(pages) - (len(s.pages) - s.shared)
-            freed = self.pool.release(s.pages)
-            s.pages, s.shared = pages, 0
-            self.table[s.row] = 0
-            self.table[s.row, : len(pages)] = pages
-            self._advance(part, step, Segment(keep, 0, True, freed, len(pages)), due)
-        return event
-
-    # -- end of a sequence --------------------------------------------------------------------------------
-
-    def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence in whatever state it is, and release its pages."""
-        if sequence.row is not None:
-            self._leave(sequence)
-        elif sequence in self.swapped:
-            self.swapped.remove(sequence)
-            sequence.swapped = None
-        else:
-            for group in self.waiting:
-                if sequence in group.pending:
-                    group.pending.remove(sequence)
-                    if not group.pending:
-                        self._close(group)
-                    break
-
-    def _close(self, group: Group) -> None:
-        self.pool.release(group.pages)
-        group.pages = []
-        self.waiting.remove(group)
-
-    # -- memory -------------------------------------------------------------------------------------------
-
-    def _scratch(self, sequence: Sequence) -> int:
-        """Pages that one eviction of this sequence allocates before it releases the old ones."""
-        return pages_for(min(sequence.reserved_tokens(), sequence.max_kept() + self.lookahead), self.page)
-
-    def _reserve(self, sequence: Sequence) -> int:
-        """Pages reserved for an evicting sequence; one more if it copies the end of a prompt longer than its limit."""
-        return pages_for(sequence.reserved_tokens(), self.page) + (sequence.prompt_len > sequence.reserved_tokens())
-
-    def available(self) -> int:
-        """Pages that are neither allocated nor reserved for evicting sequences and their scratch."""
-        return self.pool.free - self._reserved - max(self._scratches, default=0)
-
-    def _claim(self, sequence: Sequence, tokens: int) -> int:
-        """Pages out of `available` that starting this sequence takes, including its growth to `tokens`."""
-        if not sequence.evicts:
-            return pages_for(tokens, self.page) - sequence.prompt_len // self.page
-        scratch = max(self._scratches, default=0)
-        return self._reserve(sequence) + max(0, self._scratch(sequence) - scratch)
-
-    def _growth(self, sequence: Sequence) -> int:
-        """Pages that a dense or selecting sequence still needs for the next chunk."""
-        return pages_for(sequence.kv_len + min(self.lookahead, sequence.remaining), self.page) - len(sequence.pages)
-
-    def _grow(self, sequence: Sequence, tokens: int) -> None:
-        """Allocate the pages that hold `tokens` tokens."""
-        count = pages_for(tokens, self.page) - len(sequence.pages)
-        if count > 0:
-            start = len(sequence.pages)
-            sequence.pages += self.pool.allocate(count)
-            self.table[sequence.row, start : len(sequence.pages)] = sequence.pages[start:]
-            if sequence.evicts:
-                self._reserved -= count
-
-    def _enter(self, sequence: Sequence) -> None:
-        """Give a sequence the lowest free row; an evicting one reserves its pages."""
-        sequence.row = heappop(self.free_rows)
-        self.table[sequence.row] = 0
-        self.table[sequence.row, : len(sequence.pages)] = sequence.pages
-        self.running.append(sequence)
-        if sequence.evicts:
-            sequence.reserved = self._reserve(sequence)
-            self._reserved += sequence.reserved
-            self._scratches[self._scratch(sequence)] += 1
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Take back a sequence's row, pages and reservation."""
-        self.running.remove(sequence)
-        assert sequence.row is not None
-        heappush(self.free_rows, sequence.row)
-        if sequence.evicts:
-            self._reserved -= sequence.reserved - (len(sequence.pages) - sequence.shared)
-            scratch = self._scratch(sequence)
-            self._scratches[scratch] -= 1
-            if not self._scratches[scratch]:
-                del self._scratches[scratch]
-        self.pool.release(sequence.pages)
-        sequence.row, sequence.pages, sequence.shared = None, [], 0

@@ -26,7 +26,7 @@ def evaluate(
     k: int = 1,
     *,
     decode: Callable[[list[int]], str] | None = None,
-    answer_of: Callable[[str], str | None] = final_answer,
+    answer_of: Callable[[str], str | None] | None = final_answer,
     correct: str | None = None,
     threshold: float = 1.0,
     batch: int | None = None,
@@ -37,7 +37,8 @@ def evaluate(
     """Generate and grade k answers to every problem.
 
     An answer is correct if the reward `correct` (default: the first one) reaches `threshold`. `decode` turns tokens
-    into text for rollouts without text; `answer_of` extracts the answer that votes in maj@k; `batch` problems are
+    into text for rollouts without text; `answer_of` extracts the answer that votes in maj@k (None: no maj@k, for
+    programs); `batch` problems are
     generated at a time (default: all); the first `keep_samples` answers are kept for reading.
     """
     require(k >= 1, f"k={k}: ask for at least one answer per problem.")
@@ -57,11 +58,12 @@ def evaluate(
         texts,
         [example.record() for example in examples],
         finishes=[rollout.finish for rollout in rollouts],
-        lengths=[len(rollout) for rollout in rollouts],
+        lengths=[rollout.sampled_tokens for rollout in rollouts],
+        episodes=[rollout.reward for rollout in rollouts],
     )
     correct_answers = [value >= threshold - 1e-9 for value in graded.parts[judge]]
     by_problem = [correct_answers[i : i + k] for i in range(0, len(correct_answers), k)]
-    votes = [[answer_of(text) for text in texts[i : i + k]] for i in range(0, len(texts), k)]
+    votes = [[answer_of(text) for text in texts[i : i + k]] for i in range(0, len(texts), k)] if answer_of else None
     samples = [
         Sample(
             i // k,
@@ -70,7 +72,7 @@ def evaluate(
             examples[i].answer,
             correct_answers[i],
             graded.total[i],
-            len(rollouts[i]),
+            rollouts[i].sampled_tokens,
             rollouts[i].finish,
         )
         for i in range(min(keep_samples, len(texts)))
@@ -83,9 +85,8 @@ def evaluate(
         k=k,
         accuracy=metrics.avg_at_k(by_problem, k),
         error=metrics.clustered_error(by_problem),
-        pass_at_1=metrics.pass_at_1(by_problem),
-        pass_at_k=metrics.pass_at_k(by_problem, k),
-        maj_at_k=metrics.maj_at_k(by_problem, votes, k),
+        pass_at={j: metrics.pass_at_k(by_problem, j) for j in sorted({*powers_of_two(k), k})},
+        maj_at_k=None if votes is None else metrics.maj_at_k(by_problem, votes, k),
         reward=metrics.mean(graded.total),
         parts={name: metrics.mean(values) for name, values in graded.parts.items()},
         lengths=lengths_of(rollouts),
@@ -95,12 +96,16 @@ def evaluate(
     )
 
 
+def powers_of_two(most: int) -> list[int]:
+    return [1 << i for i in range(most.bit_length())]
+
+
 def prompt_of(example: Example) -> Any:
     return list(example.prompt_ids) if example.prompt_ids is not None else example.prompt
 
 
 def lengths_of(rollouts: Sequence["Rollout"]) -> Lengths:
-    lengths = [len(rollout) for rollout in rollouts]
+    lengths = [rollout.sampled_tokens for rollout in rollouts]
     p50, p90, p99 = (metrics.percentile(lengths, share) for share in (0.5, 0.9, 0.99))
     truncated = metrics.mean([float(rollout.finish == "length") for rollout in rollouts])
     return Lengths(metrics.mean(lengths), p50, p90, p99, max(lengths), truncated)

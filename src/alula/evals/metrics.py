@@ -8,11 +8,6 @@ from alula.errors import require
 Graded = Sequence[Sequence[bool]]
 
 
-def pass_at_1(graded: Graded) -> float:
-    """Fraction of problems whose first sample is correct."""
-    return mean([float(samples[0]) for samples in graded])
-
-
 def avg_at_k(graded: Graded, k: int) -> float:
     """Mean over problems of the fraction of their first k samples that is correct."""
     check_enough(graded, k)

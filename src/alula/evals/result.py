@@ -58,9 +58,10 @@ class EvalResult:
     """avg@k: the mean over all samples. With k = 1 it is pass@1."""
     error: float | None
     """Standard error of the accuracy, clustered by problem; None for a single problem."""
-    pass_at_1: float
-    pass_at_k: float
-    maj_at_k: float
+    pass_at: dict[int, float]
+    """pass@j for j = 1, 2, 4, ... and k: the unbiased chance that one of j answers is correct, estimated from k."""
+    maj_at_k: float | None
+    """None for answers that cannot vote: programs."""
     reward: float
     parts: dict[str, float]
     lengths: Lengths
@@ -77,6 +78,7 @@ class EvalResult:
         nested = {
             "lengths": Lengths(**values["lengths"]),
             "kv": KVSummary(**values["kv"]),
+            "pass_at": {int(j): value for j, value in values["pass_at"].items()},
             "samples": [Sample(**sample) for sample in values["samples"]],
         }
         return cls(**{**values, **nested})

@@ -22,8 +22,9 @@ from alula.distributed import World, iter_full_params, shard_model
 from alula.errors import require
 from alula.learner.forward import Policy, checkpoint_activations
 from alula.learner.optimizer import MasterAdamW
-from alula.learner.packing import Packed, Tokens, collate, pack
+from alula.learner.packing import Packed, Tokens, collate, pack, sampled_mask
 from alula.models import lora
+from alula.models.experts import active_share, is_experts
 from alula.models.geometry import Geometry
 from alula.objective.policy_loss import merge_metrics
 
@@ -52,7 +53,7 @@ class Update:
     scored_tokens: int
     micro_batches: int
     logprobs: list[Tensor]
-    """float32 [len(token_ids)] per sequence of this rank, from the training forward, before the step."""
+    """float32 [sampled tokens] per sequence of this rank, from the training forward, before the step."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Learner:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Tokens], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
-        """float32 [len(token_ids)] per sequence: log-probs under the policy, or under the initial one (`reference`)."""
+        """float32 [sampled tokens] per sequence: log-probs under the policy, or under the initial one (`reference`)."""
         require(
             not reference or self.reference is not None or self.settings.lora is not None,
             "reference=True: the learner kept no initial policy; set objective.kl above 0 in a run, or "
@@ -194,7 +195,7 @@ class Learner:
     def flops(self, sequences: Sequence[Tokens]) -> Flops:
         """Cost of an update on these sequences; those without a response are not computed."""
         scored = [s for s in sequences if s.token_ids]
-        return training_flops(self.model, [_length(s) for s in scored], sum(len(s.token_ids) for s in scored))
+        return training_flops(self.model, [_length(s) for s in scored], sum(int(sampled_mask(s).sum()) for s in scored))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters under transformers' names: gathered from all ranks, adapters merged, in the model's dtype. A tied
@@ -249,7 +250,8 @@ def training_flops(model: PreTrainedModel, lengths: Sequence[int], scored: int) 
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     body = (p for p in model.parameters() if p is not embedding and p is not head)
-    per_token = sum(_flops_factor(p) * p.numel() for p in body)
+    active = active_share(model)
+    per_token = sum(_flops_factor(p) * p.numel() * (active if is_experts(p) else 1) for p in body)
     geometry = Geometry.of(model)
     return Flops(
         layers=float(per_token * sum(lengths)),

@@ -18,12 +18,19 @@ class Tokens(Protocol):
     token_ids: list[int]
 
 
+def sampled_mask(sequence: Tokens) -> Tensor:
+    """bool [len(token_ids)]: the tokens to score. Tokens that an environment gave (`Rollout.sampled`) are not."""
+    mask: Tensor | None = getattr(sequence, "sampled", None)
+    return torch.ones(len(sequence.token_ids), dtype=torch.bool) if mask is None else mask
+
+
 @dataclass
 class Packed:
     """Consecutive sequences in a batch of one.
 
-    Position i is a *target* if token i + 1 belongs to the response of the same sequence: its hidden state predicts
-    `target_ids`. Exactly the response tokens are scored, the first of them from the last prompt token.
+    Position i is a *target* if token i + 1 was sampled in the response of the same sequence: its hidden state predicts
+    `target_ids`. Exactly the sampled tokens are scored, the first of them from the last prompt token. Tokens that were
+    given inside a response are read, never scored: nothing after the forward pass needs a mask.
     """
 
     index: list[int]
@@ -36,15 +43,16 @@ class Packed:
     """int32 [sequences + 1]: boundaries."""
     max_seqlen: int
     targets: Tensor
-    """int64 [N]: positions in [0, T) whose next token is a response token."""
+    """int64 [N]: positions in [0, T) whose next token is a sampled response token."""
     target_ids: Tensor
     """int64 [N]: those next tokens."""
     sequence: Tensor
     """int64 [N]: the row of `index` that each target belongs to."""
     response_lengths: list[int]
+    """Sampled tokens of each sequence."""
 
     def flat(self, per_sequence: Sequence[Tensor]) -> Tensor:
-        """Per-token tensors of the caller's list, [len(token_ids)] each, in the order of the targets: [N]."""
+        """Per-token tensors of the caller's list, [sampled tokens] each, in the order of the targets: [N]."""
         device = self.target_ids.device
         return torch.cat([per_sequence[i].to(device, non_blocking=True) for i in self.index])
 
@@ -105,9 +113,9 @@ def collate(sequences: Sequence[Tokens], index: Sequence[int], device: torch.dev
         ids.extend(response)
         positions.append(torch.arange(length))
         first = start + len(prompt) - 1
-        targets.append(torch.arange(first, first + len(response)))
+        targets.append(torch.arange(first, first + len(response))[sampled_mask(sequences[i])])
         boundaries.append(start + length)
-        response_lengths.append(len(response))
+        response_lengths.append(len(targets[-1]))
     input_ids, target_positions = torch.tensor(ids), torch.cat(targets)
     rows = torch.repeat_interleave(torch.arange(len(response_lengths)), torch.tensor(response_lengths))
     target_ids = input_ids[target_positions + 1]

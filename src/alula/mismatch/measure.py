@@ -45,10 +45,11 @@ class Bins:
 
 
 def flat(rollouts: Sequence[Rollout], alphas: Sequence[Tensor]) -> tuple[Array, Array, Array]:
-    """α, position (prompt + generated tokens before it) and prompt index of every token, as flat arrays."""
-    alpha = np.concatenate([a.numpy() for a in alphas])
-    positions = np.concatenate([len(r.prompt_ids) + np.arange(len(r)) for r in rollouts])
-    prompts = np.repeat([r.prompt_index for r in rollouts], [len(r) for r in rollouts])
+    """α, position (tokens before it) and prompt index of every sampled token, as flat arrays."""
+    sampled = [r.sampled.numpy() for r in rollouts]
+    alpha = np.concatenate([a.numpy()[mask] for a, mask in zip(alphas, sampled)])
+    positions = np.concatenate([len(r.prompt_ids) + np.flatnonzero(mask) for r, mask in zip(rollouts, sampled)])
+    prompts = np.repeat([r.prompt_index for r in rollouts], [r.sampled_tokens for r in rollouts])
     return alpha, positions, prompts
 
 

@@ -61,13 +61,17 @@ class Savings:
                 f"{name} was never sparse: dense_layers covers all layers of the model, so nothing was tested; "
                 "lower dense_layers."
             )
-        limit, smaller = "the budget", "budget"
-        evict = None if policy.select else policy.evict
-        if evict and budget_at(evict.budget, self.longest) < self.longest:  # a smaller buffer is enough
-            limit, smaller = f"the budget plus buffer={evict.buffer}", "budget or buffer"
-            if evict.protect_prompt:
-                limit += " plus the prompt"
+        limit, smaller = sparse_limit(policy, self.longest)
         return (
             f"{name} was never sparse: no sequence exceeded {limit} (the longest has {self.longest} tokens), so "
             f"nothing was tested; use a smaller {smaller}, or longer sequences (--length)."
         )
+
+
+def sparse_limit(policy: Sparsity, longest: int) -> tuple[str, str]:
+    """What a sequence must exceed before the policy is sparse, and what to lower if the `longest` does not."""
+    evict = None if policy.select else policy.evict
+    if evict is None or budget_at(evict.budget, longest) >= longest:
+        return "the budget", "budget"
+    prompt = " plus the prompt" if evict.protect_prompt else ""
+    return f"the budget plus buffer={evict.buffer}{prompt}", "budget or buffer"  # a smaller buffer is enough

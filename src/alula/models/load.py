@@ -2,6 +2,7 @@
 
 import copy
 import os
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +25,15 @@ from transformers import (
 
 from alula.distributed import resolve_device
 from alula.errors import SettingError, require
+from alula.hub import offline_if_unreachable
 from alula.models.residual import widen_like, widen_residual
 from alula.models.shapes import shape
+from alula.models.stop_tokens import stop_token_ids
 from alula.models.supported import check_config, check_dry_run
 
 SHAPE = "shape:"
+UNREADABLE = (OSError, ValueError, struct.error)
+"""Errors of reading a model's files; the last two also mean a truncated GGUF file."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -41,7 +46,7 @@ class LoadedModel:
     """None for `shape:<name>` and for a folder without one; prompts must be token ids then."""
     name: str
     eos_ids: tuple[int, ...]
-    """End-of-sequence tokens of generation config, config and tokenizer."""
+    """Tokens that end an answer (`alula.models.stop_tokens`)."""
 
 
 def load_model(
@@ -73,7 +78,8 @@ def load_model(
     check_dry_run(model, share_weights(model))
     if residual is not None:
         widen_residual(model)
-    return LoadedModel(model, tokenizer, short_name(source), _eos_ids(model, tokenizer))
+    eos_ids = stop_token_ids(model.generation_config, model.config, tokenizer=tokenizer)
+    return LoadedModel(model, tokenizer, short_name(source), eos_ids)
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -144,6 +150,8 @@ def find_pretrained(source: str) -> dict[str, Any]:
         not path.is_dir() or any(path.glob("*.safetensors")),
         f"model {source!r}: the folder has no .safetensors file; Alula reads safetensors and GGUF only.",
     )
+    if not path.is_dir():
+        offline_if_unreachable()
     return {"pretrained_model_name_or_path": str(path) if path.is_dir() else source}
 
 
@@ -174,8 +182,8 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
             raise
         except ImportError as error:
             raise SettingError(f"model {source!r} needs a package: {_first_line(error)}") from error
-        except (OSError, ValueError, SafetensorError) as error:
-            raise SettingError(f"model {source!r} cannot be loaded: {_first_line(error)}") from error
+        except (*UNREADABLE, SafetensorError) as error:
+            raise SettingError(f"model {source!r} cannot be loaded: {load_failure(error, source)}") from error
     # transformers would continue with random values for these weights
     absent = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
     require(
@@ -247,17 +255,16 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     return resolved  # type: ignore[return-value]
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:
-    eos_ids: set[int] = set()
-    for holder in (model.generation_config, model.config, tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        eos_ids.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
-    return tuple(sorted(eos_ids))
-
-
 def short_name(source: str) -> str:
     """The display name of the model at `source`."""
     return source if source.startswith(SHAPE) else Path(source).name or source
+
+
+def load_failure(error: Exception, source: str) -> str:
+    """Why a model's files cannot be read, as one sentence."""
+    reason = _first_line(error).rstrip(".")
+    truncated = source.endswith(".gguf") and not isinstance(error, OSError) and "magic" not in reason
+    return f"{reason}; the file is probably incomplete, so fetch it again." if truncated else f"{reason}."
 
 
 def _first_line(error: Exception) -> str:

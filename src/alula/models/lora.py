@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from alula.distributed import full_tensor
 from alula.errors import SettingError, require, unknown
+from alula.files import apply_umask
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -62,6 +63,7 @@ class Adapter:
             "inference_mode": True,
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
+        apply_umask(folder)
 
     @classmethod
     def load(cls, folder: str | Path, setting: str = "sparse_adapter") -> "Adapter":

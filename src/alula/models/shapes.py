@@ -65,6 +65,18 @@ def _qwen3(tied: bool, **sizes: int) -> Settings:
     }
 
 
+def _experts(count: int, chosen: int, intermediate: int) -> Settings:
+    """A mixture of experts in every layer."""
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+
 def _tiny(model_type: str, heads: int, kv_heads: int, tied: bool) -> Settings:
     """Weights of std 1/sqrt(hidden) give attention scores of order 1; at 0.02 attention would be almost uniform."""
     return {
@@ -140,9 +152,15 @@ SHAPES: dict[str, Settings] = {
     "qwen3-4b": _qwen3(True, layers=36, heads=32, kv_heads=8, hidden=2560, intermediate=9728),
     "qwen3-8b": _qwen3(False, layers=36, heads=32, kv_heads=8, hidden=4096, intermediate=12288),
     "qwen3-14b": _qwen3(False, layers=40, heads=40, kv_heads=8, hidden=5120, intermediate=17408),
+    "qwen3-30b-a3b": {
+        **_qwen3(False, layers=48, heads=32, kv_heads=4, hidden=2048, intermediate=6144),
+        **_experts(128, 8, 768),
+        "model_type": "qwen3_moe",
+    },
     "tiny-llama": _tiny("llama", heads=4, kv_heads=4, tied=True),
     "tiny-qwen2": _tiny("qwen2", heads=6, kv_heads=2, tied=False),
     "tiny-qwen3": _tiny("qwen3", heads=4, kv_heads=2, tied=True),
+    "tiny-qwen3-moe": {**_tiny("qwen3_moe", heads=4, kv_heads=2, tied=True), **_experts(8, 2, 32)},
     "tiny-mistral": {**_tiny("mistral", heads=8, kv_heads=2, tied=False), "sliding_window": None},
 }
 

@@ -33,7 +33,8 @@ def below_veto(log_ratio: "Tensor", veto: float | None = None) -> "Tensor":
 def vetoed(rollout: "Rollout", dense: "Scores") -> bool:
     """Whether the rollout is vetoed; `dense` holds its tokens' log-probs under the dense policy."""
     assert rollout.logprobs is not None
-    return bool(below_veto(dense.logprobs.cpu() - rollout.logprobs.cpu()).any())
+    sampled = rollout.sampled
+    return bool(below_veto(dense.logprobs.cpu()[sampled] - rollout.logprobs.cpu()[sampled]).any())
 
 
 @dataclass(frozen=True)

@@ -24,41 +24,47 @@ def packed_attention(
     max_seqlen: int,
     scaling: float,
     window: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor:
     """softmax(scaling · q kᵀ) v of every token over its own sequence up to itself.
 
     query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D]; `cu_seqlens` int32 [sequences + 1] are the
     boundaries, `max_seqlen` the longest. `window` lets a query see only its last `window` tokens, itself
-    included (Mistral's sliding window).
+    included (Mistral's sliding window). Keys may be longer: with boundaries of their own, `cu_seqlens_k`, the queries
+    are the last tokens of their sequence.
     """
-    if window is not None and window >= max_seqlen:
+    if cu_seqlens_k is None or max_seqlen_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+    if window is not None and window >= max_seqlen_k:
         window = None
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
-        return _flash(query, key, value, cu_seqlens, max_seqlen, scaling, window)
-    return _per_sequence(query, key, value, cu_seqlens, scaling, window)
+        options: dict[str, Any] = {
+            "scale": scaling,
+            "window_size": (-1 if window is None else window - 1, 0),
+            **GROUPED,
+        }
+        boundaries = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
+        return cast(Tensor, varlen_attn(query, key, value, *boundaries, **options))
+    return _per_sequence(query, key, value, cu_seqlens, cu_seqlens_k, scaling, window)
 
 
-def _flash(
+def _per_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,
+    cu_seqlens_k: Tensor,
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0), **GROUPED}
-    boundaries = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return cast(Tensor, varlen_attn(query, key, value, *boundaries, **options))
-
-
-def _per_sequence(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float, window: int | None
-) -> Tensor:
     lengths = cu_seqlens.diff().tolist()
+    lengths_k = lengths if cu_seqlens_k is cu_seqlens else cu_seqlens_k.diff().tolist()
     outputs = []
-    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths)):
-        mask = None if window is None or window >= len(q) else _banded(len(q), window, q.device)
+    for q, k, v in zip(query.split(lengths), key.split(lengths_k), value.split(lengths_k)):
+        mask = None
+        if len(q) != len(k) or (window is not None and window < len(q)):
+            mask = _banded(len(q), len(k), window or len(k), q.device)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -72,7 +78,8 @@ def _per_sequence(
     return torch.cat(outputs)
 
 
-def _banded(length: int, window: int, device: torch.device) -> Tensor:
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions[None, :]
+def _banded(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """bool [queries, keys]: the last `window` keys up to each query; the queries are the last tokens."""
+    position = torch.arange(keys - queries, keys, device=device)
+    distance = position[:, None] - torch.arange(keys, device=device)[None, :]
     return (distance >= 0) & (distance < window)

@@ -21,6 +21,8 @@ class Chart:
     note: str = ""
     format: Format = "number"
     log: bool = False
+    floor: float = 0.0
+    """On a log axis only values above this are drawn."""
     limit: float | None = None
     """Value of a dashed line to compare the curves with."""
 
@@ -28,8 +30,9 @@ class Chart:
 REWARD = Chart("Reward", "reward/mean", "mean per rollout", "of the training rollouts, under the sparse policy")
 MAIN = (
     Chart("Response length", "response/length_mean", "tokens"),
+    Chart("Turns", "environment/turns", "per episode"),
     Chart("Policy entropy", "policy/entropy", "nats per token"),
-    Chart("Mismatch KL", "mismatch/kl_k3", "nats per token", "sparse to dense, before masking", log=True),
+    Chart("Mismatch KL", "mismatch/kl_k3", "nats per token", "sparse to dense, before masking", log=True, floor=1e-9),
     Chart(
         "Vetoed rollouts", "mismatch/veto_rate", "% of rollouts", "trouble above the line", "percent", limit=TOO_MANY
     ),
@@ -42,6 +45,9 @@ MAIN = (
 MORE = (
     Chart("Training accuracy", "reward/accuracy", "% of rollouts", format="percent"),
     Chart("Truncated answers", "response/truncated", "% of rollouts", format="percent"),
+    Chart("Given tokens", "environment/given_tokens", "per episode", "the environment's messages, not trained on"),
+    Chart("Environment failures", "environment/failed", "% of episodes", "given up and not trained on", "percent"),
+    Chart("Waiting for tools", "time/environment_mean", "seconds per episode", format="seconds"),
     Chart("Groups without signal", "groups/no_signal", "% of groups", format="percent"),
     Chart("Clip fraction", "policy/clip_fraction", "% of tokens", format="percent"),
     Chart("KL to the reference", "policy/kl_ref", "nats per token"),
@@ -80,6 +86,7 @@ def metric_chart(runs: list[Run], chart: Chart, section: str) -> dict[str, Any]:
         "note": chart.note,
         "format": chart.format,
         "log": chart.log,
+        "floor": chart.floor,
         "limit": chart.limit,
         "section": section,
         "lines": lines,
@@ -136,6 +143,7 @@ def eval_chart(runs: list[Run], name: str) -> dict[str, Any]:
         "note": "solid: dense policy, dotted: sparse policy; bars: one standard error",
         "format": "percent",
         "log": False,
+        "floor": 0.0,
         "limit": None,
         "section": "hero",
         "lines": lines,

@@ -1,6 +1,6 @@
 "use strict";
 // Curves: one SVG per chart, drawn to the width it has, redrawn when that or a switch changes.
-const { runs, charts } = JSON.parse(document.getElementById("data").textContent);
+let runs = [], charts = [];
 const SVG = document.querySelector("svg").namespaceURI;
 const state = { smooth: true, time: false, hidden: new Set(), focus: null };
 const PAD = { left: 50, right: 12, top: 8, bottom: 34 };
@@ -88,7 +88,7 @@ const visible = (line) => !state.hidden.has(line.run) && (!state.time || runs[li
 function prepare(chart, line, source) {
   const points = [];
   source.x.forEach((step, i) => {
-    if (!chart.log || source.y[i] > 0)
+    if (!chart.log || source.y[i] > chart.floor)
       points.push({ at: xValue(line, step), step, value: source.y[i], error: source.error ? source.error[i] || 0 : 0 });
   });
   return points;
@@ -186,8 +186,9 @@ function warningMarks(chart) {
 
 // Runs that a log axis cannot show are named, not silently dropped.
 function absentees(chart) {
-  const zero = chart.lines.filter((line) => chart.log && line.y.every((value) => value <= 0)).map((line) => runs[line.run].name);
-  chart.absent.textContent = zero.length ? `Zero throughout, so not on a log axis: ${zero.join(", ")}` : "";
+  const zero = chart.lines.filter((line) => chart.log && line.y.every((value) => value <= chart.floor)).map((line) => runs[line.run].name);
+  const why = chart.floor ? `At most ${chart.floor} throughout (rounding)` : "Zero throughout";
+  chart.absent.textContent = zero.length ? `${why}, so not on a log axis: ${zero.join(", ")}` : "";
 }
 
 // ---- read-out
@@ -238,7 +239,7 @@ function hideReadOut(chart) {
 // ---- the page
 function redraw() { charts.forEach(draw); }
 
-for (const chart of charts) {
+function addChart(chart) {
   const box = document.getElementById(chart.section === "more" ? "more" : "charts");
   const figure = element(box, "figure", { class: `chart ${chart.section}` });
   const caption = element(figure, "figcaption", {}, chart.title);
@@ -251,8 +252,9 @@ for (const chart of charts) {
   chart.plot.addEventListener("pointerleave", () => hideReadOut(chart));
   new ResizeObserver(() => draw(chart)).observe(chart.plot);
 }
-runs.forEach((run, index) => {
-  const button = element(document.getElementById("legend"), "button", { type: "button", "aria-pressed": "true" });
+function addLegend(run, index) {
+  const pressed = String(!state.hidden.has(index));
+  const button = element(document.getElementById("legend"), "button", { type: "button", "aria-pressed": pressed });
   const swatch = element(button, "svg", { class: "swatch", viewBox: "0 0 26 10" });
   element(swatch, "line", { x1: 1, y1: 5, x2: 25, y2: 5, style: `stroke:var(--run-${run.colour})`, "stroke-dasharray": run.dash });
   element(button, "span", {}, run.name);
@@ -264,10 +266,18 @@ runs.forEach((run, index) => {
   });
   button.addEventListener("mouseenter", () => focus(index));
   button.addEventListener("mouseleave", () => focus(null));
-});
+}
+// Draws everything anew from the data in the page; hidden runs and switches stay as they are.
+function show(data) {
+  ({ runs, charts } = data);
+  for (const id of ["charts", "more", "legend"]) document.getElementById(id).replaceChildren();
+  charts.forEach(addChart);
+  runs.forEach(addLegend);
+  document.getElementById("time-switch").hidden = !runs.some((run) => run.clock);
+  document.getElementById("more-box").hidden = !charts.some((chart) => chart.section === "more");
+  redraw();
+  document.documentElement.dataset.drawn = String(charts.length);
+}
 document.getElementById("smooth").addEventListener("change", (event) => { state.smooth = event.target.checked; redraw(); });
 document.getElementById("time").addEventListener("change", (event) => { state.time = event.target.checked; redraw(); });
-document.getElementById("time-switch").hidden = !runs.some((run) => run.clock);
-document.getElementById("more-box").hidden = !charts.some((chart) => chart.section === "more");
-redraw();
-document.documentElement.dataset.drawn = String(charts.length);
+show(JSON.parse(document.getElementById("data").textContent));

@@ -36,6 +36,7 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """One sentence for each file that could not be read in full."""
 
@@ -68,6 +69,7 @@ def load_run(path: Path, name: str) -> Run:
         events=list(read_rows(path / "events.jsonl", notes)),
         samples=read_samples(path / "completions.jsonl", notes),
         settings=dict(flatten(read_mapping(path / "config.yaml", "the run's settings", notes))),
+        environment=dict(flatten(read_mapping(path / "environment.json", "where the run ran", notes))),
         notes=notes,
     )
 

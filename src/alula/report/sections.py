@@ -4,7 +4,9 @@ from html import escape
 from typing import Any
 
 from alula.report.runs import Run
-from alula.report.summary import COLUMNS, headline, phases, seconds
+from alula.report.summary import COLUMNS, Cell, headline, phases
+from alula.report.verdict import verdicts
+from alula.run.console import seconds
 
 COLOURS = 7
 DASHES = ("", "9 4", "3 3", "9 3 2 3")
@@ -24,20 +26,49 @@ def run_label(index: int, run: Run) -> str:
 
 
 def headline_table(runs: list[Run]) -> str:
-    head = "".join(f'<th scope="col">{name}<small>{what}</small></th>' for name, what in COLUMNS)
+    table = [headline(run) for run in runs]
+    shown = [column for column, cells in enumerate(zip(*table)) if any(cell != Cell() for cell in cells)]
+    head = "".join(f'<th scope="col">{name}<small>{what}</small></th>' for name, what in (COLUMNS[c] for c in shown))
     rows = []
     for index, run in enumerate(runs):
         cells = "".join(
             f'<td data-name="{escape(name)}" class="{cell.tone}">{cell.value}'
             + (f"<small>{cell.detail}</small>" if cell.detail else "")
             + "</td>"
-            for (name, _), cell in zip(COLUMNS, headline(run))
+            for name, cell in ((COLUMNS[c][0], table[index][c]) for c in shown)
         )
         rows.append(f'<tr><th scope="row">{run_label(index, run)}<small>{progress(run)}</small></th>{cells}</tr>')
     return (
         f'<table class="headline"><thead><tr><th scope="col">Run</th>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
+
+
+def verdict_list(runs: list[Run]) -> str:
+    items = "".join(
+        f'<li class="{verdict.tone}">{run_label(index, run)} {escape(verdict.text)}</li>'
+        for index, (run, verdict) in enumerate(zip(runs, verdicts(runs)))
+    )
+    return f'<ul class="verdicts">{items}</ul>'
+
+
+def environment_table(runs: list[Run]) -> str:
+    """Versions, machine, commit and command line; one column if all runs have the same."""
+    known = [(index, run) for index, run in enumerate(runs) if run.environment]
+    if not known:
+        return '<p class="quiet">Not recorded.</p>'
+    names = list(dict.fromkeys(name for _, run in known for name in run.environment))
+    alike = all(run.environment == runs[0].environment for run in runs)
+    known = known[:1] if alike else known
+    labels = "".join(f"<th>{run_label(index, run)}</th>" for index, run in known)
+    head = "" if alike else f"<tr><th></th>{labels}</tr>"
+    body = "".join(
+        f"<tr><th>{dotted(name)}</th>"
+        + "".join(f"<td>{escape(run.environment.get(name, '—'))}</td>" for _, run in known)
+        + "</tr>"
+        for name in names
+    )
+    return f'<div class="scroll"><table class="settings">{head}{body}</table></div>'
 
 
 def note_list(runs: list[Run]) -> str:

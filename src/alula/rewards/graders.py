@@ -3,11 +3,11 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 from alula.data.answers import after_thinking, last_boxed
 from alula.errors import SettingError, require, unknown
+from alula.imports import import_object
 from alula.rewards import format as answer_format
 from alula.rewards import math_answer
 
@@ -20,9 +20,14 @@ def is_function(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
-def build(name: str, options: Mapping[str, Any]) -> Grader:
+def build(name: str, options: Mapping[str, Any], timeout: float = 10.0) -> Grader:
+    """The grader of a reward. `timeout` is the time limit of one answer, which the caller enforces."""
     if name == "math":
         return math_answer.build(options)
+    if name == "code":
+        from alula.rewards.code.reward import build as build_code
+
+        return build_code(options, timeout)
     if name == "format":
         return answer_format.build(options)
     if name.startswith("reasoning-gym:"):
@@ -33,18 +38,7 @@ def build(name: str, options: Mapping[str, Any]) -> Grader:
 
 def user_function(name: str, options: Mapping[str, Any]) -> Grader:
     """`package.module:function`, called as function(completion, example, **options)."""
-    module_name, function_name = name.split(":")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise SettingError(
-            f"reward {name}: module {error.name!r} not found; install it, or run from its folder."
-        ) from error
-    function = getattr(module, function_name, None)
-    if function is None:
-        raise unknown(f"function of {module_name}", function_name, (k for k in vars(module) if k[0] != "_"))
+    function = import_object(name, f"reward {name}", "function")
     check_signature(name, function, options)
     return lambda completion, example: function(completion, example, **options)
 

@@ -50,8 +50,10 @@ class WorkerPool:
     load torch or start training.
     """
 
-    def __init__(self, graders: Sequence[tuple[str, Mapping[str, Any]]], timeout: float, size: int) -> None:
-        self.graders, self.timeout, self.size = list(graders), timeout, size
+    def __init__(
+        self, graders: Sequence[tuple[str, Mapping[str, Any]]], timeout: float, size: int, memory: int
+    ) -> None:
+        self.graders, self.timeout, self.size, self.memory = list(graders), timeout, size, memory
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
         weakref.finalize(self, end_all, self._workers)
@@ -95,7 +97,7 @@ class WorkerPool:
 
     def _fill(self, size: int) -> None:
         while len(self._workers) < size:
-            self._workers.append(start_worker(self.graders, self.timeout))
+            self._workers.append(start_worker(self.graders, self.timeout, self.memory))
 
     def _send(self, worker: Worker, waiting: deque[int], jobs: Sequence[Job]) -> None:
         try:
@@ -146,7 +148,7 @@ class WorkerPool:
         return worker.end()
 
 
-def start_worker(graders: list[tuple[str, Mapping[str, Any]]], timeout: float) -> Worker:
+def start_worker(graders: list[tuple[str, Mapping[str, Any]]], timeout: float, memory: int) -> Worker:
     ours, theirs = socket.socketpair()
     # The same import path as this process, so that user modules are found; one thread, as there are several workers.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -161,7 +163,7 @@ def start_worker(graders: list[tuple[str, Mapping[str, Any]]], timeout: float) -
             env=environment,
         )
     channel = Connection(ours.detach())
-    channel.send((graders, timeout))
+    channel.send((graders, timeout, memory))
     return Worker(process, channel, time.monotonic() + START_LIMIT)
 
 

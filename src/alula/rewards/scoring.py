@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alula.config.settings import RewardTerm
+from alula.config.settings import RewardSettings, RewardTerm
 from alula.data.answers import reference_text
 from alula.errors import SettingError, require, unknown
 from alula.rewards import graders
@@ -28,12 +28,13 @@ class RewardBatch:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to score: completion, example, finish and length in tokens of each."""
+    """The answers to score: completion, example, finish, length in tokens and environment's reward of each."""
 
     completions: Sequence[str]
     examples: Sequence[Mapping[str, Any]]
     finishes: Sequence[str] | None
     lengths: Sequence[int] | None
+    episodes: Sequence[float | None] | None = None
 
 
 Scorer = Callable[[Answers], Sequence[float]]
@@ -42,13 +43,21 @@ Scorer = Callable[[Answers], Sequence[float]]
 
 class Rewards:
     """Scores answers. Rewards that execute third-party code run in `workers` killable processes, with `timeout` seconds
-    per answer."""
+    per answer and `memory` GiB per process."""
 
-    def __init__(self, terms: Sequence[RewardTerm], *, timeout: float = 10.0, workers: int | None = None) -> None:
+    def __init__(
+        self,
+        terms: Sequence[RewardTerm],
+        *,
+        timeout: float = 10.0,
+        workers: int | None = None,
+        memory: float = 4.0,
+    ) -> None:
         require(len(terms) > 0, "rewards: name at least one reward.")
         require(timeout > 0, f"reward timeout={timeout}: must be above 0 seconds.")
         size = min(4, os.cpu_count() or 1) if workers is None else workers
         require(size >= 1, f"reward workers={workers}: must be at least 1.")
+        require(memory > 0, f"reward memory={memory}: must be above 0 GiB.")
         self.terms = list(terms)
         self.names = distinct([term.name for term in terms])
         self._local: dict[str, Scorer] = {}
@@ -61,7 +70,7 @@ class Rewards:
             else:
                 self._remote.append(name)
                 graders_to_load.append((term.name, dict(term.options)))
-        self._pool = WorkerPool(graders_to_load, timeout, size) if graders_to_load else None
+        self._pool = WorkerPool(graders_to_load, timeout, size, round(memory * 2**30)) if graders_to_load else None
 
     def start(self) -> None:
         """Load every grader now instead of at the first batch, so that a wrong name is reported early."""
@@ -84,16 +93,19 @@ class Rewards:
         examples: Sequence[Mapping[str, Any]],
         finishes: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
+        episodes: Sequence[float | None] | None = None,
     ) -> RewardBatch:
-        """Grade all answers. `finishes` is how each rollout ended ("stop", "length", …), `lengths` its tokens."""
+        """Grade all answers. `finishes` is how each rollout ended ("stop", "length", …), `lengths` its tokens,
+        `episodes` what an environment gave it."""
         count = len(completions)
-        for name, given in (("examples", examples), ("finishes", finishes), ("lengths", lengths)):
+        sizes = (("examples", examples), ("finishes", finishes), ("lengths", lengths), ("episodes", episodes))
+        for name, given in sizes:
             if given is not None and len(given) != count:
                 raise SettingError(f"rewards: {count} completions but {len(given)} {name}; give one for each.")
         failures: list[tuple[int, str]] = []
         parts: dict[str, list[float]] = {}
         for name, scorer in self._local.items():
-            parts[name] = list(scorer(Answers(completions, examples, finishes, lengths)))
+            parts[name] = list(scorer(Answers(completions, examples, finishes, lengths, episodes)))
         if self._pool and self._remote:
             jobs = [(g, c, e) for g in range(len(self._remote)) for c, e in zip(completions, examples)]
             outcomes = self._pool.run(jobs)
@@ -128,15 +140,15 @@ TRIAL_EXAMPLES = 3
 """Examples that a reward is tried on; some of them may be unusual."""
 
 
-def try_out(terms: Sequence[RewardTerm], examples: Sequence[Mapping[str, Any]], timeout: float) -> None:
+def try_out(settings: RewardSettings, examples: Sequence[Mapping[str, Any]]) -> None:
     """Raise if a reward can grade none of the first examples, each with its reference answer as completion (empty text
     without a reference). Reward models are not loaded."""
     trial = examples[:TRIAL_EXAMPLES]
     answers = ["" if example.get("answer") is None else reference_text(example["answer"]) for example in trial]
-    for term in terms:
-        if term.name.startswith("model:"):
+    for term in settings.use:
+        if term.name == "environment" or term.name.startswith("model:"):
             continue
-        with Rewards([term], timeout=timeout, workers=1) as rewards:
+        with Rewards([term], timeout=settings.timeout, workers=1, memory=settings.memory) as rewards:
             try:
                 lengths = [len(answer.split()) for answer in answers]
                 failures = rewards.score(answers, trial, ["stop"] * len(trial), lengths).failures
@@ -154,8 +166,10 @@ def try_out(terms: Sequence[RewardTerm], examples: Sequence[Mapping[str, Any]], 
 def local_scorer(term: RewardTerm) -> Scorer | None:
     """The scorer of a reward that runs in this process; None for one that runs in a worker."""
     kind, _, rest = term.name.partition(":")
-    if term.name in ("math", "format") or (kind == "reasoning-gym" and rest):
+    if term.name in ("math", "code", "format") or (kind == "reasoning-gym" and rest):
         return None
+    if term.name == "environment":
+        return configured(term, environment_reward)
     if term.name == "length":
         return configured(term, length_reward)
     if kind == "task" and rest:
@@ -168,14 +182,21 @@ def local_scorer(term: RewardTerm) -> Scorer | None:
         return None
     known = [
         "math",
+        "code",
         "format",
         "length",
+        "environment",
         "reasoning-gym:<task>",
         "task:<name>",
         "model:<folder>",
         "package.module:function",
     ]
     raise unknown("reward", term.name, known)
+
+
+def environment_reward() -> Scorer:
+    """What the environment gave each episode."""
+    return lambda answers: [reward or 0.0 for reward in answers.episodes or ()]
 
 
 def configured(term: RewardTerm, build: Callable[..., Scorer], *arguments: str) -> Scorer:

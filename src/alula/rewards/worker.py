@@ -11,28 +11,23 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from alula.errors import SettingError
-from alula.rewards.graders import Grader, build, is_function
+from alula.rewards.graders import Grader, build
 from alula.terminal import broken_pipe_safe
-
-MEMORY = 4 << 30
-"""Address space limit of a worker without user functions: 9^9^9^9 must not exhaust the machine's memory."""
 
 
 def main(channel: Connection) -> None:
-    """Protocol: receives [(name, options), …] and a time limit, sends ('ready', None) or ('broken', reason); then for
-    each (grader, completion, example) sends ('value', float) or ('failed', reason)."""
+    """Protocol: receives [(name, options), …], a time limit and a memory limit in bytes, sends ('ready', None) or
+    ('broken', reason); then for each (grader, completion, example) sends ('value', float) or ('failed', reason)."""
     threading.Thread(target=die_with_parent, args=(os.getppid(),), daemon=True).start()
     # a closed pipe must not change a reward
     sys.stdout, sys.stderr = broken_pipe_safe(sys.stdout), broken_pipe_safe(sys.stderr)
-    specs, timeout = channel.recv()
+    specs, timeout, memory = channel.recv()
+    limit_memory(memory)
     try:
-        graders = [build(name, options) for name, options in specs]
+        graders = [build(name, options, timeout) for name, options in specs]
     except Exception as error:
         channel.send(("broken", describe(error)))
         return
-    if not any(is_function(name) for name, _ in specs):
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
     channel.send(("ready", None))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
@@ -44,6 +39,13 @@ def main(channel: Connection) -> None:
             reply = answer(graders[grader], completion, example)
             signal.setitimer(signal.ITIMER_REAL, 0)
             channel.send(reply)
+
+
+def limit_memory(size: int) -> None:
+    """Limit the private memory that this process can write, so that 9^9^9^9 does not exhaust the machine's. Address
+    space would be the wrong measure: importing torch maps more of it than it ever uses."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (size if hard < 0 else min(size, hard), hard))
 
 
 def answer(grade: Grader, completion: str, example: dict[str, Any]) -> tuple[str, float | str]:

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -25,14 +25,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alula.distributed import World
-from alula.errors import RunFailed, require
-from alula.files import size_text
+from alula.errors import RunFailed, SettingError, require
+from alula.files import apply_umask, size_text
 
 MARKER = "COMPLETE"
 PREFIX = "step-"
 ASIDE = ".aside-"
 """Prefix of unfinished, discarded and broken folders: never read, deleted at the next save."""
 PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata"}
+
+Resume = bool | Literal["auto"]
+"""Whether a run continues from its last checkpoint; "auto": if there is one."""
 
 
 class CheckpointError(RunFailed):
@@ -88,26 +91,51 @@ class Checkpoints:
         needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(existing).free
         return f"it needs {size_text(needed)} and the disk has {size_text(free)} left" if free < needed else None
 
-    def begin(self, resume: bool) -> Path | None:
-        """The checkpoint to resume from. A new run raises if there is any: it would keep an old checkpoint of the same
-        step as its own."""
-        if resume:
-            return self.latest()
-        require(
-            not self.all(),
-            f"run folder {self.folder.parent} already contains checkpoints; continue the run with --resume, or choose "
-            "another folder.",
+    def begin(self, resume: Resume) -> Path | None:
+        """The checkpoint to start from; None starts from the beginning. Raises before anything is written:
+
+        - a new run (False) if there are checkpoints: it would keep an old one of the same step as its own;
+        - a resumed run (True) without a checkpoint; "auto" starts from the beginning then, unless a model is there;
+        - every resumed run if no checkpoint is intact.
+        """
+        run = self.folder.parent
+        if not resume:
+            require(
+                not self.all(),
+                f"run folder {run} already contains checkpoints; continue the run with --resume, or choose another "
+                "folder.",
+            )
+            return None
+        self.check_resume(resume)
+        path = self.latest()
+        if path is None and self._folders():
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is intact ({self._folders()[-1].name}: "
+                f"{self._faults(self._folders()[-1])}); restore one from a copy, or start in another folder."
+            )
+        return path
+
+    def check_resume(self, resume: Resume) -> None:
+        """Raise if there is no checkpoint, intact or not, to resume from."""
+        run = self.folder.parent
+        if self._folders() or (resume == "auto" and not (run / "model").exists()):
+            return
+        require(run.exists(), f"--resume: run folder {run} does not exist; check the name, or start without --resume.")
+        raise SettingError(
+            f"--resume: {run} has no checkpoint; to start anew, leave --resume out and choose another folder, or "
+            "delete this one first."
         )
-        return None
 
     def latest(self) -> Path | None:
-        """The newest intact checkpoint. Damaged ones are skipped and reported."""
+        """The newest intact checkpoint. Damaged newer ones are reported."""
+        damaged: list[str] = []
         for path in reversed(self.all()):
             wrong = self._faults(path)
             if not wrong:
+                for message in damaged if self.world.rank == 0 else ():
+                    self.report(message)
                 return path
-            if self.world.rank == 0:
-                self.report(f"checkpoint {path} is damaged ({wrong}); using the previous one.")
+            damaged.append(f"checkpoint {path} is damaged ({wrong}); using the previous one.")
         return None
 
     def best(self) -> Path | None:
@@ -117,7 +145,11 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(p for p in self.folder.glob(f"{PREFIX}*") if (p / MARKER).is_file())
+        return [path for path in self._folders() if (path / MARKER).is_file()]
+
+    def _folders(self) -> list[Path]:
+        """Checkpoints, complete or not, oldest first."""
+        return sorted(self.folder.glob(f"{PREFIX}*"))
 
     def load(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Read a checkpoint into the given live tensors, in place, and return this rank's JSON state (the first rank's,
@@ -167,6 +199,7 @@ class Checkpoints:
             raise OSError(problems[0])
 
     def _commit(self, aside: Path, final: Path, step: int, score: float | None) -> None:
+        apply_umask(aside)
         files = {p.name: {"bytes": p.stat().st_size, "crc32": _checksum(p)} for p in sorted(aside.iterdir())}
         for name in files:
             _flush(aside / name)

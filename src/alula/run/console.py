@@ -1,4 +1,4 @@
-"""Live progress of a run: one updating line on a terminal, one plain line per step in a log."""
+"""Live progress of a run: two updating lines on a terminal, one plain line per step in a log."""
 
 import sys
 import time
@@ -6,19 +6,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 RECENT_STEPS = 20
-WIDE = 140
-"""Terminal columns that are needed to show the progress bar next to the numbers."""
+SEPARATOR = " · "
 
 
 class LiveLine:
-    """Progress of a run: reward, length, rollouts vetoed and rejected, KV saved, tokens/s, time left.
+    """Progress of a run: step, time left, what it is doing; reward, length, rollouts vetoed, KV saved, tokens/s.
 
     `step` counts from 1 to `total_steps`; `first_step` is the step of the checkpoint of a resumed run.
     """
@@ -55,6 +52,11 @@ class LiveLine:
         """Show what the run is doing now, on a terminal only."""
         self._phase = name
 
+    def progress(self, rollouts: int, of: int, tokens: int, about: int) -> None:
+        """Show how far the phase is: finished rollouts and their tokens, of about how many."""
+        name = self._phase.partition(SEPARATOR)[0]
+        self._phase = f"{name}{SEPARATOR}{rollouts:,} of {of:,}{SEPARATOR}{tokens:,} of about {about:,} tokens"
+
     def message(self, text: str) -> None:
         """Print a line above the live one, such as a warning."""
         if self._live is None:
@@ -80,30 +82,30 @@ class LiveLine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _render(self) -> Table:
-        step = Text(f"step {self.step}/{self.total_steps}", style="bold")
-        words = [f"{self.time_left()} left", describe(self._metrics)] if self._metrics else []
-        line = Text(" · ".join([*words, self._phase]), no_wrap=True, overflow="ellipsis")
-        row = Table.grid(padding=(0, 1))
-        row.add_column(min_width=len(step))
-        if self.console.width >= WIDE:
-            row.add_row(step, ProgressBar(total=max(self.total_steps, 1), completed=self.step, width=16), line)
-        else:
-            row.add_row(step, line)
-        return row
+    def _render(self) -> Group:
+        words = [f"{self.time_left()} left"] if self._metrics else []
+        line = Text(f"step {self.step}/{self.total_steps}", style="bold", no_wrap=True, overflow="ellipsis")
+        line.append(SEPARATOR.join(["", *words, self._phase]), style="not bold")
+        numbers = describe(self._metrics, self.console.width)
+        return Group(line, Text(numbers, no_wrap=True)) if numbers else Group(line)
 
 
-def describe(metrics: Mapping[str, float]) -> str:
-    """The main numbers of one step as one line; missing ones are left out."""
+def describe(metrics: Mapping[str, float], width: int | None = None) -> str:
+    """The main numbers of one step as one line of at most `width` characters; missing ones are left out."""
     shown = (
         ("reward", "reward/mean", lambda value: f"{value:.3f}"),
         ("length", "response/length_mean", lambda value: f"{value:.0f}"),
+        ("turns", "environment/turns", lambda value: f"{value:.1f}"),
         ("vetoed", "mismatch/veto_rate", lambda value: f"{value:.1%}"),
-        ("rejected", "mismatch/rejected", lambda value: f"{value:.1%}"),
         ("KV saved", "kv/saved", lambda value: f"{value:.0%}"),
         ("tok/s", "speed/tokens_per_s", lambda value: f"{value:,.0f}"),
+        ("rejected", "mismatch/rejected", lambda value: f"{value:.1%}"),
+        ("tool failures", "environment/failed", lambda value: f"{value:.1%}"),
     )
-    return " · ".join(f"{name} {write(metrics[key])}" for name, key, write in shown if metrics.get(key) is not None)
+    words = [f"{name} {write(metrics[key])}" for name, key, write in shown if metrics.get(key) is not None]
+    while width is not None and words and len(SEPARATOR.join(words)) > width:
+        words.pop()
+    return SEPARATOR.join(words)
 
 
 def duration(seconds: float) -> str:
@@ -116,3 +118,8 @@ def duration(seconds: float) -> str:
     if total < 86400:
         return f"{total // 3600} h {total % 3600 // 60:02d} min"
     return f"{total // 86400} d {total % 86400 // 3600:02d} h"
+
+
+def seconds(value: float) -> str:
+    """The same, with the digits of a short time: 0.25 s, 7.3 s."""
+    return f"{value:.2g} s" if value < 1 else f"{value:.1f} s" if value < 100 else duration(value)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alula.distributed import World
+from alula.files import apply_umask
 from alula.models.load import no_progress_bars_in_pipes
 
 
@@ -18,8 +19,10 @@ def export(
     parameters: Iterable[tuple[str, Tensor]],
     tokenizer: Any | None = None,
     world: World | None = None,
+    card: str | None = None,
 ) -> Path:
-    """Write `parameters` (see `Learner.full_parameters`) with the config of `model`, in their dtype.
+    """Write `parameters` (see `Learner.full_parameters`) with the config of `model`, in their dtype; `card` is the
+    README.md.
 
     Every rank must call it; the first one writes. An existing folder is replaced once the new one is complete.
     """
@@ -37,6 +40,9 @@ def export(
             model.save_pretrained(aside, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+        if card is not None:
+            (aside / "README.md").write_text(card)
+        apply_umask(aside)
         if final.exists():
             final.rename(old)
         aside.rename(final)

@@ -3,8 +3,10 @@
     metrics.jsonl      one object per training step: `step` and flat numbers (docs/metrics.md explains each)
     evals.jsonl        one object per held-out evaluation: step, name, policy (dense | sparse), n, accuracy, …
     completions.jsonl  sampled completions: step, prompt, completion, reward, finish, vetoed
+    rollouts.jsonl     all rollouts of one prompt, token by token: texts, log-ratios, evictions; not at every step
     events.jsonl       health warnings and other notes: step, kind, message, advice
     status.json        state of the run (running, finished, stopped, failed) and its total number of steps
+    config.yaml        all settings; environment.json: versions, machine and command line of the last start
 
 A line is written in one call. A run that resumes from the checkpoint of step k first drops all lines after step k, and
 all lines that were written after that checkpoint: an evaluation of step k that came later is repeated. Its files then
@@ -23,7 +25,7 @@ from alula.errors import SettingError, require
 from alula.files import write_atomically
 from alula.run.sinks import Sink, open_sink
 
-LINES = ("metrics.jsonl", "evals.jsonl", "completions.jsonl", "events.jsonl")
+LINES = ("metrics.jsonl", "evals.jsonl", "completions.jsonl", "rollouts.jsonl", "events.jsonl")
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -102,6 +104,10 @@ class MetricsWriter:
         """Log sampled completions: prompt, completion, reward, finish, vetoed."""
         for completion in completions:
             self._append("completions.jsonl", {"step": step} | dict(completion))
+
+    def log_rollouts(self, step: int, group: Mapping[str, Any]) -> None:
+        """Log all rollouts of one prompt, token by token."""
+        self._append("rollouts.jsonl", {"step": step} | dict(group))
 
     def log_event(self, step: int, kind: str, message: str, advice: str = "") -> None:
         self._append("events.jsonl", {"step": step, "kind": kind, "message": message, "advice": advice})

@@ -1,7 +1,8 @@
 """Run logger: writes the run folder and the live line on the first rank, and nothing on the others."""
 
+import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,7 +12,9 @@ from alula.config.load import to_yaml
 from alula.config.run import RunConfig
 from alula.data import Dataset
 from alula.distributed import World
+from alula.files import write_atomically
 from alula.run.console import LiveLine
+from alula.run.environment import environment
 from alula.run.run_dir import MetricsWriter, State
 from alula.terminal import BrokenPipeSafeStream
 
@@ -62,16 +65,16 @@ class RunLogger:
         """Lines written so far, by file."""
         return dict(self.writer.lines) if self.writer else {}
 
-    def start(self, training: Dataset, held_out: Dataset | None) -> None:
-        """Print a summary of the run and write config.yaml. Call it once nothing can reject the run any more: a
-        rejected resume must leave the folder's settings as they are."""
+    def start(self, training: Dataset, held_out: Sequence[Dataset]) -> None:
+        """Print a summary of the run, and write config.yaml and environment.json. Call it once nothing can reject the
+        run any more: a rejected resume must leave the folder's settings as they are."""
         c, sparsity = self.config, self.config.sparsity
         preset = c.objective.correction.preset
         rollouts = "dense" if sparsity.dense else f"{sparsity.describe()}, correction {preset}"
         batch = f"{c.sampling.prompts} × {c.sampling.n} rollouts"
         self.message(f"{self.out}: {c.model.source}, {c.steps:,} steps of {batch}, {rollouts}.")
         dropped = "; left out: " + ", ".join(f"{n:,} ({why})" for why, n in training.dropped.items())
-        evaluated = "" if held_out is None else f", {len(held_out):,} to evaluate on"
+        evaluated = f", {sum(map(len, held_out)):,} to evaluate on" if held_out else ""
         self.message(f"{training.name}: {len(training):,} prompts{evaluated}{dropped if training.dropped else ''}.")
         if self.writer:
             settings = self.out / "config.yaml"
@@ -79,13 +82,18 @@ class RunLogger:
                 changed = changed_settings(settings.read_text(), self.config)
                 if changed:
                     self.message(f"settings changed since the run began: {', '.join(changed)}.")
-            settings.write_text(to_yaml(self.config))
+            write_atomically(settings, to_yaml(self.config))
+            write_atomically(self.out / "environment.json", json.dumps(environment(), indent=1) + "\n")
 
     def log_step(self, step: int, metrics: Mapping[str, float], completions: Iterable[Mapping[str, Any]]) -> None:
         if self.writer and self.live:
             self.writer.log(step, metrics)
             self.writer.log_completions(step, completions)
             self.live.update(step, metrics)
+
+    def log_rollouts(self, step: int, group: Mapping[str, Any]) -> None:
+        if self.writer:
+            self.writer.log_rollouts(step, group)
 
     def log_eval(self, step: int, name: str, policy: Any, result: Mapping[str, Any]) -> None:
         """`result` holds accuracy, stderr, n and further numbers."""
@@ -107,6 +115,11 @@ class RunLogger:
         """Show what the run is doing now."""
         if self.live:
             self.live.phase(name)
+
+    def progress(self, rollouts: int, of: int, tokens: int, about: int) -> None:
+        """Show how far the phase is: finished rollouts and their tokens, of about how many."""
+        if self.live:
+            self.live.progress(rollouts, of, tokens, about)
 
     def __enter__(self) -> "RunLogger":
         return self

@@ -1,8 +1,9 @@
 """Metric sinks in addition to the run folder: TensorBoard, Weights & Biases, trackio."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,13 +65,24 @@ SINKS: dict[str, Callable[[Path, int | None, Mapping[str, Any]], Sink]] = {
 }
 
 
+def check_sinks(names: Iterable[str]) -> None:
+    """Raise for a sink whose package, which has the sink's name, is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise missing_package(name, f"no module named {name!r}")
+
+
 def open_sink(name: str, run_dir: Path, resume_from: int | None, settings: Mapping[str, Any]) -> Sink:
     if name not in SINKS:
         raise unknown("metrics sink", name, SINKS)
     try:
         return SINKS[name](run_dir, resume_from, settings)
     except ImportError as error:
-        raise SettingError(
-            f"metrics sink {name!r} needs a package that is not installed ({error}); "
-            f"install it with `pip install 'alula[{name}]'`, or leave {name!r} out."
-        ) from error
+        raise missing_package(name, str(error)) from error
+
+
+def missing_package(name: str, reason: str) -> SettingError:
+    return SettingError(
+        f"logging.sinks: {name!r} needs a package that is not installed ({reason}); install it with `pip install "
+        f"'alula[{name}]'`, or leave {name!r} out."
+    )

@@ -112,6 +112,12 @@ def footprint(sparsity: Sparsity, prompt: int, new_tokens: int, layers: int) -> 
     return Footprint(held, read, scored, moved, summaries)
 
 
+def is_ever_sparse(sparsity: Sparsity, prompt: int, new_tokens: int, layers: int) -> bool:
+    """Whether a generation of this length evicts a token, or leaves one unread."""
+    use = footprint(sparsity, prompt, new_tokens, layers)
+    return bool((use.moved > 0).any() or (use.read < use.held).any())
+
+
 def _sawtooth(evict: Evict | None, prompt: int, lengths: Array) -> tuple[Array, Array]:
     """Tokens held and moved per step. At the trigger the cache shrinks to the kept tokens, before attention runs."""
     if evict is None:

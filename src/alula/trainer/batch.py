@@ -9,6 +9,7 @@ from torch import Tensor
 from alula.data.dataset import Example, shuffled
 from alula.distributed import World
 from alula.engine.rollout import Rollout
+from alula.environments.episodes import Episode
 from alula.mismatch.control.monitor import Observation
 from alula.objective import ragged
 
@@ -28,8 +29,8 @@ class RolloutBatch:
     failures: list[list[str]] = field(default_factory=list)
     """Per rollout: why it could not be graded, one reason for every reward that failed."""
     dense: list[Tensor] = field(default_factory=list)
-    """Old log-probs [len] of each rollout under the dense policy. In one-update mode the update fills in what it
-    computes."""
+    """Old log-probs [sampled tokens] of each rollout under the dense policy. In one-update mode the update fills in
+    what it computes."""
     reference: list[Tensor] = field(default_factory=list)
     """Log-probs under the initial policy. Empty without a KL."""
     rerolled: list[bool] = field(default_factory=list)
@@ -59,20 +60,31 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(rollout) for rollout in self.rollouts]
+        """Sampled tokens of each rollout. Given ones have no log-probs: they are left out here, and with them from
+        loss, correction, vetoes and lengths."""
+        return [rollout.sampled_tokens for rollout in self.rollouts]
 
     def sampled(self, device: torch.device) -> list[Tensor]:
-        """Log-probs of each rollout under the policy that sampled it."""
-        return [rollout.sampler_logprobs().to(device) for rollout in self.rollouts]
+        """Log-probs of each rollout's sampled tokens under the policy that sampled them."""
+        return [rollout.sampler_logprobs()[rollout.sampled].to(device) for rollout in self.rollouts]
 
     def sequence(self, device: torch.device) -> Tensor:
-        """int64 [T]: the rollout of each token."""
+        """int64 [T]: the rollout of each sampled token."""
         return ragged.sequence(self.lengths, device)
 
     def trainable_mask(self, mask_truncated: bool) -> Tensor:
         """bool [N]: excludes rollouts that failed or were aborted, and truncated ones if `mask_truncated`."""
         excluded = ("error", "aborted", "length") if mask_truncated else ("error", "aborted")
         return torch.tensor([r.finish not in excluded for r in self.rollouts], dtype=torch.bool)
+
+    def environment_failures(self) -> list[str]:
+        """Why environments were given up: one reason for each failed episode."""
+        return [r.failure for r in self.rollouts if isinstance(r, Episode) and r.failure is not None]
+
+    def counted_mask(self) -> Tensor | None:
+        """bool [N]: excludes episodes whose environment failed, which is not the policy's doing; None without any."""
+        counted = [not (isinstance(r, Episode) and r.failure) for r in self.rollouts]
+        return None if all(counted) else torch.tensor(counted, dtype=torch.bool)
 
     def choose(self, groups: list[int]) -> "RolloutBatch":
         """Some of the groups, in the given order."""
@@ -107,7 +119,7 @@ class RolloutBatch:
             rows.append(
                 {
                     "prompt": prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt),
-                    "completion": rollout.text,
+                    "completion": rollout.transcript if isinstance(rollout, Episode) else rollout.text,
                     "reward": self.rewards[i],
                     "finish": rollout.finish,
                     "vetoed": vetoed[i],

@@ -1,6 +1,8 @@
 """Builds the parts of a run from its settings: model, data, learner, engine, monitor, distillation."""
 
 import copy
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,9 @@ from alula.data.load import load_source
 from alula.data.load_tokenizer import TASK, attach_tokenizer, load_tokenizer
 from alula.distributed import World
 from alula.engine.engine import Engine
+from alula.environments.conversation import Conversation
+from alula.environments.episodes import Episodes
+from alula.environments.registry import load_environment
 from alula.errors import require
 from alula.learner.learner import Learner, trains_in_place
 from alula.mismatch.control.monitor import Monitor
@@ -24,8 +29,8 @@ if TYPE_CHECKING:
     from alula.distill.distiller import Distiller
     from alula.distill.run_stage import RunDistiller
 
-Data = tuple[Dataset, Dataset | None]
-"""Training and held-out examples."""
+Data = tuple[Dataset, tuple[Dataset, ...]]
+"""Training examples, and the held-out sets."""
 
 
 def check_shares(config: RunConfig, world: World) -> None:
@@ -63,19 +68,26 @@ def load_policy(config: RunConfig, world: World) -> LoadedModel:
 
 
 def split_data(config: RunConfig) -> Data:
-    """(training, held-out) examples. The held-out ones come from `eval.data`, or are split off, or are None."""
-    training, held_out = load_source(config.data), None
-    if config.eval.every and config.eval.data is not None:
-        held_out = load_source(config.eval.data)
-        held_out = held_out.take(config.eval.size, seed=0) if config.eval.size < len(held_out) else held_out
-    elif config.eval.every:
-        require(
-            config.eval.size < len(training),
-            f"eval.size={config.eval.size}: the training data has only {len(training)} examples; lower it, name other "
-            "data in eval.data, or set eval.every=0.",
-        )
-        training, held_out = training.split(config.eval.size, config.data.seed)
-    return training, held_out
+    """(training, held-out) examples. The held-out sets come from `eval.data`, or one is split off, or there is none."""
+    training, size = load_source(config.data, training=True), config.eval.size
+    if not config.eval.every:
+        return training, ()
+    if config.eval.data:
+        return training, tuple(load_held_out(config, index) for index in range(len(config.eval.data)))
+    require(
+        size < len(training),
+        f"eval.size={size}: the training data has only {len(training)} examples; lower it, name other data in "
+        "eval.data, or set eval.every=0.",
+    )
+    training, held_out = training.split(size, config.data.seed)
+    return training, (held_out,)
+
+
+def load_held_out(config: RunConfig, index: int) -> Dataset:
+    """The examples of one set of `eval.data`."""
+    sources, size = config.eval.data, config.eval.size
+    held_out = load_source(sources[index], "eval.data" if len(sources) == 1 else f"eval.data[{index}]")
+    return held_out.take(size, seed=0) if size < len(held_out) else held_out
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> Data:
@@ -98,7 +110,7 @@ def tokenized(config: RunConfig, data: Data, tokenizer: Any) -> Data:
         )
 
     training, held_out = data
-    return with_ids(training), None if held_out is None else with_ids(held_out)
+    return with_ids(training), tuple(map(with_ids, held_out))
 
 
 def build_learner_and_engine(
@@ -139,6 +151,8 @@ def build_learner_and_engine(
         max_rows=e.max_rows,
         max_length=e.max_length or longest,
         lookahead=e.lookahead,
+        swap_memory=e.swap_memory,
+        session_timeout=math.inf,  # episodes close their sessions themselves
         buckets=e.buckets,
         graphs=e.graphs,
         compiled=e.compiled,
@@ -174,9 +188,24 @@ def build_run_distiller(
     return RunDistiller(distiller, engine, config.distill, ids)
 
 
+def build_conversation(config: RunConfig, tokenizer: Any) -> Conversation:
+    d = config.data
+    return Conversation(tokenizer, chat=d.chat, system=d.system, template_options=d.template_options)
+
+
+def build_episodes(config: RunConfig, engine: Engine, check_stop: Callable[[], None]) -> Episodes | None:
+    """What plays episodes, if the run has an environment."""
+    settings = config.environment
+    if settings is None:
+        return None
+    build = load_environment(settings.use, settings.options)
+    return Episodes(settings, build, engine, build_conversation(config, engine.tokenizer), check_stop)
+
+
 def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:
     """The monitor of the run's sparse policy, with the controller if it is enabled."""
-    longest = max(len(example.prompt_ids or ()) for example in training) + config.sampling.max_new_tokens
+    prompt = max(len(example.prompt_ids or ()) for example in training)
+    longest = prompt + config.most_generated(prompt)
     return Monitor(
         config.monitor,
         config.sparsity,

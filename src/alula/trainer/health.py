@@ -40,6 +40,7 @@ WATCHED = (
     "policy/grad_norm",
     "policy/entropy",
     "response/length_mean",
+    "response/repetitive",
     "reward/mean",
     "reward/accuracy",
     "groups/no_signal",
@@ -135,19 +136,24 @@ class StepAlerts:
         """Whether the last step had nothing to learn from."""
         self.ungraded = False
         """Whether some answers of the last step could not be graded."""
+        self.gave_up = False
+        """Whether the environment failed in some episodes of the last step."""
         self.not_finite = 0
         """Consecutive updates skipped because of a non-finite loss or gradient."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"idle": self.idle, "ungraded": self.ungraded, "not_finite": self.not_finite}
+        names = ("idle", "ungraded", "gave_up", "not_finite")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.idle, self.ungraded, self.not_finite = state["idle"], state["ungraded"], state["not_finite"]
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def check(self, step: int, batch: "RolloutBatch", result: "StepResult") -> None:
         """Report the problems of a step; raise TrainingFailed if the run must end."""
         self._nothing_learned(step, batch, result)
         self._not_graded(step, batch)
+        self._environment_failed(step, batch)
         self._not_finite(step, result.updates)
 
     def _nothing_learned(self, step: int, batch: "RolloutBatch", result: "StepResult") -> None:
@@ -174,6 +180,20 @@ class StepAlerts:
             advice = "Check the reward function; rewards.timeout limits the time per answer."
             self.logger.event(step, "not-graded", message, advice)
         self.ungraded = bool(failed)
+
+    def _environment_failed(self, step: int, batch: "RolloutBatch") -> None:
+        reasons = [reason for share in self.world.all_gather(batch.environment_failures()) for reason in share]
+        if reasons and not self.gave_up:
+            reason, count = Counter(reasons).most_common(1)[0]
+            message = (
+                f"The environment failed in {len(reasons)} episodes of step {step}, which are not trained on; {count} "
+                f"of them: {reason}."
+            )
+            advice = (
+                "Answer wrong tool calls with a message instead of an exception; environment.timeout limits a call."
+            )
+            self.logger.event(step, "environment-failed", message, advice)
+        self.gave_up = bool(reasons)
 
     def _not_finite(self, step: int, updates: "list[Update]") -> None:
         for update in updates:

@@ -181,6 +181,20 @@ def answers_shrinking(traces: Traces, hints: Hints) -> HealthWarning | None:
     )
 
 
+def endless_repetition(traces: Traces, hints: Hints) -> HealthWarning | None:
+    """More than 5 % of the rollouts of the last five steps repeated a phrase until the token limit."""
+    values = traces["response/repetitive"].last(5)
+    if not values or fmean(values) <= 0.05:
+        return None
+    return HealthWarning(
+        "endless-repetition",
+        f"{fmean(values):.1%} of the rollouts of the last 5 steps repeat one phrase until the token limit (more than "
+        "5%): with a sparse cache this precedes a collapse.",
+        f"Read the sampled completions. {hints.raise_budget}, keep sinks (4) and a window, or "
+        f"{hints.other_correction}. If dense rollouts repeat as well, check the model's chat template and stop tokens.",
+    )
+
+
 def entropy_collapsing(traces: Traces, hints: Hints) -> HealthWarning | None:
     """Entropy below 0.1 nats and below a fifth of its first level, while accuracy is below 95 %."""
     trace = traces["policy/entropy"]
@@ -222,6 +236,7 @@ STEP_CHECKS: tuple[tuple[str, StepCheck], ...] = (
     ("mismatch/kl_k3", mismatch_not_settling),
     ("policy/grad_norm", gradient_spike),
     ("response/length_mean", answers_shrinking),
+    ("response/repetitive", endless_repetition),
     ("policy/entropy", entropy_collapsing),
     ("groups/no_signal", groups_equal),
 )

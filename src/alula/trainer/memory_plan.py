@@ -1,7 +1,6 @@
 """Memory plan of `alula train --check`: what a run needs, from its settings and the model's shape alone.
 
-Counts memory and tokens per step, compares the totals of learning and generating with the free GPU memory, and prints
-three tables: work, memory, and what is sparse.
+Counts memory and tokens per step, and compares the totals of learning and generating with the free GPU memory.
 """
 
 import os
@@ -10,32 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from alula.config.run import RunConfig
-from alula.config.settings import ControlSettings, DistillSettings
+from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
 from alula.engine.kv_cache import parse_bytes
+from alula.errors import SettingError
 from alula.files import size_text
 from alula.mismatch.control.monitor import resolve_control
+from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
 from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
 from alula.rewards.scoring import check as check_rewards
 from alula.sparsity.footprint import most_held
-from alula.sparsity.policy import DENSE, check_schedules
+from alula.sparsity.policy import check_schedules
 from alula.trainer.build import Data
-from alula.trainer.preflight import (
-    OTHER_MODEL_ADVICE,
-    Preflight,
-    check_positions,
-    check_run_folder,
-    load_first_adapter,
-    load_model_config,
-    schedules_of_other_models,
-)
+from alula.trainer.preflight import check_positions, load_first_adapter, load_model_config
 
 PROMPT_GUESS = 256
 """Assumed tokens per prompt, if neither the data nor `data.max_prompt_tokens` gives a number."""
@@ -48,6 +39,8 @@ class MemoryPlan:
     """Sizes in bytes per rank, counts per step."""
 
     parameters: int
+    experts: int
+    """Parameters of a mixture's experts."""
     weights: int
     engine_copy: int
     """The engine's copy of the weights; 0 if it reads the learner's."""
@@ -65,8 +58,7 @@ class MemoryPlan:
     """Inputs of all layers for one micro-batch, which activation checkpointing keeps; 0 without it."""
     prompt: int
     """Tokens assumed per prompt."""
-    kv_token: int
-    """Keys and values of one token over all layers and heads."""
+    geometry: Geometry
     kv_dense: int
     """All rollouts that run together, at full length, with dense KV."""
     kv_sparse: int
@@ -103,7 +95,12 @@ class MemoryPlan:
 
 def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> MemoryPlan:
     """The plan of a run. Also raises whatever the start of the run would reject. `data` is given if tokenized."""
-    check_rewards(config.rewards.use)
+    try:
+        check_rewards(config.rewards.use)
+    except SettingError:
+        raise
+    except Exception as error:  # from the module of a reward
+        raise SettingError(f"rewards.use: {type(error).__name__} in a reward's module: {error}; correct it.") from error
     sparsity = config.sparsity
     for policy in config.policies():
         check_schedules(policy, short_name(config.model.source))
@@ -125,13 +122,14 @@ def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> 
     rollouts = s.prompts * s.n
     running = min(config.engine.max_rows, -(-rollouts // ranks))
     prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
-    longest = prompt + s.max_new_tokens
+    longest = prompt + config.most_generated(prompt)
     if config.control.enabled:
         resolve_control(config.control, sparsity, longest)
     shares_weights = ranks == 1 and lora is None
     is_master = width == 4
     return MemoryPlan(
         parameters=parameters,
+        experts=expert_parameters(model),
         weights=parameters * width if ranks == 1 else parameters * 4 // ranks,
         engine_copy=0 if shares_weights else parameters * width,
         sparse_copy=linear_parameters(model) * width if config.distill else 0,
@@ -143,12 +141,12 @@ def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> 
         logits=2 * 4 * config.learner.logprob_chunk * text.vocab_size,
         activations=layer_inputs * config.learner.token_budget if config.learner.activation_checkpointing else 0,
         prompt=prompt,
-        kv_token=kv_token,
+        geometry=geometry,
         kv_dense=running * longest * kv_token,
         kv_sparse=running * most_held(sparsity.evict, prompt, longest) * kv_token,
         rollouts=rollouts,
         running=running,
-        most_tokens=rollouts * s.max_new_tokens,
+        most_tokens=rollouts * config.most_sampled(),
         update_tokens=-(-rollouts // config.learner.updates) * longest,
     )
 
@@ -157,7 +155,8 @@ def longest_prompt(data: Data | None) -> int | None:
     """Tokens of the longest prompt of tokenized data."""
     if data is None:
         return None
-    return max(len(example.prompt_ids or ()) for dataset in data if dataset for example in dataset)
+    training, held_out = data
+    return max(len(example.prompt_ids or ()) for dataset in (training, *held_out) for example in dataset)
 
 
 def linear_parameters(model: Any) -> int:
@@ -181,108 +180,6 @@ def adapter_parameters(model: Any, distill: DistillSettings | None, first: Adapt
 def dtype_of(config: RunConfig) -> str:
     device = config.model.device or resolve_device().type
     return config.model.dtype or ("bfloat16" if device == "cuda" else "float32")
-
-
-# -- printing ----------------------------------------------------------------------------------------------------------
-
-
-def print_plan(config: RunConfig, console: Console | None = None, *, resume: bool = False) -> None:
-    """Check the run and print its plan. Raises whatever the run would reject."""
-    console = console or Console()
-    preflight = Preflight(config)
-    plan = plan_memory(config, int(os.environ.get("WORLD_SIZE", "1")), preflight.tokenized)
-    preflight.try_rewards()
-    console.print(work_table(config, plan, preflight.describe_data()))
-    console.print(memory_table(config, plan, preflight.tokenized is not None))
-    console.print(sparsity_table(config))
-    check_run_folder(config, resume)  # last, so that the plan of an existing run can be read
-
-
-def work_table(config: RunConfig, plan: MemoryPlan, data: str) -> Table:
-    s, objective = config.sampling, config.objective
-    scoring = "only rollouts the update leaves out" if objective.one_update else "dense, every rollout"
-    table = new_table("work per step")
-    table.add_row("data", data)
-    table.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {plan.rollouts:,}")
-    table.add_row("generated tokens", f"at most {plan.most_tokens:,} ({s.max_new_tokens:,} each)")
-    table.add_row("scoring", scoring + (" + reference (KL)" if objective.kl else ""))
-    table.add_row("optimizer steps", f"{config.learner.updates}, each at most {plan.update_tokens:,} tokens")
-    table.add_row("micro-batches", f"{config.learner.token_budget:,} tokens")
-    table.add_row("run", f"{config.steps:,} steps, {config.steps * plan.rollouts:,} rollouts")
-    return table
-
-
-def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
-    title = f"memory per rank, {plan.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}"
-    table = new_table(title, justify="right")
-    for what, size in (
-        ("weights", plan.weights),
-        ("weights, the engine's copy", plan.engine_copy),
-        ("linear layers, the sparse policy's copy", plan.sparse_copy),
-        ("adapter of the sparse policy, its moments and gradients", plan.adapter),
-        ("float32 masters", plan.masters),
-        ("Adam moments", plan.moments),
-        ("gradients", plan.gradients),
-        ("reference policy", plan.reference),
-        (f"logits of {config.learner.logprob_chunk:,} positions", plan.logits),
-        (f"layer inputs of {config.learner.token_budget:,} tokens", plan.activations),
-    ):
-        if size:
-            table.add_row(what, size_text(size))
-    longest, sparsity = plan.prompt + config.sampling.max_new_tokens, config.sparsity
-    pool = config.engine.kv_memory or "twice what its rows need, if available"
-    table.add_row(f"KV pool (engine.kv_memory: {pool})", "")
-    table.add_row(f"  {plan.running} rollouts of {longest:,} tokens, dense", size_text(plan.kv_dense))
-    if not sparsity.dense:
-        table.add_row(f"  the same under {sparsity.describe()}", size_text(plan.kv_sparse))
-    if tokenized:
-        table.add_row(f"  including the longest prompt: {plan.prompt:,} tokens", "")
-    elif config.data.max_prompt_tokens is None:
-        table.add_row(f"  prompts assumed to have {plan.prompt} tokens; data.max_prompt_tokens sets a limit", "")
-    for what, text in totals(config, plan, free_memory(config)):
-        table.add_row(what, text)
-    return table
-
-
-def sparsity_table(config: RunConfig) -> Table:
-    sparsity, every = config.sparsity, config.eval.every
-    table = new_table("what is sparse")
-    table.add_row("rollouts", sparsity.describe() if sparsity != DENSE else "nothing: a dense run")
-    if evict := sparsity.evict:
-        protected = "the whole prompt, " if evict.protect_prompt else ""
-        table.add_row(
-            "  evicted",
-            f"to {evict.budget} KV tokens whenever {evict.buffer} more are cached; always kept: "
-            f"{protected}first {evict.sinks}, last {evict.window}",
-        )
-    if select := sparsity.select:
-        table.add_row(
-            "  read",
-            f"{select.budget} KV tokens in blocks of {select.block}; dense layers: {select.dense_layers}",
-        )
-    for message in schedules_of_other_models(config.policies(), load_model_config(config.model.source)):
-        table.add_row("  other model", f"{message} {OTHER_MODEL_ADVICE}")
-    table.add_row("correction", config.objective.correction.preset)
-    if config.control.enabled and not sparsity.dense:
-        table.add_row("controller", describe_control(config.control))
-    evaluated = f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps" if every else "off"
-    table.add_row("held-out evaluation", evaluated)
-    return table
-
-
-def describe_control(control: ControlSettings) -> str:
-    """The controller's limits, and its action on a violation."""
-    limits = [f"at most {control.vetoed:.0%} vetoed"] if control.vetoed else []
-    if control.tau or not limits:
-        limits.append(f"a tail of {control.tau}" if control.tau else "the tail that the schedule was planned for")
-    return f"{' and '.join(limits)}; on violation: {control.on_violation}"
-
-
-def new_table(title: str, justify: Any = "left") -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify=justify)
-    return table
 
 
 # -- does it fit? ------------------------------------------------------------------------------------------------------

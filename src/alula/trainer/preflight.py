@@ -23,16 +23,19 @@ from alula.data.load_tokenizer import TASK, load_tokenizer
 from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.errors import SettingError, require
-from alula.models.load import SHAPE, TOKENIZER_FILES, find_pretrained
+from alula.mismatch.savings import sparse_limit
+from alula.models.experts import unadapted_experts
+from alula.models.load import SHAPE, TOKENIZER_FILES, UNREADABLE, find_pretrained, load_failure
 from alula.models.lora import Adapter, check_fits
 from alula.models.shapes import SHAPES, shape
 from alula.models.supported import check_config
 from alula.rewards.scoring import try_out
-from alula.run.checkpoint import Checkpoints
+from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
+from alula.sparsity.footprint import is_ever_sparse
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.schedule import Schedule
-from alula.trainer.build import Data, first_adapter, split_data, tokenized
+from alula.trainer.build import Data, first_adapter, load_held_out, split_data, tokenized
 
 # -- longest sequences -------------------------------------------------------------------------------------------------
 
@@ -49,6 +52,9 @@ class LongestPrompt:
     @classmethod
     def of(cls, kind: str, dataset: Dataset, config: RunConfig, section: str = "sampling") -> "LongestPrompt":
         prompt = max((list(example.prompt_ids or ()) for example in dataset), key=len)
+        if config.environment is not None:
+            prompt = prompt[: config.environment.max_tokens - 1]
+            return cls(kind, prompt, "environment.max_tokens", config.most_generated(len(prompt)))
         answer = config.eval.max_new_tokens if section == "eval" else None
         if answer is None:
             section, answer = "sampling", config.sampling.max_new_tokens
@@ -58,24 +64,29 @@ class LongestPrompt:
         return len(self.prompt) + self.answer
 
     def __str__(self) -> str:
+        if self.setting == "environment.max_tokens":
+            return f"a {self.kind} episode of {self.setting}={len(self)}"
         return f"the longest {self.kind} prompt of {len(self.prompt)} tokens with {self.setting}={self.answer}"
 
     @property
     def hint(self) -> str:
+        if self.setting == "environment.max_tokens":
+            return f"lower {self.setting}"
         return f"lower {self.setting}, or leave out long prompts with data.max_prompt_tokens"
 
 
-def longest_prompts(config: RunConfig, training: Dataset, held_out: Dataset | None) -> list[LongestPrompt]:
+def longest_prompts(config: RunConfig, training: Dataset, held_out: Sequence[Dataset]) -> list[LongestPrompt]:
     """Training prompts first, then held-out ones."""
     longest = [LongestPrompt.of("training", training, config)]
-    if held_out is not None:
-        longest.append(LongestPrompt.of("held-out", held_out, config, "eval"))
+    if held_out:
+        together = Dataset(tuple(example for one in held_out for example in one))
+        longest.append(LongestPrompt.of("held-out", together, config, "eval"))
         if config.distill and config.distill.move:  # measured with answers as long as in training
-            longest.append(LongestPrompt.of("held-out", held_out, config))
+            longest.append(LongestPrompt.of("held-out", held_out[0], config))
     return longest
 
 
-def longest_sequence(config: RunConfig, model: PreTrainedConfig, training: Dataset, held_out: Dataset | None) -> int:
+def longest_sequence(config: RunConfig, model: PreTrainedConfig, training: Dataset, held_out: Sequence[Dataset]) -> int:
     """Tokens of the run's longest sequence. Raises if the model has fewer positions, under an evictor too: it holds few
     tokens, but the dense learner reads all of them. `engine.max_length` overrides the model's limit."""
     longest = max(longest_prompts(config, training, held_out), key=len)
@@ -98,11 +109,12 @@ def check_positions(config: RunConfig, model: PreTrainedConfig, data: Data | Non
     if data is not None:
         longest_sequence(config, model, *data)
         return
-    answer = config.sampling.max_new_tokens
+    answer = config.most_generated(0)
+    setting = "environment.max_tokens" if config.environment else "sampling.max_new_tokens"
     positions = max_positions(model)
     require(
         answer < max(positions, config.engine.max_length or 0),
-        f"sampling.max_new_tokens={answer}: model.source={config.model.source!r} has "
+        f"{setting}={answer}: model.source={config.model.source!r} has "
         f"max_position_embeddings={positions}; lower it, or set engine.max_length if the model can read that far.",
     )
 
@@ -122,7 +134,7 @@ class Policies:
 
 
 def check_kv_pool(
-    config: RunConfig, engine: Engine, policies: Policies, training: Dataset, held_out: Dataset | None
+    config: RunConfig, engine: Engine, policies: Policies, training: Dataset, held_out: Sequence[Dataset]
 ) -> None:
     """Raise if the engine would reject one of the run's prompts later."""
     longest = longest_prompts(config, training, held_out)
@@ -170,34 +182,47 @@ class Preflight:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.sources = [config.data, *([config.eval.data] if config.eval.every and config.eval.data else [])]
-        self.data = self._read()
-        """Training and held-out examples; None if some of them are on the hub."""
-        tokenizer = None if self.data is None else local_tokenizer(config)
-        self.tokenized = None if self.data is None or tokenizer is None else tokenized(config, self.data, tokenizer)
-        """The data with the tokens of its prompts; None without a tokenizer on this machine."""
+        self.sources = config.eval.data if config.eval.every else []
+        self.training, self.held_out = self._read()
+        """Examples of either kind; None for those on the hub."""
+        tokenizer = self.tokenizer = None if self.training is None else local_tokenizer(config)
+        self.tokenized: Data | None = None
+        """The data with the tokens of its prompts; None without training data or a tokenizer on this machine."""
+        if self.training is not None and tokenizer is not None:
+            known = tuple(dataset for dataset in self.held_out if dataset is not None)
+            self.tokenized = tokenized(config, (self.training, known), tokenizer)
 
-    def _read(self) -> Data | None:
-        if not any(map(is_remote, self.sources)):
-            return split_data(self.config)
-        for source in self.sources:
-            if not is_remote(source):
-                load_source(source)  # so that a wrong name or field is reported now
-        return None
+    def _read(self) -> tuple[Dataset | None, Sequence[Dataset | None]]:
+        config = self.config
+        if not any(map(is_remote, [config.data, *self.sources])):
+            return split_data(config)
+        training = None if is_remote(config.data) else load_source(config.data, training=True)
+        sources = enumerate(self.sources)
+        return training, [None if is_remote(source) else load_held_out(config, index) for index, source in sources]
 
-    def describe_data(self) -> str:
-        if self.data is None:
-            names = dict.fromkeys(source.source for source in self.sources if is_remote(source))
-            return f"{', '.join(names)}: on the hub, not read"
-        training, held_out = self.data
-        evaluated = f", {len(held_out):,} to evaluate on" if held_out else ""
-        return f"{len(training):,} examples to train on{evaluated}"
+    def describe_data(self) -> Iterator[tuple[str, str]]:
+        """Names and texts of the data's rows in the table of work."""
+        yield "data", described(self.config.data, self.training, "to train on")
+        for source, dataset in zip(self.sources, self.held_out):
+            yield "held-out data", described(source, dataset, "to evaluate on")
+        if self.config.eval.every and not self.sources:
+            yield "held-out data", f"{self.config.eval.size:,} examples of the same, set aside"
 
     def try_rewards(self) -> None:
         """Grade the data itself: a field that a reward lacks is reported before the first rollout."""
-        if self.data is not None:
-            rewards = self.config.rewards
-            try_out(rewards.use, [example.record() for example in self.data[0]], rewards.timeout)
+        for dataset in (self.training, *(self.held_out if self.sources else ())):
+            if dataset is not None:
+                try_out(self.config.rewards, [example.record() for example in dataset])
+
+
+def described(source: Source, dataset: Dataset | None, purpose: str) -> str:
+    """A source of data in the table of work."""
+    has_splits = source.split is not None and not Path(source.source).expanduser().is_file()
+    name = f"{source.source} ({source.split})" if has_splits else source.source
+    if dataset is None:
+        return f"{name}: on the hub, not read"
+    dropped = "".join(f"; left out: {count:,} ({why})" for why, count in dataset.dropped.items())
+    return f"{name}: {len(dataset):,} examples {purpose}{dropped}"
 
 
 def is_remote(source: Source) -> bool:
@@ -220,7 +245,7 @@ def local_tokenizer(config: RunConfig) -> Any | None:
     try:
         location = {"pretrained_model_name_or_path": name} if name else find_pretrained(source)
         return AutoTokenizer.from_pretrained(**location, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError):  # the run will report it
+    except (*UNREADABLE, ImportError):  # the run will report it
         return None
 
 
@@ -236,11 +261,10 @@ def load_model_config(source: str) -> PreTrainedConfig:
         except SettingError as error:
             reason = str(error).removeprefix("model ").rstrip(".")
             raise SettingError(f"model.source={reason}; or {hint}") from error
-        except (OSError, ValueError) as error:
-            reason = next(line.strip() for line in str(error).splitlines() if line.strip())
+        except UNREADABLE as error:
             raise SettingError(
-                f"model.source={source!r}: its configuration cannot be read ({reason.rstrip('.')}); name a folder on "
-                f"disk, or {hint}"
+                f"model.source={source!r}: its configuration cannot be read ({load_failure(error, source).rstrip('.')})"
+                f"; name a folder on disk, or {hint}"
             ) from error
     check_config(config)
     return config
@@ -267,12 +291,14 @@ def load_first_adapter(config: RunConfig, model: PreTrainedModel) -> Adapter | N
     return adapter
 
 
-def check_run_folder(config: RunConfig, resume: bool) -> None:
+def check_run_folder(config: RunConfig, resume: Resume) -> None:
     """Raise for a folder that the run would reject. Checksums of its checkpoints are not verified: they are large."""
     check_folder(Path(config.out), new=not resume)
-    checkpoints = Checkpoints(Path(config.out) / "checkpoints").all()
-    if resume and checkpoints:
-        check_steps_left(config, checkpoints[-1])
+    checkpoints = Checkpoints(Path(config.out) / "checkpoints")
+    if resume:
+        checkpoints.check_resume(resume)
+        for last in checkpoints.all()[-1:]:
+            check_steps_left(config, last)
 
 
 def check_steps_left(config: RunConfig, checkpoint: Path) -> int:
@@ -280,6 +306,33 @@ def check_steps_left(config: RunConfig, checkpoint: Path) -> int:
     step, steps = int(checkpoint.name.rpartition("-")[2]), config.steps
     require(step <= steps, f"steps={steps}: {config.out} has taken {step} already; raise it, or name another out.")
     return step
+
+
+# -- nothing is sparse -------------------------------------------------------------------------------------------------
+
+
+def never_sparse(config: RunConfig, prompt: int, layers: int) -> tuple[str, str] | None:
+    """Message and advice if no sequence of the run is long enough for its policy to be sparse. `prompt` is the length
+    of the longest one."""
+    answer, sparsity = config.most_generated(prompt), config.sparsity
+    if sparsity.dense or is_ever_sparse(sparsity, prompt, answer, layers):
+        return None
+    limit, smaller = sparse_limit(sparsity, prompt + answer)
+    return (
+        f"Nothing will be sparse: no sequence exceeds {limit} ({sparsity.describe()}; the longest has "
+        f"{prompt + answer:,} tokens), so this is a dense run.",
+        f"Lower the {smaller}, raise sampling.max_new_tokens, or set sparsity=dense.",
+    )
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+def experts_left_out(config: RunConfig, experts: int, parameters: int) -> list[tuple[str, str]]:
+    """(message, advice) for every adapter of the run that does not reach the model's experts."""
+    adapters = (("learner.lora", config.learner.lora), ("distill", config.distill))
+    warnings = [unadapted_experts(experts, parameters, name) for name, adapter in adapters if adapter]
+    return [warning for warning in warnings if warning]
 
 
 # -- schedules of other models -----------------------------------------------------------------------------------------

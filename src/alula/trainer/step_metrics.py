@@ -11,8 +11,10 @@ import torch
 from alula.config.run import RunConfig
 from alula.distributed import World
 from alula.engine.rollout import Rollout, kv_tokens, saved_share
+from alula.environments.episodes import Episode
 from alula.learner.learner import Update
 from alula.trainer.batch import RolloutBatch
+from alula.trainer.repetition import SHORTEST_LOOP, repeats_endlessly
 from alula.trainer.update import StepResult
 
 
@@ -84,12 +86,16 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
         "reward/mean": sum(batch.rewards),
         "reward/accuracy": sum(correct),
         "reward/failed": sum(map(bool, batch.failures)),
-        "response/length_mean": sum(len(r) for r in rollouts),
+        "response/length_mean": sum(batch.lengths),
         "response/truncated": sum(r.finish == "length" for r in rollouts),
         "kv/tokens_mean": sum(r.kv.mean_tokens for r in rollouts),
     }
+    if config.sampling.max_new_tokens > SHORTEST_LOOP:
+        sums["response/repetitive"] = sum(map(repeats_endlessly, rollouts))
     if len(batch.reward_parts) > 1:
         sums |= {f"reward/part/{name}": sum(values) for name, values in batch.reward_parts.items()}
+    if config.environment is not None:
+        sums |= episode_sums(rollouts)
     if batch.rerolled:
         sums["mismatch/rerolled"] = sum(batch.rerolled)
     held, dense = kv_tokens(rollouts)
@@ -113,8 +119,20 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
     return metrics
 
 
+def episode_sums(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What environments did, summed over episodes."""
+    episodes = [rollout for rollout in rollouts if isinstance(rollout, Episode)]
+    return {
+        "environment/turns": sum(len(episode.turns) for episode in episodes),
+        "environment/given_tokens": sum(len(episode) - episode.sampled_tokens for episode in episodes),
+        "environment/failed": sum(episode.failure is not None for episode in episodes),
+        "time/environment_mean": sum(episode.waited for episode in episodes),
+    }
+
+
 def dense_peak_bytes(rollouts: Sequence[Rollout], rows: int) -> float:
     """Estimated peak KV of dense rollouts with the same answers, at most `rows` at once, prompts shared."""
+    rollouts = [rollout for rollout in rollouts if rollout.kv.peak_tokens]  # an environment may fail at its reset
     if not rollouts:
         return 0.0
     prompts = {tuple(rollout.prompt_ids) for rollout in rollouts}

@@ -8,20 +8,26 @@ run that was killed at any moment resumes exactly.
 
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
 from safetensors import SafetensorError
 from torch import Tensor
 
 from alula.config.run import RunConfig
+from alula.cpus import set_threads
 from alula.data import PromptStream
 from alula.distributed import init_world
+from alula.models.experts import expert_parameters
 from alula.rewards import Rewards
-from alula.run.checkpoint import CheckpointError, Checkpoints
+from alula.run.checkpoint import CheckpointError, Checkpoints, Resume
+from alula.run.environment import recorded_threads
 from alula.run.export import export
+from alula.run.model_card import model_card
 from alula.run.run_log import RunLogger, printer
 from alula.trainer.batch import RolloutBatch
 from alula.trainer.build import (
+    build_episodes,
     build_learner_and_engine,
     build_monitor,
     build_run_distiller,
@@ -31,19 +37,23 @@ from alula.trainer.build import (
     measure_matrix_rate,
 )
 from alula.trainer.collector import Collector
-from alula.trainer.evaluation import EvalSummary, evaluate_policy
+from alula.trainer.evaluation import EvalSummary, Score, add_score, describe_score, evaluate_policy
 from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
 from alula.trainer.health_checks import HealthWarning
 from alula.trainer.preflight import (
     OTHER_MODEL_ADVICE,
+    LongestPrompt,
     Policies,
     check_kv_pool,
     check_steps_left,
+    experts_left_out,
     longest_sequence,
+    never_sparse,
     schedules_of_other_models,
 )
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.step_metrics import Clock, step_metrics
+from alula.trainer.token_log import group_tokens
 from alula.trainer.update import StepResult, Updater
 
 if TYPE_CHECKING:
@@ -52,13 +62,14 @@ if TYPE_CHECKING:
 __all__ = ["Trainer", "TrainingFailed", "train"]
 
 
-def train(config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> bool:
-    """Run the training that `config` describes, in its folder `out`. Returns False if the run was stopped."""
+def train(config: RunConfig, *, resume: Resume = False, stream: TextIO | None = None) -> bool:
+    """Run the training that `config` describes, in its folder `out`. `resume="auto"` continues if the folder has a
+    checkpoint, and starts otherwise. Returns False if the run was stopped."""
     return Trainer(config, resume=resume, stream=stream).run()
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(self, config: RunConfig, *, resume: Resume = False, stream: TextIO | None = None) -> None:
         self.config = config
         self.world = world = init_world(config.model.device)
         check_shares(config, world)
@@ -73,7 +84,7 @@ class Trainer:
             self._start()
             on_failure.pop_all()
 
-    def _resume_from(self, resume: bool) -> int | None:
+    def _resume_from(self, resume: Resume) -> int | None:
         """The step to continue from: None for a new run, -1 if there is no checkpoint."""
         if not resume:
             return None
@@ -84,14 +95,18 @@ class Trainer:
         config, world = self.config, self.world
         self.matrix_rate = measure_matrix_rate(world)
         self.loaded = load_policy(config, world)
+        set_threads(self.loaded.model, recorded_threads(self.out) if self.resumed else None)
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
-        self.rewards = Rewards(config.rewards.use, timeout=config.rewards.timeout, workers=config.rewards.workers)
+        rewards = config.rewards
+        self.rewards = Rewards(rewards.use, timeout=rewards.timeout, workers=rewards.workers, memory=rewards.memory)
         longest = longest_sequence(config, self.loaded.model.config, training, self.held_out)
         self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world, longest)
         self.stop = StopRequest(world)
         self.monitor = build_monitor(config, self.engine, training, world)
-        self.distill = build_run_distiller(config, distiller, self.engine, self.held_out or training)
+        self.distill = build_run_distiller(
+            config, distiller, self.engine, self.held_out[0] if self.held_out else training
+        )
         self.collector = Collector(
             config,
             self.engine,
@@ -100,8 +115,10 @@ class Trainer:
             self.monitor,
             world,
             self.stop,
+            build_episodes(config, self.engine, lambda: self.stop.raise_if_stop_requested(all_ranks=False)),
             distill=self.distill,
             show_phase=self.logger.phase,
+            show_progress=self.logger.progress,
         )
         self.updater = Updater(config, self.learner)
         candidate = self.distill.candidate if self.distill else None
@@ -123,6 +140,8 @@ class Trainer:
         """Held-out accuracy of the dense policy after this step, if it was evaluated."""
         self.best: float | None = None
         """The best of them."""
+        self.scores: dict[str, Score] = {}
+        """Last and best accuracy of the dense policy, by data set."""
         self.position = self.stream.state_dict()
         """The prompt stream's position after this step."""
         self.checkpoint_state: dict[str, Any] = {}
@@ -134,7 +153,13 @@ class Trainer:
             self.logger.message(f"continuing after step {self.step}.")
         else:
             if self.logger.resumed_from is not None:
-                self.logger.message(f"{self.out} has no checkpoint; starting from the beginning.")
+                self.logger.message(f"{self.out} has no checkpoint to resume from; starting from the beginning.")
+            prompt = LongestPrompt.of("training", self.stream.dataset, self.config).prompt
+            if warning := never_sparse(self.config, len(prompt), self.engine.geometry.layers):
+                self.logger.event(0, "never-sparse", *warning)
+            model = self.loaded.model
+            for warning in experts_left_out(self.config, expert_parameters(model), model.num_parameters()):
+                self.logger.event(0, "experts-left-out", *warning)
             for message in schedules_of_other_models(self.config.policies(), self.loaded.model.config):
                 self.logger.event(0, "other-model", message, OTHER_MODEL_ADVICE)
         if shortage := self.checkpoints.shortage(self._tensors()):
@@ -174,6 +199,8 @@ class Trainer:
                     f"the model is in {self.out / 'model'}, but the last checkpoint could not be written: --resume "
                     "would repeat the steps since the previous one."
                 )
+            for name, score in self.scores.items():
+                self.logger.message(describe_score(name, score))
             self.logger.message(f"finished: the model is in {self.out / 'model'}; see `alula report {self.out}`.")
         return True
 
@@ -236,6 +263,9 @@ class Trainer:
         metrics |= batch.observed.metrics | distill_metrics
         metrics |= self.distill.cost_metrics(metrics) if self.distill else {}
         self.logger.log_step(self.step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
+        if self.config.logging.rollouts_due(self.step) and batch.rollouts:
+            veto = self.config.objective.correction.veto
+            self.logger.log_rollouts(self.step, group_tokens(batch, result, self.loaded.tokenizer, veto))
         self._warn(self.health.observe(metrics))
         for event in batch.observed.events:
             self.logger.event(self.step, "tail", event, "See mismatch/tail in the metrics.")
@@ -259,21 +289,26 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate the dense policy on held-out data; with `eval.sparse` the sparse one first, for comparison."""
-        assert self.held_out is not None
         both = self.config.eval.sparse and not self.collector.sparsity.dense
-        evaluations: dict[str, EvalSummary] = {}
-        for policy in ("sparse", "dense") if both else ("dense",):
-            self.logger.phase(f"evaluation ({policy})")
-            evaluations[policy] = evaluate_policy(
-                self.config, self.collector, self.rewards, self.held_out, self.world, policy == "sparse"
-            )
-            self.stop.raise_if_stop_requested()
-        name = self.held_out.name
-        for policy, result in evaluations.items():
-            self.logger.log_eval(self.step, name, policy, vars(result))
+        evaluations: list[tuple[str, str, EvalSummary]] = []
+        for index, dataset in enumerate(self.held_out):
+            for policy in ("sparse", "dense") if both else ("dense",):
+                self.logger.phase(f"evaluation ({dataset.name}, {policy})")
+                k = self.config.eval.answers(index)
+                result = evaluate_policy(
+                    self.config, self.collector, self.rewards, dataset, k, self.world, policy == "sparse"
+                )
+                evaluations.append((dataset.name, policy, result))
+                self.stop.raise_if_stop_requested()
+        for name, policy, result in evaluations:
+            self.logger.log_eval(self.step, name, policy, result.numbers())
             self._warn(self.health.observe_eval(name, policy, accuracy=result.accuracy, stderr=result.stderr))
-        self.accuracy = evaluations["dense"].accuracy
+        dense = {name: result.accuracy for name, policy, result in evaluations if policy == "dense"}
+        self.accuracy = fmean(dense.values())
         self.best = self.accuracy if self.best is None else max(self.best, self.accuracy)
+        if len(dense) > 1:
+            dense[f"mean of {len(dense)} data sets"] = self.accuracy
+        self.scores = {name: add_score(self.scores.get(name), self.step, value) for name, value in dense.items()}
         self.evaluated = self.step
         self._take_snapshot()
 
@@ -356,7 +391,7 @@ class Trainer:
 
     def _take_snapshot(self) -> None:
         """Remember the state for the next checkpoint. Called whenever an action is complete."""
-        names = ("step", "evaluated", "best", "accuracy", "position")
+        names = ("step", "evaluated", "best", "scores", "accuracy", "position")
         self.checkpoint_state = {name: getattr(self, name) for name in names} | {
             "lines": self.logger.lines,
             "learner": self.learner.state(),
@@ -395,7 +430,8 @@ class Trainer:
         self.logger.phase("export")
         model = self.out / "model"
         try:
-            export(model, self.learner.model, self.learner.full_parameters(), self.loaded.tokenizer, self.world)
+            parameters, card = self.learner.full_parameters(), model_card(self.config, self.out)
+            export(model, self.learner.model, parameters, self.loaded.tokenizer, self.world, card)
             if self.distill and self.world.rank == 0:
                 self.distill.distiller.adapter().save(self.out / "sparse_adapter")
         except (OSError, SafetensorError) as error:

@@ -106,6 +106,8 @@ class Updater:
         """[N]: against the group; 0 for rollouts that are not trainable."""
         settings = self.config.objective
         counted = None if self.correction.vetoed_in_baseline else corrected.keep.cpu()
+        if (worked := batch.counted_mask()) is not None:
+            counted = worked if counted is None else counted & worked
         rewards = torch.tensor(batch.rewards, dtype=torch.float32)
         advantages = group_advantages(rewards, batch.group, settings.advantage, counted)
         return torch.where(batch.trainable_mask(settings.mask_truncated), advantages, 0.0).to(self.world.device)
@@ -175,7 +177,7 @@ class Updater:
             batch.sequence(device),
             len(batch.rollouts),
             corrected,
-            max_length=self.config.sampling.max_new_tokens,
+            max_length=self.config.most_sampled(),
             step=minibatch,
             steps=self.config.learner.updates,
             reduce=self.world.all_sum,

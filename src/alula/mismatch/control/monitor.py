@@ -161,7 +161,8 @@ class Monitor:
         if not rollouts:
             return (np.empty(0, np.float32), *(np.empty(0, np.int64) for _ in range(3)))  # type: ignore[return-value]
         versions = [self._versions.get(r.sparsity, -1) for r in rollouts]
-        return *flat(rollouts, self.engine.acceptance(rollouts)), np.repeat(versions, [len(r) for r in rollouts])
+        versions_of_tokens = np.repeat(versions, [r.sampled_tokens for r in rollouts])
+        return *flat(rollouts, self.engine.acceptance(rollouts)), versions_of_tokens
 
     def _metrics(self, alpha: Array, positions: Array) -> dict[str, float]:
         """Percentiles over all tokens, and the tail of every bin with enough tokens."""

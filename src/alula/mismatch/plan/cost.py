@@ -235,11 +235,16 @@ class AnalyticCost:
     time = compute/peak + bytes/bandwidth, which is the paper's compute + I·memory with its intensity
     I = peak · value_bytes / bandwidth. The weights' traffic P is from appendix F. One correction: in print, the
     prompt's scoring terms lack the division by the page size and the factor r. Every row reads the prompt's KV,
-    as in this engine, not once per group. Evictions read and write what they move.
+    as in this engine, not once per group. Evictions read and write what they move. The two latencies
+    are not in the paper.
     """
 
     geometry: Geometry
     hardware: Hardware
+    layer_ms: float = 0.0
+    """Latency of a layer in every step."""
+    eviction_layer_ms: float = 0.0
+    """Latency of a layer in a step that evicts."""
 
     def step_ms(self, batch: ArrayLike, read: ArrayLike, scored: ArrayLike, moved: ArrayLike = 0.0) -> Array:
         b, t, s, m = (np.asarray(x, dtype=np.float64) for x in np.broadcast_arrays(batch, read, scored, moved))
@@ -250,7 +255,7 @@ class AnalyticCost:
         seconds = flops / (self.hardware.tflops * 1e12) + values * geometry.value_bytes / (
             self.hardware.terabytes_per_second * 1e12
         )
-        return 1e3 * seconds
+        return 1e3 * seconds + geometry.layers * (self.layer_ms + self.eviction_layer_ms * (m > 0))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The cheapest schedule whose tail of acceptance is confidently above a threshold at every length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,7 @@ def plan(
     threshold = default_tau(calibration) if tau is None else tau
     require(0 < threshold < 1, f"tau={threshold:.3f}: must be between 0 and 1.")
     require(len(calibration.measured) > 0, "calibration: it contains no measured policy; run `alula calibrate`.")
+    calibration = sparse_part(calibration)
     plans, infeasible = [], []
     for family in calibration.families().values():
         try:
@@ -108,6 +109,21 @@ def plan(
     alternatives = [(p.family.describe(), f"{p.speedup:.2f}x") for p in plans if p is not best]
     alternatives += [(family, f"reaches {error.reachable:.3f}") for family, error in infeasible]
     return Plan(**{**vars(best), "alternatives": tuple(dict.fromkeys(alternatives))})
+
+
+def sparse_part(calibration: Calibration) -> Calibration:
+    """The calibration without policies that were never sparse: their tail is the dense policy's, so it proves nothing.
+    Raises if none is left."""
+    sparse = [measured for measured in calibration.measured if measured.kv.sparse]
+    if not sparse:
+        least = min(calibration.measured, key=lambda measured: measured.budget)
+        raise SettingError(
+            f"calibration of {calibration.model}: {least.kv.never_sparse(least.policy.describe(), least.policy)} "
+            "Otherwise train densely."
+        )
+    families = {measured.family for measured in sparse}
+    growing = tuple(schedule for schedule in calibration.growing if schedule.family in families)
+    return replace(calibration, measured=tuple(sparse), growing=growing)
 
 
 def _plan_family(

@@ -14,6 +14,7 @@ from alula.sparsity.evict.keydiff import KeyDiff
 from alula.sparsity.evict.knorm import Knorm
 from alula.sparsity.evict.random import Random
 from alula.sparsity.evict.rkv import RKV
+from alula.sparsity.evict.rkv_code import RKVCode
 from alula.sparsity.evict.snapkv import SnapKV
 from alula.sparsity.evict.streaming import Streaming
 from alula.sparsity.evict.tova import TOVA
@@ -27,6 +28,7 @@ METHODS: dict[str, type[Evictor]] = {
     "streaming": Streaming,
     "snapkv": SnapKV,
     "rkv": RKV,
+    "rkv-code": RKVCode,
     "h2o": H2O,
     "tova": TOVA,
     "keydiff": KeyDiff,

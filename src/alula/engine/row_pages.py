@@ -1,0 +1,132 @@
+"""Rows and pages of running sequences: who has which, what each needs next, and what is left."""
+
+from collections import Counter
+from heapq import heappop, heappush
+
+import numpy as np
+
+from alula.engine.block_manager import BlockManager, pages_for
+from alula.engine.sequence import BatchKind, Sequence
+from alula.sparsity.footprint import steps_to_eviction
+
+
+class Rows:
+    """The batch rows of one kind: which are free, and all page tables."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.free = list(range(rows))  # a heap: the lowest first, which keeps batches small
+        self.table = np.zeros((rows, width), np.int32)
+
+
+class RowPages:
+    """Assigns rows and pages to running sequences. `width` is the number of pages of a row's page table."""
+
+    def __init__(self, pool: BlockManager, page: int, rows: int, width: int, lookahead: int) -> None:
+        self.pool, self.page, self.rows, self.width, self.lookahead = pool, page, rows, width, lookahead
+        self.batches: dict[BatchKind, Rows] = {}
+        self.running: list[Sequence] = []  # oldest first
+        self.promised = 0
+        """Pages that evictions of the chunks being planned will allocate beyond those that their sequences hold."""
+        self._scratches: Counter[int] = Counter()  # scratch pages of each running evicting sequence
+
+    def available(self) -> int:
+        """Free pages, without the scratch of an eviction and what the chunk being planned will allocate."""
+        return self.pool.free - max(self._scratches, default=0) - self.promised
+
+    def growth(self, sequence: Sequence, steps: int) -> int:
+        """Pages, beyond those it holds, that a sequence needs for the next `steps` steps."""
+        before = sequence.steps_to_eviction(steps) if sequence.evicts else steps
+        first = max(0, pages_for(sequence.kv_len + before, self.page) - len(sequence.pages))
+        if before == steps:
+            return first
+        own = len(sequence.pages) - sequence.shared + first
+        return first + max(0, self.after_eviction(sequence, steps) - own)
+
+    def secure(self, sequence: Sequence, steps: int, pages: int) -> None:
+        """Allocate the pages up to the next eviction in these steps; the rest of `pages` is promised to it."""
+        before = len(sequence.pages)
+        self.grow(sequence, sequence.kv_len + sequence.steps_to_eviction(steps))
+        sequence.promised = pages - (len(sequence.pages) - before)
+        self.promised += sequence.promised
+
+    def claim(self, sequence: Sequence) -> int:
+        """Pages out of `available` that starting this sequence takes, including its growth in the next chunk."""
+        growth = self.growth(sequence, self.steps(sequence))
+        if not sequence.evicts:
+            return growth
+        return growth + max(0, self.scratch(sequence) - max(self._scratches, default=0))
+
+    def after_eviction(self, sequence: Sequence, steps: int) -> int:
+        """The most pages that the sequence needs after an eviction within the next `steps` steps."""
+        return pages_for(min(sequence.max_generated(), sequence.largest_in_chunk(steps)), self.page)
+
+    def scratch(self, sequence: Sequence) -> int:
+        """Pages that one eviction of this sequence allocates before it releases the old ones."""
+        most = sequence.max_generated()
+        if not sequence.request.session:
+            most = min(most, sequence.max_kept() + self.lookahead)
+        return pages_for(most, self.page)
+
+    def steps(self, sequence: Sequence) -> int:
+        """Steps that the next chunk plans for a sequence."""
+        steps = min(self.lookahead, sequence.remaining)
+        if sequence.given and (stretch := sequence.next_given()):
+            if stretch[0] == sequence.position:
+                return stretch[1] - stretch[0]
+            steps = min(steps, stretch[0] - sequence.position)
+        if not (sequence.request.session and sequence.evicts):
+            return steps
+        # An eviction is final, so a session's cache must not evict after its turn has ended: the host waits for tokens.
+        before = sequence.steps_to_eviction(steps)
+        if before or not steps or not sequence.confirmed:
+            return before
+        evict, prompt = sequence.request.sparsity.evict, sequence.prompt_len
+        return max(1, steps_to_eviction(evict, prompt, sequence.position, sequence.keep, steps))
+
+    def extends(self, sequence: Sequence) -> bool:
+        """Whether the sequence's next tokens are given."""
+        stretch = sequence.next_given() if sequence.given else None
+        return stretch is not None and stretch[0] == sequence.position
+
+    def grow(self, sequence: Sequence, tokens: int) -> None:
+        """Allocate the pages that hold `tokens` tokens."""
+        count = pages_for(tokens, self.page) - len(sequence.pages)
+        if count > 0:
+            start = len(sequence.pages)
+            sequence.pages += self.pool.allocate(count)
+            self.write_table(sequence, start)
+
+    def write_table(self, sequence: Sequence, start: int) -> None:
+        """Write a row's page table, from entry `start` on."""
+        line = self.batches[sequence.request.kind].table[sequence.row]
+        if not start:
+            line[:] = 0
+        line[start : len(sequence.pages)] = sequence.pages[start:]
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give a sequence the lowest free row of its kind."""
+        kind = sequence.request.kind
+        if kind not in self.batches:
+            self.batches[kind] = Rows(self.rows, self.width)
+        sequence.row = heappop(self.batches[kind].free)
+        self.write_table(sequence, 0)
+        self.running.append(sequence)
+        if sequence.evicts:
+            sequence.scratch = self.scratch(sequence)
+            self._scratches[sequence.scratch] += 1
+
+    def leave(self, sequence: Sequence, release: bool = True) -> None:
+        """Take back a sequence's row, and its pages."""
+        self.running.remove(sequence)
+        self.promised -= sequence.promised
+        sequence.promised = 0
+        assert sequence.row is not None
+        heappush(self.batches[sequence.request.kind].free, sequence.row)
+        if sequence.evicts:
+            self._scratches[sequence.scratch] -= 1
+            if not self._scratches[sequence.scratch]:
+                del self._scratches[sequence.scratch]
+        sequence.row = None
+        if release:
+            self.pool.release(sequence.pages)
+            sequence.pages, sequence.shared = [], 0

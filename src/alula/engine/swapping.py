@@ -1,0 +1,100 @@
+"""Moves the state of sequences between their rows and pages on the device and memory outside of them."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alula.engine.batch_state import BatchState, to_device, to_host
+from alula.engine.model_runner import ModelRunner
+from alula.engine.schedule_plan import SwapOut
+from alula.engine.sequence import Saved, Sequence
+from alula.models.geometry import Geometry
+
+
+@torch.inference_mode()
+def swap_out(runner: ModelRunner, out: SwapOut) -> None:
+    """Copy all KV of a sequence to host memory, and its row's state if it has a row."""
+    saved, cache = out.sequence.saved, runner.cache
+    if saved is None:  # it was dropped or ended after the plan
+        return
+    pages = to_device(np.asarray(out.pages, np.int64), runner.device)
+    saved.keys, saved.values = to_host(cache.keys[:, pages]), to_host(cache.values[:, pages])
+    if out.row is not None:
+        state = runner.batches[out.sequence.request.kind]
+        save_row(state, out.sequence, out.row, out.kv_len, saved)
+        saved.token = state.token[out.row].clone()
+    if saved.ring is not None:
+        saved.ring = to_host(saved.ring)
+    if saved.attention_sums is not None:
+        saved.attention_sums = to_host(saved.attention_sums)
+
+
+@torch.inference_mode()
+def park(runner: ModelRunner, sequence: Sequence) -> None:
+    """Copy the row's state of a session whose turn has ended; its KV stays in its pages."""
+    assert sequence.row is not None
+    sequence.saved = Saved()
+    save_row(runner.batches[sequence.request.kind], sequence, sequence.row, sequence.kv_len, sequence.saved)
+
+
+def save_row(state: BatchState, sequence: Sequence, row: int, kv_len: int, saved: Saved) -> None:
+    """Copy what the evictor needs: recent queries and attention sums."""
+    evictor = sequence.request.evictor
+    if evictor is not None and evictor.queries:
+        saved.ring = state.ring[:, row, :, : evictor.queries].clone()  # type: ignore[index]
+    if evictor is not None and evictor.accumulates:
+        saved.attention_sums = state.accumulated[:, row, :, :kv_len].clone()  # type: ignore[index]
+
+
+@torch.inference_mode()
+def restore(runner: ModelRunner, sequence: Sequence) -> None:
+    """Give a sequence its state back, in its new row and pages."""
+    cache, state, saved, row = runner.cache, runner.batches[sequence.request.kind], sequence.saved, sequence.row
+    assert saved is not None
+
+    def on_device(tensor: Tensor) -> Tensor:
+        return tensor.to(runner.device, non_blocking=True)
+
+    if saved.keys is not None and saved.values is not None:
+        pages = to_device(np.asarray(sequence.pages, np.int64), runner.device)
+        # a page allocated ahead of its tokens may have been saved: only pages that hold tokens come back
+        cache.keys[:, pages] = on_device(saved.keys[:, : len(pages)])
+        cache.values[:, pages] = on_device(saved.values[:, : len(pages)])
+        if state.kind.selector is not None:
+            cache.summarise(state.kind.selector, pages[: sequence.kv_len // cache.page])
+    if saved.ring is not None:
+        state.ring[:, row, :, : saved.ring.shape[2]] = on_device(saved.ring)  # type: ignore[index]
+    if saved.attention_sums is not None:
+        state.set_sums(row, on_device(saved.attention_sums))  # type: ignore[arg-type]
+    if saved.token is not None:
+        state.token[row] = saved.token
+    state.ended[row] = 0
+    state.enter(sequence, cache.page)
+    sequence.saved = None
+
+
+def host_bytes(sequence: Sequence, geometry: Geometry, page: int, itemsize: int, pinned: bool) -> int:
+    """Host memory that a swapped sequence takes. Pinned memory is allocated in powers of two."""
+    evictor = sequence.request.evictor
+    half = len(sequence.pages) * page * geometry.kv_token_bytes // 2
+    parts = [half, half]
+    if evictor is not None and evictor.queries:
+        parts.append(geometry.layers * geometry.query_heads * evictor.queries * geometry.head_dim * itemsize)
+    if evictor is not None and evictor.accumulates:
+        parts.append(geometry.layers * geometry.kv_heads * sequence.kv_len * 4)
+    return sum(1 << max(0, part - 1).bit_length() if pinned else part for part in parts)
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory that can be allocated now: what the system has available, within a container's limit."""
+    if not meminfo.exists():  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    available = int(line.split()[1]) * 1024
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available

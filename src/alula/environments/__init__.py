@@ -1,0 +1,1 @@
+"""Environments: several turns per rollout, with tools that run beside the engine."""

@@ -1,0 +1,319 @@
+"""The engine in a thread of its own. Commands reach it through a queue that it empties between two steps."""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from alula.engine.engine import Engine
+from alula.engine.rollout import Rollout
+from alula.engine.sequence import Request, Sequence
+from alula.errors import RunFailed, SettingError
+from alula.serve.sessions import Sessions
+
+T = TypeVar("T")
+PauseMode = Literal["keep", "wait", "abort"]
+IDLE_SECONDS = 5.0
+"""How often an idle engine closes expired sessions."""
+MOST_FAILURES = 3
+"""Failed steps in a row after which the server reports itself as unhealthy."""
+
+
+@dataclass
+class Progress:
+    """New tokens of a rollout that goes on."""
+
+    prompt_index: int
+    sample_index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    topk: tuple[np.ndarray, np.ndarray] | None
+    """Ids and log-probs [tokens, k]."""
+
+
+@dataclass(eq=False)
+class Job:
+    """What one HTTP request asks of the engine."""
+
+    name: str
+    """The request id that clients see."""
+    requests: list[Request]
+    stream: bool = False
+    session: str | None = None
+    continued: bool = False
+    """Whether the session's kept cache was continued."""
+    events: "asyncio.Queue[Progress | Rollout | Exception]" = field(default_factory=asyncio.Queue)
+    live: dict[int, int] = field(default_factory=dict)
+    """Unfinished rollouts by the engine's request id. Only the engine's thread uses it and `sent`."""
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Tokens handed out, by prompt and sample."""
+
+    @property
+    def rollouts(self) -> int:
+        return sum(request.sampling.n for request in self.requests)
+
+    async def results(self) -> AsyncGenerator[Progress | Rollout]:
+        """Events up to the last rollout's end."""
+        left = self.rollouts
+        while left:
+            event = await self.events.get()
+            if isinstance(event, Exception):
+                raise event
+            left -= isinstance(event, Rollout)
+            yield event
+
+
+class EngineThread:
+    """Runs an engine. All methods but `call`'s functions belong to the event loop's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.sessions = Sessions(engine)
+        self.failures = 0
+        """Failed steps in a row."""
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._jobs: dict[int, Job] = {}
+        """Jobs by the engine's request id."""
+        self._held: list[Job] = []
+        """Jobs that arrived while the engine slept, or while it drains for a pause."""
+        self._when_idle: list[Future[None]] = []
+        self._stopped = False
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread; what still runs is dropped."""
+
+        def stop() -> None:
+            self._stopped = True
+
+        await self.call(stop)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and self.failures < MOST_FAILURES
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine's thread, between two steps."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._commands.put(command)
+        return await asyncio.wrap_future(future)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its events tell how it went, also if it was rejected."""
+        self._commands.put(lambda: self._submit(job))
+
+    def cancel(self, job: Job) -> None:
+        """End a job: its unfinished rollouts come back as aborted."""
+        self._commands.put(lambda: self._cancel(job))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Launch nothing more. `keep` freezes what runs, `abort` ends it, `wait` finishes it first. New requests wait
+        for `resume`."""
+        if mode == "wait":
+            future: Future[None] = Future()
+            await self.call(lambda: self._when_idle.append(future))
+            return await asyncio.wrap_future(future)
+
+        def pause() -> None:
+            if mode == "abort":
+                for job in self.jobs():
+                    self._cancel(job)
+            self.engine.pause()
+
+        await self.call(pause)
+
+    async def resume(self) -> None:
+        def resume() -> None:
+            self.engine.resume()
+            self._end_wait()
+
+        await self.call(resume)
+
+    async def sleep(self) -> None:
+        await self.call(self.engine.sleep)
+
+    async def wake(self) -> None:
+        await self.call(self.engine.wake)
+
+    async def abort_all_if_stuck(self) -> None:
+        """Before the server ends: a paused or sleeping engine would never finish its jobs."""
+
+        def abort() -> None:
+            if self.engine.paused or not self.engine.cache.resident:
+                self._fail(RunFailed("the server ends while the engine is paused; send the request again later."))
+
+        await self.call(abort)
+
+    def jobs(self) -> list[Job]:
+        """Jobs in the engine, and those held back."""
+        return list(dict.fromkeys([*self._jobs.values(), *self._held]))
+
+    # -- in the engine's thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._run_commands()
+            self._step()
+
+    def _run_commands(self) -> None:
+        """Run the queued commands; wait for one if there is nothing to compute."""
+        engine = self.engine
+        wait = not self._jobs or engine.paused or not engine.cache.resident
+        while True:
+            try:
+                command = self._commands.get(block=wait, timeout=IDLE_SECONDS if wait else None)
+            except Empty:
+                return
+            command()
+            wait = False
+
+    def _step(self) -> None:
+        engine = self.engine
+        if not engine.cache.resident:
+            return
+        if self._held and not self._when_idle:
+            held, self._held = self._held, []
+            for job in held:
+                self._submit(job)
+        try:
+            engine.step()
+            if self._jobs:
+                self.failures = 0
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self.failures += 1
+            self._fail(RunFailed(f"the engine failed: {type(error).__name__}; see the server's log."))
+        self.sessions.forget_expired()
+        self._deliver()
+        if self._when_idle and not self._jobs:
+            engine.pause()
+            self._end_wait()
+
+    def _end_wait(self) -> None:
+        for future in self._when_idle:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+        self._when_idle.clear()
+
+    def _submit(self, job: Job) -> None:
+        if self._when_idle or not self.engine.cache.resident:
+            self._held.append(job)
+            return
+        try:
+            for request in job.requests:
+                request_id = self._start(job, request)
+                self._jobs[request_id] = job
+                job.live[request_id] = request.sampling.n
+        except SettingError as error:
+            self._cancel(job)
+            self._drop(job)
+            self._post([(job, error)])
+
+    def _start(self, job: Job, request: Request) -> int:
+        """Submit a request, or continue the session it belongs to."""
+        turn = self.sessions.take(job.session) if job.session is not None else None
+        if turn is not None and job.session is not None:
+            given = turn.given(request)
+            if given is not None:
+                try:
+                    request_id = self.engine.extend(turn.session, given, request.sampling)
+                except SettingError:
+                    self.sessions.keep(job.session, turn)
+                    raise
+                job.continued = True
+                return request_id
+            self.engine.close(turn.session)
+        return self.engine.submit(request)
+
+    def _cancel(self, job: Job) -> None:
+        if job in self._held:
+            self._held.remove(job)
+            self._post([(job, RunFailed("the request was aborted before it started."))])
+        for request_id in job.live:
+            self.engine.abort(request_id)
+
+    def _drop(self, job: Job) -> None:
+        for request_id in job.live:
+            self._jobs.pop(request_id, None)
+        job.live.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """End all jobs with an error."""
+        jobs = self.jobs()
+        for job in jobs:
+            self._cancel(job)
+            self._drop(job)
+        self._post([(job, error) for job in jobs])
+
+    def _deliver(self) -> None:
+        """Hand new tokens and finished rollouts to their jobs."""
+        events: list[tuple[Job, Any]] = []
+        for rollout in self.engine.finished():
+            job = self._jobs.get(rollout.request_id)
+            if job is None:
+                if rollout.session is not None:
+                    self.engine.close(rollout.session)
+                continue
+            if job.session is not None:
+                self.sessions.keep_rollout(job.session, rollout, job.requests[0])
+            job.live[rollout.request_id] -= 1
+            if not job.live[rollout.request_id]:
+                del job.live[rollout.request_id], self._jobs[rollout.request_id]
+            events.append((job, rollout))
+        for request_id, job in self._jobs.items():
+            if job.stream:
+                events += [(job, p) for s in self.engine.unfinished(request_id) if (p := progress(job, s))]
+        self._post(events)
+
+    def _post(self, events: list[tuple[Job, Any]]) -> None:
+        def post() -> None:
+            for job, event in events:
+                job.events.put_nowait(event)
+
+        if events and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(post)
+
+
+def progress(job: Job, sequence: Sequence) -> Progress | None:
+    """The tokens of this turn that were not handed out yet."""
+    request = sequence.request
+    index = request.prompt_index, sequence.sample
+    start = sequence.turn_start + job.sent.get(index, 0)
+    tokens = sequence.tokens[start:]
+    if not tokens:
+        return None
+    job.sent[index] = job.sent.get(index, 0) + len(tokens)
+    topk = None
+    if request.sampling.topk_logprobs:
+        ids, values = zip(*sequence.topk)
+        topk = last_rows(ids, len(tokens)), last_rows(values, len(tokens))
+    return Progress(*index, tokens, sequence.logprobs[start:], topk)
+
+
+def last_rows(parts: tuple[np.ndarray, ...], count: int) -> np.ndarray:
+    """The last `count` rows of arrays that follow each other."""
+    first, rows = len(parts), 0
+    while rows < count:
+        first -= 1
+        rows += len(parts[first])
+    return np.concatenate(parts[first:])[-count:]

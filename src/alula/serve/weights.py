@@ -1,0 +1,51 @@
+"""New weights from a folder of safetensors files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from alula.engine.engine import Engine
+from alula.errors import SettingError, require
+
+MARKER = "STABLE"
+"""The file that a trainer writes last: the folder is complete."""
+
+
+def checked_folder(root: Path | None, given: str) -> Path:
+    """The folder that a client names, which must lie below `root` and be complete."""
+    if root is None:
+        raise SettingError("/update_weights is off; start the server with --weights-folder to allow it.")
+    root = root.resolve()
+    require("\0" not in given, "weight_dir: holds a null character; give a folder.")
+    folder = (root / given).resolve()
+    require(folder.is_relative_to(root), f"weight_dir={given!r}: must lie below the server's --weights-folder.")
+    require(folder.is_dir(), f"weight_dir={given!r}: no such folder below the server's --weights-folder.")
+    require((folder / MARKER).is_file(), f"weight_dir={given!r}: no file {MARKER} in it; write it last.")
+    return folder
+
+
+def read_weights(folder: Path, engine: Engine) -> list[tuple[str, Tensor]]:
+    """All parameters of the model, in host memory; raises if one is missing."""
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        weights = [pair for file in files for pair in tensors(file)]
+    except (OSError, SafetensorError) as error:
+        raise SettingError(f"weight_dir={folder.name!r}: cannot be read ({error}).") from None
+    names = {name for name, _ in weights}
+    # Tied parameters have several names, of which a file holds one.
+    held = {id(p) for name, p in engine.model.named_parameters(remove_duplicate=False) if name in names}
+    missing = [name for name, p in engine.model.named_parameters() if id(p) not in held]
+    require(
+        not missing,
+        f"weight_dir={folder.name!r}: {len(missing)} of the model's parameters are not in its {len(files)} safetensors "
+        f"files, such as {', '.join(missing[:1])}.",
+    )
+    return weights
+
+
+def tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            yield name, opened.get_tensor(name)

@@ -1,0 +1,159 @@
+"""`alula train --check`: validates a run without its weights and prints its work, memory, speed and sparsity."""
+
+import os
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from alula.config.run import RunConfig
+from alula.config.settings import ControlSettings
+from alula.files import size_text
+from alula.run.checkpoint import Resume
+from alula.run.console import duration, seconds
+from alula.run.sinks import check_sinks
+from alula.sparsity.policy import DENSE
+from alula.trainer.check_environment import check_environment
+from alula.trainer.memory_plan import USABLE, MemoryPlan, dtype_of, free_memory, plan_memory, totals
+from alula.trainer.preflight import (
+    OTHER_MODEL_ADVICE,
+    Preflight,
+    check_run_folder,
+    experts_left_out,
+    load_model_config,
+    never_sparse,
+    schedules_of_other_models,
+)
+from alula.trainer.speed_plan import SpeedPlan, kv_memory, measure, plan_speed
+
+
+def print_plan(config: RunConfig, console: Console | None = None, *, resume: Resume = False) -> None:
+    """Check the run and print its plan. Raises whatever the run would reject."""
+    console = console or Console()
+    preflight = Preflight(config)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    plan = plan_memory(config, ranks, preflight.tokenized)
+    preflight.try_rewards()
+    environment = list(check_environment(config, preflight.training, preflight.tokenizer))
+    check_sinks(config.logging.sinks)
+    console.print(work_table(config, plan, preflight, environment))
+    console.print(memory_table(config, plan, preflight.tokenized is not None))
+    free = free_memory(config)
+    kv_bytes = 0.0 if free is None or plan.learning > USABLE * free else kv_memory(config, plan, free)
+    if kv_bytes > plan.kv_dense / plan.running:  # otherwise the run does not fit, as the table of memory says
+        speed = plan_speed(config, plan, measure(config), kv_bytes, ranks)
+        console.print(speed_table(config, speed, torch.cuda.get_device_name()))
+    console.print(sparsity_table(config))
+    if warning := never_sparse(config, plan.prompt, plan.geometry.layers):
+        console.print(Text(" ".join(warning), style="bold"))
+    for warning in experts_left_out(config, plan.experts, plan.parameters):
+        console.print(Text(" ".join(warning), style="bold"))
+    check_run_folder(config, resume)  # last, so that the plan of an existing run can be read
+
+
+def work_table(config: RunConfig, plan: MemoryPlan, preflight: Preflight, environment: list[tuple[str, str]]) -> Table:
+    s, objective = config.sampling, config.objective
+    scoring = "only rollouts the update leaves out" if objective.one_update else "dense, every rollout"
+    table = new_table("work per step")
+    for name, text in (*preflight.describe_data(), *environment):
+        table.add_row(name, text)
+    table.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {plan.rollouts:,}")
+    table.add_row("generated tokens", f"at most {plan.most_tokens:,} ({config.most_sampled():,} each)")
+    table.add_row("scoring", scoring + (" + reference (KL)" if objective.kl else ""))
+    table.add_row("optimizer steps", f"{config.learner.updates}, each at most {plan.update_tokens:,} tokens")
+    table.add_row("micro-batches", f"{config.learner.token_budget:,} tokens")
+    table.add_row("run", f"{config.steps:,} steps, {config.steps * plan.rollouts:,} rollouts")
+    return table
+
+
+def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
+    title = f"memory per rank, {plan.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}"
+    table = new_table(title, justify="right")
+    for what, size in (
+        ("weights", plan.weights),
+        ("weights, the engine's copy", plan.engine_copy),
+        ("linear layers, the sparse policy's copy", plan.sparse_copy),
+        ("adapter of the sparse policy, its moments and gradients", plan.adapter),
+        ("float32 masters", plan.masters),
+        ("Adam moments", plan.moments),
+        ("gradients", plan.gradients),
+        ("reference policy", plan.reference),
+        (f"logits of {config.learner.logprob_chunk:,} positions", plan.logits),
+        (f"layer inputs of {config.learner.token_budget:,} tokens", plan.activations),
+    ):
+        if size:
+            table.add_row(what, size_text(size))
+    longest, sparsity = plan.prompt + config.most_generated(plan.prompt), config.sparsity
+    pool = config.engine.kv_memory or "twice what its rows need, if available"
+    table.add_row(f"KV pool (engine.kv_memory: {pool})", "")
+    table.add_row(f"  {plan.running} rollouts of {longest:,} tokens, dense", size_text(plan.kv_dense))
+    if not sparsity.dense:
+        table.add_row(f"  the same under {sparsity.describe()}", size_text(plan.kv_sparse))
+    if tokenized:
+        table.add_row(f"  including the longest prompt: {plan.prompt:,} tokens", "")
+    elif config.data.max_prompt_tokens is None:
+        table.add_row(f"  prompts assumed to have {plan.prompt} tokens; data.max_prompt_tokens sets a limit", "")
+    for what, text in totals(config, plan, free_memory(config)):
+        table.add_row(what, text)
+    return table
+
+
+def speed_table(config: RunConfig, speed: SpeedPlan, device: str) -> Table:
+    table = new_table(f"speed on {device}: an estimate, with every answer at full length")
+    rollouts, answer = speed.rollouts, config.sampling.max_new_tokens
+    rate = f"{rollouts.tokens_per_second:,.0f} tokens/s, {rollouts.rows} rollouts at a time"
+    table.add_row("rollouts", f"{seconds(rollouts.seconds)}, {rate}")
+    table.add_row("scores", seconds(speed.score))
+    table.add_row("updates", seconds(speed.update))
+    table.add_row("step", f"{seconds(speed.step)}, all {config.steps:,} steps {duration(config.steps * speed.step)}")
+    ratio = speed.sparse.tokens_per_second / speed.dense.tokens_per_second
+    name = speed.sparsity.describe()
+    table.add_row("sparse rollouts", f"{ratio:.2f} × dense with {answer:,} tokens ({name})")
+    if speed.pays_from is None:
+        table.add_row("  pay from", "no length tried, at these rollouts per step and this memory: train densely")
+    else:
+        table.add_row("  pay from", f"about {speed.pays_from:,} answer tokens on")
+    return table
+
+
+def sparsity_table(config: RunConfig) -> Table:
+    sparsity, every = config.sparsity, config.eval.every
+    table = new_table("what is sparse")
+    table.add_row("rollouts", sparsity.describe() if sparsity != DENSE else "nothing: a dense run")
+    if evict := sparsity.evict:
+        protected = "the whole prompt, " if evict.protect_prompt else ""
+        table.add_row(
+            "  evicted",
+            f"to {evict.budget} KV tokens whenever {evict.buffer} more are cached; always kept: "
+            f"{protected}first {evict.sinks}, last {evict.window}",
+        )
+    if select := sparsity.select:
+        table.add_row(
+            "  read",
+            f"{select.budget} KV tokens in blocks of {select.block}; dense layers: {select.dense_layers}",
+        )
+    for message in schedules_of_other_models(config.policies(), load_model_config(config.model.source)):
+        table.add_row("  other model", f"{message} {OTHER_MODEL_ADVICE}")
+    table.add_row("correction", config.objective.correction.preset)
+    if config.control.enabled and not sparsity.dense:
+        table.add_row("controller", describe_control(config.control))
+    evaluated = f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps" if every else "off"
+    table.add_row("held-out evaluation", evaluated)
+    return table
+
+
+def describe_control(control: ControlSettings) -> str:
+    """The controller's limits, and its action on a violation."""
+    limits = [f"at most {control.vetoed:.0%} vetoed"] if control.vetoed else []
+    if control.tau or not limits:
+        limits.append(f"a tail of {control.tau}" if control.tau else "the tail that the schedule was planned for")
+    return f"{' and '.join(limits)}; on violation: {control.on_violation}"
+
+
+def new_table(title: str, justify: Any = "left") -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify=justify)
+    return table

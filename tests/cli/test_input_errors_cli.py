@@ -1,0 +1,128 @@
+"""Inputs that cannot work end with one sentence, before anything slow is done."""
+
+import json
+import os
+import threading
+import time
+
+import huggingface_hub
+import pytest
+
+from alula import hub
+from alula.cli.main import app
+from alula.data import load
+from alula.errors import SettingError
+
+
+def ended(capsys, *arguments) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        app([*map(str, arguments)])
+    printed = capsys.readouterr()
+    return end.value.code or 0, printed.out, printed.err
+
+
+@pytest.mark.real
+def test_truncated_gguf_file_is_reported(smollm2, recipe, tmp_path, capsys):
+    part = tmp_path / "part.gguf"
+    with smollm2.open("rb") as whole:
+        part.write_bytes(whole.read(1_000_000))
+    code, _, error = ended(capsys, "generate", part, "hello")
+    assert (code, error.count("\n")) == (2, 1)
+    assert error.startswith(f"alula: model '{part}' cannot be loaded: ")
+    assert error.endswith("; the file is probably incomplete, so fetch it again.\n")
+    code, _, error = ended(capsys, "train", "--check", recipe, f"model.source={part}")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "probably incomplete" in error
+
+
+@pytest.mark.parametrize("place", ["a/file/page.html", "a/folder"])
+def test_report_into_an_impossible_place(tmp_path, capsys, place):
+    (tmp_path / "a" / "folder").mkdir(parents=True)
+    (tmp_path / "a" / "file").write_text("")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    code, _, error = ended(capsys, "report", run, "-o", tmp_path / place)
+    assert code == 2
+    assert error.splitlines()[-1].startswith(f"alula: --out {tmp_path / place}: ")
+    assert "Traceback" not in error
+
+
+def test_check_reports_a_sink_that_is_not_installed(recipe, capsys, monkeypatch):
+    monkeypatch.setattr("alula.run.sinks.find_spec", lambda name: None if name == "wandb" else object())
+    code, _, error = ended(capsys, "train", "--check", recipe, "logging.sinks=[tensorboard, wandb]")
+    assert code == 2
+    assert error.startswith("alula: logging.sinks: 'wandb' needs a package that is not installed")
+    assert "pip install 'alula[wandb]'" in error
+    assert ended(capsys, "train", "--check", recipe, "logging.sinks=[tensorboard]")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--prompts", 8, "--prompts 8: a tail needs at least 20"),
+        ("--samples", 0, "--samples 0: "),
+        ("--temperature", 0, "--temperature 0.0: "),
+        ("--budgets", "32,", "--budgets '32,'"),
+    ],
+)
+def test_calibrate_checks_its_numbers_before_it_loads_the_model(capsys, monkeypatch, option, value, message):
+    monkeypatch.setattr("alula.cli.calibrate.load_model_and_prompts", None)
+    code, _, error = ended(capsys, "calibrate", "shape:tiny-llama", "--data", "task:copy-last", option, value)
+    assert code == 2
+    assert error.startswith(f"alula: {message}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_prompts_are_read_from_a_pipe(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = '{"prompt": [1, 2, 3]}\n'
+    writer = threading.Thread(target=lambda: pipe.write_text(text))
+    writer.start()
+    code, out, _ = ended(capsys, "generate", "shape:tiny-llama", "--max-new-tokens", 2, "--file", pipe)
+    writer.join()
+    assert code == 0
+    assert json.loads(out)["prompt_ids"] == [1, 2, 3]
+    code, _, error = ended(capsys, "generate", "shape:tiny-llama", "--file", tmp_path)
+    assert (code, error) == (2, f"alula: --file {tmp_path}: is a folder.\n")
+
+
+def test_unreachable_hub_takes_one_sentence_and_no_retries(capsys, monkeypatch):
+    constants = huggingface_hub.constants
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    hub.offline_if_unreachable.cache_clear()
+    began = time.monotonic()
+    code, _, error = ended(capsys, "generate", "someone/some-model", "hello")
+    assert code == 2
+    first, second = error.splitlines()
+    assert first == "alula: no connection to http://127.0.0.1:9; using cached files only."
+    assert second.startswith("alula: model 'someone/some-model' cannot be loaded: ")
+    assert constants.HF_HUB_OFFLINE
+    with pytest.raises(SettingError, match=r"data 'someone/data' .* cannot be loaded from the hub"):
+        load("someone/data")
+    assert time.monotonic() - began < 15, "retries alone would take 23 s for each"
+    hub.offline_if_unreachable.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "reason"),
+    [
+        (
+            "bad_import",
+            "import nothing_here",
+            "ModuleNotFoundError in a reward's module: No module named 'nothing_here'",
+        ),
+        ("bad_syntax", "def f(:", "SyntaxError in a reward's module: invalid syntax (bad_syntax.py, line 1)"),
+    ],
+)
+def test_check_reports_a_reward_module_that_fails(recipe, tmp_path, capsys, monkeypatch, name, code, reason):
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, error = ended(capsys, "train", "--check", recipe, f"rewards.use={name}:f")
+    assert (code, error) == (2, f"alula: rewards.use: {reason}; correct it.\n")

@@ -1,0 +1,408 @@
+"""The open engine: requests of any kind at any time, pauses, weight updates, shared prefixes, bounded host memory."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import oracle
+from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
+from alula.engine import engine as engine_module
+from alula.engine.rollout import Span
+from alula.engine.sequence import Sequence
+from alula.engine.swapping import available_memory
+from alula.errors import SettingError
+from alula.models.load import LoadedModel
+from alula.models.lora import init_adapter
+
+PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13]
+RKV = Sparsity(Evict("rkv", 10, buffer=4, window=3, sinks=2))
+H2O = Sparsity(Evict("h2o", 12, buffer=3, window=2, sinks=1))
+QUEST = Sparsity(select=Select("quest", 12, 4, 1))
+BLOCK = Sparsity(select=Select("block-topk", 12, 4, 0))
+BOTH = Sparsity(Evict("snapkv", 20, buffer=4, window=3, sinks=2), Select("quest", 16, 4, 2))
+SAMPLING = Sampling(max_new_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return oracle.custom_model(3, layers=2)
+
+
+def engine_of(loaded, **options):
+    engine = Engine(loaded, **({"page": 4, "kv_memory": "2MiB", "max_rows": 8, "lookahead": 3} | options))
+    engine._in_flight = options.pop("in_flight", 1)
+    return engine
+
+
+def same(rollout, expected):
+    assert rollout.token_ids == expected.token_ids
+    assert torch.equal(rollout.logprobs, expected.logprobs)
+
+
+def test_requests_of_every_kind_at_any_time_are_as_alone(loaded):
+    engine, policies = engine_of(loaded, buckets=(8,)), [None, RKV, H2O, QUEST, BLOCK, BOTH]
+    requests = [engine.requests([PROMPTS[i % 3]], SAMPLING, p, indices=[i])[0] for i, p in enumerate(policies)]
+    done = {}
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+    for rollout in engine.results():
+        done[rollout.request_id] = rollout
+    assert engine.pool.in_use == 0
+    assert len(engine.runner.batches) == 4, "dense and evicting rows decode together, each selector by itself"
+    for i, request in enumerate(requests):
+        alone = engine_of(loaded, buckets=(8,)).generate([PROMPTS[i % 3]], SAMPLING, policies[i], indices=[i])[0]
+        same(done[request.id], alone)
+
+
+def test_dense_and_adapted_rows_together(loaded):
+    adapter = init_adapter(loaded.model, 2, 4.0, ["q_proj"], seed=0)
+    for _, b in adapter.weights.values():
+        b.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    engine = engine_of(loaded, sparse_adapter=adapter, buckets=(8,))
+    together = engine.generate(PROMPTS[:2] * 2, SAMPLING, [Sparsity(), RKV, RKV, Sparsity()])
+    for i, policy in enumerate([Sparsity(), RKV, RKV, Sparsity()]):
+        same(together[i], engine.generate([PROMPTS[i % 2]], SAMPLING, policy, indices=[i])[0])
+    plain = engine_of(loaded, buckets=(8,)).generate([PROMPTS[1]], SAMPLING, RKV, indices=[1])[0]
+    assert not torch.equal(together[1].logprobs, plain.logprobs), "the adapter changes sparse rows"
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_side_state_grows_under_running_rows(loaded, in_flight):
+    """Ring, sums, budgets and banned tokens are sized by the requests so far; a larger one copies them."""
+    engine = engine_of(loaded, buckets=(8,))
+    engine._in_flight = in_flight
+    small = [engine.requests([PROMPTS[0]], SAMPLING, p, indices=[i])[0] for i, p in enumerate([RKV, H2O])]
+    growing = Sparsity(select=Select("quest", Schedule((12, 16), 10), 4, 1))
+    fixed = engine.requests([PROMPTS[1]], SAMPLING, QUEST, indices=[2])[0]
+    for request in [*small, fixed]:
+        engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    longer = Sampling(max_new_tokens=60, min_new_tokens=40, topk_logprobs=3, stop=(5, 6, 7))
+    large = [
+        engine.requests([PROMPTS[2]], longer, Sparsity(Evict("snapkv", 24, buffer=4, window=8, sinks=2)), indices=[3])[
+            0
+        ],
+        engine.requests([PROMPTS[2]], longer, Sparsity(Evict("h2o", 40, buffer=4, window=2, sinks=2)), indices=[4])[0],
+        engine.requests([PROMPTS[2]], longer, growing, indices=[5], keep_hidden=1)[0],
+    ]
+    for request in large:
+        engine.submit(request)
+    done = {r.request_id: r for r in engine.results()}
+    for request in [*small, fixed, *large]:
+        fresh = engine_of(loaded, buckets=(8,))
+        (alone,) = fresh.stream([copy.copy(request)])
+        same(done[request.id], alone)
+
+
+def test_pause_keeps_the_kv_and_an_update_shows_in_the_spans(loaded):
+    other = oracle.custom_model(3, layers=2)
+    torch.manual_seed(1)
+    for parameter in other.model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    engine = engine_of(LoadedModel(copy.deepcopy(loaded.model), None, "two", (1,)), lookahead=2)
+    engine.submit(engine.requests([PROMPTS[0]], SAMPLING, RKV)[0])
+    for _ in range(4):
+        engine.step()
+    engine.pause()
+    (before,) = [len(s.tokens) for live in engine._live.values() for s in live]
+    assert engine.step(), "nothing runs while paused"
+    assert [len(s.tokens) for live in engine._live.values() for s in live] == [before]
+    with pytest.raises(SettingError, match="paused"):
+        next(engine.results())
+    engine.update_weights(other.model.named_parameters(), version=7)
+    engine.resume()
+    (rollout,) = engine.drain()
+    assert rollout.spans == [Span(before, 0), Span(24 - before, 7)]
+    assert rollout.policy_version == 7
+    unchanged = engine_of(loaded, lookahead=2).generate([PROMPTS[0]], SAMPLING, RKV)[0]
+    assert rollout.token_ids[:before] == unchanged.token_ids[:before]
+    assert not torch.allclose(rollout.logprobs[before:], unchanged.logprobs[before:])
+
+
+def test_an_aborted_request_gives_its_pages_back(loaded):
+    engine = engine_of(loaded)
+    long = engine.requests([PROMPTS[2]], Sampling(n=3, max_new_tokens=80, ignore_eos=True), RKV)[0]
+    short = engine.requests([PROMPTS[0]], SAMPLING, indices=[1])[0]
+    for request in (long, short):
+        engine.submit(request)
+    engine.step()
+    held = engine.pool.in_use
+    engine.abort(long.id)
+    engine.step()
+    assert engine.pool.in_use < held
+    finishes = {r.request_id: r.finish for r in engine.results()}
+    assert finishes == {long.id: "aborted", short.id: "length"}
+    assert engine.pool.in_use == 0
+
+
+def test_a_failed_launch_ends_what_was_running_and_leaks_nothing(loaded, monkeypatch):
+    engine = engine_of(loaded)
+    stream = engine.stream(engine.requests(PROMPTS, Sampling(n=2, max_new_tokens=30, ignore_eos=True), RKV))
+    monkeypatch.setattr(engine.runner, "decode", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        next(stream)
+    monkeypatch.undo()
+    assert engine.pool.in_use == 0
+    assert len(engine.generate(PROMPTS, SAMPLING, RKV)) == 3
+
+
+# -- shared prefixes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, RKV, QUEST, BOTH, H2O], ids=["dense", "rkv", "quest", "both", "h2o"])
+def test_samples_that_arrive_apart_share_their_prompt(policy, loaded):
+    engine, prompt = engine_of(loaded, kv_memory="4MiB"), [*range(10, 40), 50]
+    requests = [engine.requests([prompt], SAMPLING, policy, indices=[i])[0] for i in range(4)]
+    for request in requests[:3]:  # together: the prompt is computed once, though no page was cached before
+        engine.submit(request)
+    engine.step()
+    engine.submit(requests[3])  # later: while the others run
+    done = {r.request_id: r for r in engine.results()}
+    hits = [done[r.id].kv.cached_prompt_tokens for r in requests]
+    again = max(1, (policy.evict and requests[0].evictor.queries) or 0) if policy else 1
+    shared = 0 if policy is H2O else (len(prompt) - again) // 4 * 4
+    assert hits == [0, shared, shared, shared]
+    alone = engine_of(loaded, buckets=(8,))
+    for i, request in enumerate(requests):
+        expected = alone.generate([prompt], SAMPLING, policy, indices=[i], record=True)[0]
+        assert done[request.id].token_ids == expected.token_ids
+        torch.testing.assert_close(done[request.id].logprobs, expected.logprobs, rtol=0, atol=2e-5)
+    assert engine.pool.in_use == 0
+
+
+def test_prefixes_outlive_requests_only_where_asked_for_and_never_an_update(loaded):
+    prompt = list(range(10, 40))
+    for keep in (False, True):
+        own = LoadedModel(copy.deepcopy(loaded.model), None, "own", (1,))
+        engine = engine_of(own, keep_prefixes=keep)
+
+        def hits(engine=engine):
+            return engine.generate([prompt], SAMPLING)[0].kv.cached_prompt_tokens
+
+        assert [hits(), hits()] == [0, 28 if keep else 0]
+        engine.update_weights([])
+        assert [hits(), hits()] == [0, 28 if keep else 0]
+        with torch.no_grad():  # an optimizer that shares the weights
+            next(engine.model.parameters()).mul_(1.01)
+        assert [hits(), hits()] == [0, 28 if keep else 0]
+        engine.sleep()
+        engine.wake()
+        assert hits() == 0
+
+
+def test_cached_prefixes_make_room_for_live_sequences(loaded):
+    """The pool is full of cached prompts; a sequence that needs all of it gets all of it."""
+    pages = 24
+    engine = engine_of(loaded, kv_memory=pages * 4 * 2 * 2 * 2 * 12 * 4, keep_prefixes=True, max_rows=2)
+    for i in range(6):
+        engine.generate([[i, *range(10, 30)]], Sampling(max_new_tokens=2))
+    assert engine.pool.in_use == 0
+    assert len(engine.pool._cached) > 10
+    (rollout,) = engine.generate([[7, 8]], Sampling(max_new_tokens=85, ignore_eos=True))
+    assert len(rollout) == 85
+    assert rollout.kv.swaps == 0
+
+
+# -- bounded host memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, RKV, H2O, QUEST, BOTH], ids=["dense", "rkv", "h2o", "quest", "both"])
+@pytest.mark.parametrize("swap_memory", ["8KiB", 0])
+@pytest.mark.slow
+def test_a_full_host_restarts_the_youngest_with_the_same_tokens(policy, swap_memory, loaded):
+    engine = engine_of(loaded, kv_memory=30 * 4 * 2 * 2 * 2 * 12 * 4, buckets=(8,), swap_memory=swap_memory)
+    sampling = Sampling(n=4, max_new_tokens=44, ignore_eos=True)
+    rollouts = engine.generate(PROMPTS[:2], sampling, policy, record=True)
+    assert sum(r.kv.restarts for r in rollouts) > 0
+    alone = engine_of(loaded, buckets=(8,), kv_memory="4MiB").generate(PROMPTS[:2], sampling, policy, record=True)
+    for rollout, expected in zip(rollouts, alone):
+        same(rollout, expected)
+        assert (rollout.kv.evictions, rollout.kv.mean_tokens) == (expected.kv.evictions, expected.kv.mean_tokens)
+        assert (rollout.history is None) or torch.equal(rollout.history, expected.history)
+    assert engine._scheduler.swap_used == 0
+
+
+def test_the_default_is_a_quarter_of_what_the_container_may_use(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 800 kB\n")
+    assert available_memory(meminfo, tmp_path) == 800 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100000\n")
+    assert available_memory(meminfo, tmp_path) == 800 * 1024
+    (tmp_path / "memory.max").write_text("300000\n")
+    assert available_memory(meminfo, tmp_path) == 200000
+
+
+# -- everything at once ------------------------------------------------------------------------------------
+
+POLICIES = [Sparsity(), Sparsity(), RKV, H2O, QUEST, BLOCK, BOTH]
+
+
+class Versions:
+    """Two sets of weights: odd and even versions."""
+
+    def __init__(self, loaded):
+        self.weights = [loaded.model, copy.deepcopy(loaded.model)]
+        torch.manual_seed(5)
+        for parameter in self.weights[1].parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+
+    def own(self):
+        return LoadedModel(copy.deepcopy(self.weights[0]), None, "own", (1,))
+
+    def install(self, engine, version):
+        engine.update_weights(self.weights[version % 2].named_parameters(), version=version)
+
+
+@pytest.fixture(scope="module")
+def versions(loaded):
+    return Versions(loaded)
+
+
+class Alone:
+    """Runs one request by itself, with the weights that sampled each token of another engine's rollout."""
+
+    def __init__(self, versions, rows, monkeypatch):
+        self.versions = versions
+        self.engine = Engine(versions.own(), page=4, kv_memory="2MiB", max_rows=rows, buckets=(rows,))
+        decode, prefill, extend = self.engine.runner.decode, engine_module.prefill, engine_module.extend
+
+        def at(index):
+            version = next((v for end, v in self.ends if index < end), self.ends[-1][1])
+            if version != self.engine.policy_version:
+                versions.install(self.engine, version)
+
+        def decode_alone(chunk, version):
+            at(chunk.parts[0].position - chunk.parts[0].sequence.prompt_len + 1)
+            return decode(chunk, version)
+
+        def prefill_alone(runner, groups, version):
+            if runner is self.engine.runner:
+                at(0)
+            return prefill(runner, groups, version)
+
+        def extend_alone(runner, extension, version):
+            if runner is self.engine.runner:
+                part = extension.parts[0]
+                at(part.position + part.steps - part.sequence.prompt_len)
+            return extend(runner, extension, version)
+
+        self.engine.runner.decode = decode_alone
+        monkeypatch.setattr(engine_module, "prefill", prefill_alone)
+        monkeypatch.setattr(engine_module, "extend", extend_alone)
+
+    def run(self, request, rollout, given):
+        """The rollout with the same sampling key, and the same given tokens after each turn."""
+        self.ends, total = [], 0
+        for span in rollout.spans:
+            total += span.tokens
+            if span.version is not None:
+                self.ends.append((total, span.version))
+        self.ends = self.ends or [(1, 0)]
+        (mine,) = self.engine.requests(
+            [request.prompt_ids], replace(rollout.sampling, n=1), request.sparsity, record=True, session=bool(given)
+        )
+        mine.key, mine.stop = Sequence(request, rollout.sample_index).key, request.stop
+        self.engine.submit(mine)
+        (result,) = self.engine.drain()
+        for tokens in given:
+            self.engine.extend(result.session, tokens)
+            (result,) = self.engine.drain()
+        if result.session is not None:
+            self.engine.close(result.session)
+        return result
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.slow
+def test_arrivals_aborts_pauses_updates_sessions_and_swaps(data, versions, monkeypatch):
+    with monkeypatch.context() as patch:
+        rows = data.draw(st.sampled_from([1, 3, 8]))
+        updates = data.draw(st.booleans())
+        engine = Engine(
+            versions.own(),
+            page=4,
+            kv_memory=data.draw(st.integers(30, 60)) * 4 * 2 * 2 * 2 * 12 * 4,
+            max_rows=rows,
+            buckets=(rows,),
+            lookahead=data.draw(st.integers(1, 5)),
+            # KV computed again after an update is that of other weights, so restarts and updates are not mixed
+            swap_memory="1GiB" if updates else data.draw(st.sampled_from([0, 6000, 2**30])),
+        )
+        engine._in_flight = data.draw(st.integers(0, 1))
+        arrivals = []
+        for i in range(data.draw(st.integers(1, 4))):
+            policy = data.draw(st.sampled_from(POLICIES))
+            turns = data.draw(st.sampled_from([0, 0, 1, 2]))
+            sampling = Sampling(
+                n=data.draw(st.integers(1, 2)),
+                max_new_tokens=data.draw(st.integers(1, 20)),
+                seed=i,
+                stop=(3, 7, 11, 19, 40, 61) if data.draw(st.booleans()) else (),
+                ignore_eos=True,
+            )
+            prompt = data.draw(st.lists(st.integers(2, 95), min_size=1, max_size=14))
+            (request,) = engine.requests([prompt], sampling, policy, record=True, indices=[i], session=bool(turns))
+            given_tokens = [data.draw(st.lists(st.integers(2, 95), min_size=1, max_size=9)) for _ in range(turns)]
+            arrivals.append((data.draw(st.integers(0, 12)), request, given_tokens))
+        aborts = data.draw(st.dictionaries(st.integers(0, 3), st.integers(1, 15), max_size=1))
+        changes = data.draw(st.sets(st.integers(1, 25), max_size=3)) if updates else set()
+        sleeps = data.draw(st.sets(st.integers(1, 25), max_size=2))
+        pauses = data.draw(st.sets(st.integers(1, 25), max_size=2))
+
+        finals, turns_left, first_request = [], {}, {}
+        waiting, turn = list(arrivals), 0
+        while waiting or engine._live or engine._finished:
+            assert turn < 2000, "somebody starves"
+            for arrival in [a for a in waiting if a[0] <= turn]:
+                waiting.remove(arrival)
+                engine.submit(arrival[1])
+                first_request[arrival[1].id] = arrival
+            for index, moment in aborts.items():
+                if moment == turn and index < len(arrivals):
+                    engine.abort(arrivals[index][1].id)
+            if turn in pauses:
+                engine.pause()
+                engine.step()
+                engine.resume()
+            if turn in changes:
+                versions.install(engine, engine.policy_version + 1)
+            if turn in sleeps:
+                engine.sleep()
+                engine.wake()
+            engine.step()
+            while engine._finished:
+                rollout = engine._finished.popleft()
+                arrival = first_request[rollout.request_id]
+                left = turns_left.setdefault((id(arrival), rollout.sample_index), list(arrival[2]))
+                if left and rollout.session is not None:
+                    first_request[engine.extend(rollout.session, left.pop(0))] = arrival
+                else:
+                    finals.append((arrival, rollout))
+                    if rollout.session is not None:
+                        engine.close(rollout.session)
+            turn += 1
+        assert engine.pool.in_use == 0
+        assert engine._scheduler.swap_used == 0
+        assert not engine.sessions
+        assert len(finals) == sum(arrival[1].sampling.n for arrival in arrivals)
+        alone = Alone(versions, rows, patch)
+        for arrival, rollout in finals:
+            left = turns_left[id(arrival), rollout.sample_index]
+            done_turns = len(arrival[2]) - len(left)
+            expected = alone.run(arrival[1], rollout, arrival[2][:done_turns])
+            if rollout.finish == "aborted":
+                assert rollout.token_ids == expected.token_ids[: len(rollout)]
+                continue
+            assert rollout.token_ids == expected.token_ids
+            assert torch.equal(rollout.logprobs.nan_to_num(), expected.logprobs.nan_to_num())
+            assert rollout.finish == expected.finish
+            assert (rollout.history is None) == (expected.history is None)
+            assert rollout.history is None or torch.equal(rollout.history, expected.history)
