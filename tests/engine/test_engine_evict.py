@@ -10,7 +10,19 @@ from alula.engine.rollout import NEVER
 from alula.engine.sequence import rollout_key
 from alula.sparsity.evict import METHODS, build
 from alula.sparsity.policy import budget_at
-from evictor_formulas import dot, keydiff_scores, knorm_scores, mean, rkv_scores, snapkv_scores, softmax, splitmix64
+from evictor_formulas import (
+    dot,
+    eviction_word,
+    keydiff_scores,
+    knorm_scores,
+    mean,
+    rkv_scores,
+    snapkv_scores,
+    softmax,
+    splitmix64,
+    vase_dkv_scores,
+    vase_scores,
+)
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]
 """The third is longer than every small budget here."""
@@ -108,14 +120,29 @@ def literal_scores(rollout: Rollout, seen: oracle.Pass, layer: int, head: int, t
             x = splitmix64(rollout_key(rollout.sampling.seed, rollout.prompt_index, rollout.sample_index)) ^ t
             x = splitmix64(splitmix64(splitmix64(x) ^ layer) ^ head)
             return [(splitmix64(x ^ slot) >> 40) / 2**24 for slot in range(len(held))]
+        case "vase" | "vase-dkv":
+            key = rollout_key(rollout.sampling.seed, rollout.prompt_index, rollout.sample_index)
+            values, n = [seen.values[layer][head, j].tolist() for j in held], len(held)
+            if evict.method == "vase-dkv":
+                return vase_dkv_scores(keys, values, lambda i: eviction_word(key, t, layer, 2 * len(keys[0]) * 20, i))
+            words = len(seen.keys[layer]) * n
+            draw = lambda j: eviction_word(key, t, layer, words, head * n + j)  # noqa: E731
+            budget = budget_at(evict.budget, t)
+            limits = {"budget": budget, "sinks": evict.sinks, "protected": protected(rollout)}
+            return vase_scores(keys, values, recent, scaling, evict.window, draw, **limits, **dict(evict.options))
     raise NotImplementedError(f"{evict.method}: write its formula here")
+
+
+def protected(rollout: Rollout) -> int:
+    evict = rollout.sparsity.evict
+    return len(rollout.prompt_ids) if evict is not None and evict.protect_prompt else 0
 
 
 def assert_kept_are_the_best(rollout: Rollout, seen: oracle.Pass, scaling: float, layers=(0, 2)) -> None:
     evict, history = rollout.sparsity.evict, rollout.history
     assert evict is not None
     assert history is not None
-    first = max(evict.sinks, len(rollout.prompt_ids) if evict.protect_prompt else 0)
+    first = max(evict.sinks, protected(rollout))
     for position, _, _ in expected_events(rollout):
         for layer in layers:
             for head in range(history.shape[1]):
@@ -174,6 +201,7 @@ VARIANTS = {
     "nothing left to choose": Evict("knorm", 6, buffer=3, window=4, sinks=2),
     "prompt protected": Evict("rkv", 6, buffer=3, window=3, sinks=2, protect_prompt=True),
     "prompt protected, h2o": Evict("h2o", 4, buffer=2, window=3, sinks=1, protect_prompt=True),
+    "prompt protected, vase": Evict("vase", 8, buffer=3, window=3, sinks=1, protect_prompt=True, large=0.5),
     "growing schedule": Evict("snapkv", Schedule((8, 12, 18), width=11), buffer=3, window=3, sinks=1),
     "shrinking schedule": Evict("keydiff", Schedule((20, 12, 7), width=12), buffer=4, window=3, sinks=1),
     "window as large as the prompt": Evict("snapkv", 14, buffer=5, window=12, sinks=1),
@@ -298,7 +326,19 @@ def test_random_eviction_follows_the_rollouts_seed(models):
 
 
 def test_every_evictor_has_a_formula_here():
-    covered = {"streaming", "snapkv", "rkv", "rkv-code", "knorm", "keydiff", "tova", "h2o", "random"}
+    covered = {
+        "streaming",
+        "snapkv",
+        "rkv",
+        "rkv-code",
+        "knorm",
+        "keydiff",
+        "tova",
+        "h2o",
+        "random",
+        "vase",
+        "vase-dkv",
+    }
     assert covered == set(METHODS)
     assert all(build(Evict(m, 64)) for m in METHODS)
 

@@ -80,7 +80,7 @@ def assert_same_as_alone(rollouts, engine, requests):
             assert (rollout.kv.evictions, rollout.kv.peak_tokens) == (single.kv.evictions, single.kv.peak_tokens)
 
 
-METHODS = ["rkv", "rkv-code", "snapkv", "h2o", "tova", "keydiff", "random", "streaming", "knorm"]
+METHODS = ["rkv", "rkv-code", "snapkv", "h2o", "tova", "keydiff", "random", "streaming", "knorm", "vase", "vase-dkv"]
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """The eviction kernels against their torch twins: on CUDA if available, else in Triton's interpreter."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,11 +249,12 @@ def on_device(kv: Cached, device: str = DEVICE) -> Cached:
     def move(tensor):
         return None if tensor is None else tensor.to(device)
 
-    return Cached(
-        PagedKeys(move(kv.paged.pool), move(kv.paged.table), kv.paged.n),
-        move(kv.queries),
-        move(kv.attention),
-        kv.scaling,
-        move(kv.row_keys),
-        move(kv.position),
+    return replace(
+        kv,
+        paged=PagedKeys(move(kv.paged.pool), move(kv.paged.table), kv.paged.n),
+        values=PagedKeys(move(kv.values.pool), move(kv.values.table), kv.paged.n),
+        queries=move(kv.queries),
+        attention=move(kv.attention),
+        row_keys=move(kv.row_keys),
+        position=move(kv.position),
     )

@@ -8,6 +8,7 @@ import oracle
 from alula import Engine, Sampling
 from alula.engine.sequence import rollout_key
 from alula.ops.sample import BLOCK, BLOCKS_FROM, block_noise, gumbel, philox, proposal_logits, sample_torch, token_noise
+from evictor_formulas import philox_literal
 
 CHI_SQUARE_999 = {9: 27.88, 15: 37.70, 19: 43.82, 49: 85.35, 63: 103.44, 80: 124.84}
 """p = 0.001 by degrees of freedom"""
@@ -34,18 +35,6 @@ def chi_square(observed, expected) -> float:
 
 
 # --- random numbers ----------------------------------------------------------------------------------------------
-
-
-def philox_literal(key: int, c0: int, c1: int) -> list[int]:
-    """Philox4x32-10 (Salmon et al., 2011) on Python's integers."""
-    mask = 0xFFFFFFFF
-    k = [key & mask, (key >> 32) & mask]
-    c = [c0 & mask, c1 & mask, 0, 0]
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(b >> 32) ^ c[1] ^ k[0], b & mask, (a >> 32) ^ c[3] ^ k[1], a & mask]
-        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
-    return c
 
 
 def uniform(key, c0):

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alula.errors import SettingError
-from alula.sparsity.evict import METHODS, Cached, Evictor, build, keep
+from alula.sparsity.evict import METHODS, Evictor, build, keep
+from alula.sparsity.evict.vase import RESERVED
 from alula.sparsity.policy import Evict
 from evictor_formulas import (
     WINDOW,
@@ -19,6 +20,7 @@ from evictor_formulas import (
     cached,
     dot,
     each_head,
+    eviction_word,
     group_of,
     in_pages,
     keydiff_scores,
@@ -30,6 +32,8 @@ from evictor_formulas import (
     snapkv_scores,
     softmax,
     splitmix64,
+    vase_dkv_scores,
+    vase_scores,
 )
 
 
@@ -162,6 +166,66 @@ def test_random_is_uniform():
     assert ((counts - expected) ** 2 / expected).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
 
 
+@pytest.mark.parametrize(("sinks", "protected", "options"), [(0, 0, {}), (2, 0, {"large": 0.5}), (1, 7, {"kernel": 3})])
+def test_vase_follows_its_formula(sinks, protected, options):
+    evictor, kv = cached("vase", group=3)
+    evictor, kv = replace(evictor, **options), replace(kv, sinks=sinks, protected=protected, keep=12 + protected)
+    scores = evictor.score(kv)
+    for r, h, keys in each_head(kv):
+        key, t, n = int(kv.row_keys[r]), int(kv.position[r]), len(keys)
+        draw = lambda j: eviction_word(key, t, r % kv.layers, 2 * n, h * n + j)  # noqa: B023, E731
+        limits = {"budget": 12, "sinks": sinks, "protected": protected} | options
+        values = kv.values.gathered[r, h].tolist()
+        expected = vase_scores(keys, values, group_of(kv, r, h), kv.scaling, WINDOW, draw, **limits)[:-WINDOW]
+        actual = scores[r, h, :-WINDOW]
+        kept = [j for j, score in enumerate(expected) if score == math.inf]
+        assert (actual >= RESERVED).nonzero()[:, 0].tolist() == kept
+        assert_close(torch.where(actual >= RESERVED, 0.0, actual), [0.0 if s == math.inf else s for s in expected])
+
+
+def test_vase_draws_in_proportion_to_attention():
+    """One token of two is drawn: its share over many rollouts is its share of the attention."""
+    evictor, kv = cached("vase", rows=1, layers=1, kv_heads=1, n=WINDOW + 2, seed=3)
+    evictor = replace(evictor, large=0.0, kernel=1)
+    rows = 20_000
+    many = replace(
+        kv,
+        paged=replace(kv.paged, table=kv.paged.table.expand(rows, -1)),
+        values=replace(kv.values, table=kv.values.table.expand(rows, -1)),
+        queries=kv.queries.expand(rows, -1, -1, -1),
+        row_keys=torch.arange(rows) * 0x9E3779B97F4A7,
+        position=kv.position.expand(rows),
+        keep=WINDOW + 1,
+    )
+    share = (keep(evictor.score(many), count=WINDOW + 1, sinks=0, window=WINDOW)[:, 0, 0] == 0).float().mean().item()
+    expected = mean([softmax([kv.scaling * dot(q, k) for k in kv.keys[0, 0, :2].tolist()])[0]
+                     for member in group_of(kv, 0, 0) for q in member])  # fmt: skip
+    assert 0.2 < expected < 0.8
+    assert abs(share - expected) < 3.3 * math.sqrt(expected * (1 - expected) / rows)
+
+
+@pytest.mark.parametrize("rank", [1, 20])
+def test_vase_dkv_follows_its_formula(rank):
+    evictor, kv = cached("vase-dkv")
+    evictor = replace(evictor, rank=rank)
+    scores = evictor.score(kv)
+    for r, h, keys in each_head(kv):
+        words = 2 * 8 * rank
+        draw = lambda i: eviction_word(int(kv.row_keys[r]), int(kv.position[r]), r % kv.layers, words, i)  # noqa: B023, E731
+        expected = torch.tensor(vase_dkv_scores(keys, kv.values.gathered[r, h].tolist(), draw, rank))
+        torch.testing.assert_close(scores[r, h], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_directions_of_vase_dkv_are_normal():
+    evictor, kv = cached("vase-dkv", rows=200, layers=2, dim=32, n=WINDOW)
+    normal = evictor.directions(kv) * 20**0.5
+    assert normal.mean().abs() < 0.01
+    assert (normal.var() - 1).abs() < 0.02
+    assert (normal.pow(4).mean() - 3).abs() < 0.1
+    between = torch.corrcoef(normal.view(200, 2, -1)[:, :, :50].flatten(1).T)
+    assert (between - torch.eye(100)).abs().max() < 5 / 200**0.5, "layers and entries are independent"
+
+
 # --- several rounds of eviction --------------------------------------------------------------------------------
 
 
@@ -182,7 +246,7 @@ def test_rounds_of_eviction_keep_the_formulas_tokens(name, group):
         length = budget + (turn + 1) * buffer
         queries = torch.randn(rows, heads * group, WINDOW, dim, generator=random)
         keys = everything.gather(2, positions[..., None].expand(-1, -1, -1, dim))
-        kv = Cached(in_pages(keys, 1), queries, None, dim**-0.5, None, None)
+        kv = replace(cached(name)[1], paged=in_pages(keys, 1), queries=queries, scaling=dim**-0.5)
         kept = keep(evictor.score(kv), count=budget, sinks=sinks, window=WINDOW)
         positions = positions.gather(-1, kept.long())
         for r in range(rows):
@@ -307,6 +371,8 @@ def test_build_passes_window_and_options():
         ("rkv", {"mix": 1.5}, "mix=1.5"),
         ("rkv", {"threshold": 1.0}, "threshold=1.0"),
         ("snapkv", {"kernel": 6}, "kernel=6"),
+        ("vase", {"large": 1.5}, "large=1.5"),
+        ("vase-dkv", {"rank": 0}, "rank=0"),
         ("snapkv", {"kernel": 7.0}, "kernel=7.0: must be a whole number."),
     ],
 )

@@ -16,6 +16,8 @@ from alula.sparsity.select import METHODS as SELECTORS
 PRESET = Schedule.load("qwen3-4b-0.86")
 OPTIONS = {
     "mix": st.floats(0, 1),
+    "large": st.floats(0, 1),
+    "rank": st.integers(1, 64),
     "threshold": st.floats(0, 1, exclude_max=True),
     "kernel": st.integers(0, 9).map(lambda n: 2 * n + 1),
 }

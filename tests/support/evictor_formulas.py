@@ -1,6 +1,7 @@
 """Cached keys to score, and the evictors' formulas as loops over Python numbers."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import pad
@@ -20,13 +21,18 @@ def cached(method: str, *, rows=2, layers=2, kv_heads=2, group=2, n=30, dim=8, s
     evictor = METHODS[method](window=window)
     queries = torch.randn(count, kv_heads * group, evictor.queries, dim, generator=random) * 2
     attention = torch.rand(count, kv_heads, n, generator=random)
+    values = torch.randn(count, kv_heads, n, dim, generator=torch.Generator().manual_seed(seed + 1))
     return evictor, Cached(
         paged=in_pages(keys, layers),
+        values=in_pages(values, layers),
         queries=queries if evictor.queries else None,
         attention=attention if evictor.accumulates else None,
         scaling=dim**-0.5,
         row_keys=torch.randint(2**62, (rows,), generator=random).repeat_interleave(layers),
         position=torch.randint(n, n + 1000, (rows,), generator=random).repeat_interleave(layers),
+        keep=n // 3,
+        sinks=0,
+        protected=0,
     )
 
 
@@ -46,13 +52,14 @@ def only(kv: Cached, row: int) -> Cached:
     def part(tensor):
         return None if tensor is None else tensor[row * kv.layers : (row + 1) * kv.layers]
 
-    return Cached(
-        PagedKeys(kv.paged.pool, kv.paged.table[row : row + 1], kv.paged.n),
-        part(kv.queries),
-        part(kv.attention),
-        kv.scaling,
-        part(kv.row_keys),
-        part(kv.position),
+    return replace(
+        kv,
+        paged=replace(kv.paged, table=kv.paged.table[row : row + 1]),
+        values=replace(kv.values, table=kv.values.table[row : row + 1]),
+        queries=part(kv.queries),
+        attention=part(kv.attention),
+        row_keys=part(kv.row_keys),
+        position=part(kv.position),
     )
 
 
@@ -120,6 +127,52 @@ def keydiff_scores(keys):
     unit = [[x / norm(k) for x in k] for k in keys]
     anchor = [mean(column) for column in zip(*unit)]
     return [-dot(k, anchor) / (norm(k) * norm(anchor)) for k in keys]
+
+
+def vase_scores(keys, values, queries, scaling, window, draw, *, budget, sinks=0, protected=0, large=0.25, kernel=5):
+    """`draw(j)` is the word of slot j. Infinite where the value is kept."""
+    seen = keys[: len(keys) - window]
+    rows = [softmax([scaling * dot(q, k) for k in seen]) for member in queries for q in member]
+    received = [mean(column) for column in zip(*rows)]
+    half = kernel // 2
+    pooled = [sum(received[max(0, j - half) : j + half + 1]) / kernel for j in range(len(seen))]
+    scores = [math.log(a) - math.log(-math.log1p(-(draw(j) + 0.5) / 2**32)) for j, a in enumerate(pooled)]
+    sizes = [math.inf if j < sinks else max(v) - min(v) for j, v in enumerate(values[: len(seen)])]
+    places = sorted(range(protected, len(seen)), key=lambda j: (-sizes[j], j))
+    for j in places[: min(int(large * budget), budget - window)]:
+        scores[j] = math.inf
+    return scores + [0.0] * window
+
+
+def vase_dkv_scores(keys, values, draw, rank=20):
+    """`draw(i)` is word i of the layer."""
+    dim = len(keys[0])
+
+    def normal(d, i):
+        u, v = ((draw((part * dim + d) * rank + i) + 0.5) / 2**32 for part in (0, 1))
+        return math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v) / math.sqrt(rank)
+
+    columns = [[normal(d, i) for d in range(dim)] for i in range(rank)]
+    size = lambda x: sum(dot(x, g) ** 2 for g in columns)  # noqa: E731
+    return [size(k) * size(v) for k, v in zip(keys, values)]
+
+
+def eviction_word(key, position, layer, count, index):
+    """Word `index` of the `count` that a layer draws."""
+    calls = -(-count // 4)
+    return philox_literal(key, position, 3 * 2**30 + layer * calls + index // 4)[index % 4]
+
+
+def philox_literal(key: int, c0: int, c1: int) -> list[int]:
+    """Philox4x32-10 (Salmon et al., 2011) on Python's integers."""
+    mask = 0xFFFFFFFF
+    k = [key & mask, (key >> 32) & mask]
+    c = [c0 & mask, c1 & mask, 0, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ k[0], b & mask, (a >> 32) ^ c[3] ^ k[1], a & mask]
+        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
+    return c
 
 
 def best_slots(scores, n, count, first, window):

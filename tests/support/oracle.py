@@ -25,6 +25,8 @@ class Pass:
     """per layer [Hq, T, D], rotated"""
     keys: list[Tensor] = field(default_factory=list)
     """per layer [Hkv, T, D], rotated"""
+    values: list[Tensor] = field(default_factory=list)
+    """per layer [Hkv, T, D]"""
 
 
 _pass: list[Pass] = []
@@ -36,6 +38,7 @@ def masked_attention(module, query, key, value, mask, scaling, **_):
     visible = now.visible[module.layer_idx]
     now.queries.append(query[0])
     now.keys.append(key[0])
+    now.values.append(value[0])
     group = query.shape[1] // key.shape[1]
     heads = []
     for h in range(query.shape[1]):

@@ -49,15 +49,19 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
         queries = rows_of(state.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
     if evictor.accumulates:
         attention_sums = rows_of(state.accumulated[..., : event.n], row)  # type: ignore[index]
+    protected = event.sequences[0].prompt_len if settings.protect_prompt else 0
     kv = Cached(
         paged=PagedKeys(cache.keys, old_pages, event.n),
+        values=PagedKeys(cache.values, old_pages, event.n),
         queries=queries,
         attention=attention_sums,
         scaling=cache.scaling,
         row_keys=state.key[row].repeat_interleave(geometry.layers) if evictor.seeded else None,
         position=state.position[row].long().repeat_interleave(geometry.layers) if evictor.seeded else None,
+        keep=event.keep,
+        sinks=settings.sinks,
+        protected=protected,
     )
-    protected = event.sequences[0].prompt_len if settings.protect_prompt else 0
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
     kept = kept.view(len(row), geometry.layers, geometry.kv_heads, event.keep)
     compact(cache.keys, cache.values, kept, old_pages, new_pages)

@@ -18,6 +18,8 @@ from alula.sparsity.evict.rkv_code import RKVCode
 from alula.sparsity.evict.snapkv import SnapKV
 from alula.sparsity.evict.streaming import Streaming
 from alula.sparsity.evict.tova import TOVA
+from alula.sparsity.evict.vase import VaSE
+from alula.sparsity.evict.vase_dkv import VaSEDKV
 
 if TYPE_CHECKING:
     from alula.sparsity.policy import Evict
@@ -34,6 +36,8 @@ METHODS: dict[str, type[Evictor]] = {
     "keydiff": KeyDiff,
     "knorm": Knorm,
     "random": Random,
+    "vase": VaSE,
+    "vase-dkv": VaSEDKV,
 }
 COMMON = ("buffer", "window", "sinks", "protect_prompt")
 """Settings that every method has, besides its budget."""

@@ -18,6 +18,8 @@ class Cached:
 
     paged: PagedKeys
     """the keys in the paged cache, in the model's dtype; R = C·L"""
+    values: PagedKeys
+    """the values, likewise"""
     queries: Tensor | None
     """[R, Hq, W, D] the last `Evictor.queries` rotated queries, in any order; None if that is 0"""
     attention: Tensor | None
@@ -28,6 +30,12 @@ class Cached:
     """int64 [R] a random key per rollout, the same in all of its layers; None unless `Evictor.seeded`"""
     position: Tensor | None
     """int64 [R] the sequence's length, evicted tokens included; None unless `Evictor.seeded`"""
+    keep: int
+    """tokens that the eviction keeps"""
+    sinks: int
+    """first tokens that are always kept"""
+    protected: int
+    """tokens of a protected prompt, which the budget does not count; 0 if it is not protected"""
 
     @property
     def keys(self) -> Tensor:
