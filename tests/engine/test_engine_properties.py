@@ -13,7 +13,7 @@ from alula.engine import engine as engine_module
 from alula.engine.block_manager import pages_for
 from alula.engine.scheduler import Scheduler
 
-TOKEN = 2 * 2 * 2 * 12 * 4  # bytes: two layers, two KV heads
+TOKEN = {None: 2 * 2 * 2 * 12 * 4, "fp8": 2 * 2 * 2 * 13}  # bytes: two layers, two KV heads, by KV dtype
 
 
 class Watched(Scheduler):
@@ -56,16 +56,18 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def alone(loaded):
-    """A large engine for each page size and bucket, to run requests by themselves."""
+    """A large engine for each page size, bucket and KV dtype, to run requests by themselves."""
     return {
-        (page, rows): Engine(loaded, page=page, kv_memory="1MiB", max_rows=rows, buckets=(rows,))
+        (page, rows, dtype): Engine(loaded, page=page, kv_memory="1MiB", kv_dtype=dtype, max_rows=rows, buckets=(rows,))
         for page in (2, 4)
         for rows in (1, 3, 8)
+        for dtype in TOKEN
     }
 
 
-def small_engine(loaded, pages, page, rows, **options):
-    return Engine(loaded, page=page, kv_memory=pages * page * TOKEN, max_rows=rows, buckets=(rows,), **options)
+def small_engine(loaded, pages, page, rows, kv_dtype=None, **options):
+    memory = pages * page * TOKEN[kv_dtype]
+    return Engine(loaded, page=page, kv_memory=memory, kv_dtype=kv_dtype, max_rows=rows, buckets=(rows,), **options)
 
 
 def assert_same_as_alone(rollouts, engine, requests):
@@ -129,12 +131,13 @@ def test_results_are_independent_of_batch_composition_under_random_load(data, lo
     page = data.draw(st.sampled_from([2, 4]))
     wanted = data.draw(requests(page))
     pages = data.draw(st.integers(110 // page, 240 // page))
-    rows = data.draw(st.sampled_from([1, 3, 8]))
+    rows, dtype = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([None, "fp8"]))
     engine = small_engine(
         loaded,
         pages,
         page,
         rows,
+        dtype,
         lookahead=data.draw(st.integers(1, 6)),
         prefill_tokens=data.draw(st.sampled_from([1, 16384])),
     )
@@ -146,7 +149,7 @@ def test_results_are_independent_of_batch_composition_under_random_load(data, lo
         submitted.append(request)
     rollouts = {(submitted[r.prompt_index].id, r.sample_index): r for r in engine.stream(submitted)}
     assert engine.pool.in_use == 0
-    assert_same_as_alone(rollouts, alone[page, rows], submitted)
+    assert_same_as_alone(rollouts, alone[page, rows, dtype], submitted)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -165,7 +168,7 @@ def test_swapped_out_and_restored_exactly(sparsity, in_flight, loaded, alone):
     rollouts = {(submitted[r.prompt_index].id, r.sample_index): r for r in engine.stream(submitted)}
     assert Watched.swaps == sum(r.kv.swaps for r in rollouts.values()) >= 4
     assert Watched.checks > 50
-    assert_same_as_alone(rollouts, alone[4, 8], submitted)
+    assert_same_as_alone(rollouts, alone[4, 8, None], submitted)
 
 
 @pytest.mark.slow
@@ -186,7 +189,7 @@ def test_long_short_sparse_and_dense_in_a_small_pool(loaded, alone):
     assert len(rollouts) == 10
     assert Watched.swaps > 0
     assert any(r.kv.swaps for r in rollouts.values() if r.sparsity.evict), "evicting sequences are preempted too"
-    assert_same_as_alone(rollouts, alone[4, 8], submitted)
+    assert_same_as_alone(rollouts, alone[4, 8, None], submitted)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -216,4 +219,6 @@ def test_aborts_at_any_time_leave_the_others_alone(data, loaded, alone):
     assert len(rollouts) + len(aborted) == 2 * len(submitted)
     assert {key[0] for key in aborted} <= {submitted[v].id for v in victims}
     assert engine.pool.in_use == 0
-    assert_same_as_alone(rollouts, alone[4, rows], [r for r in submitted if all(key[0] != r.id for key in aborted)])
+    assert_same_as_alone(
+        rollouts, alone[4, rows, None], [r for r in submitted if all(key[0] != r.id for key in aborted)]
+    )

@@ -9,9 +9,10 @@ import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.engine.sequence import rollout_key
 from alula.ops import paged_attention as attention_module
+from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append, append_torch
 from alula.ops.compact import compact, gather_keys
-from alula.ops.paged_attention import accumulate_attention, paged_attention, paged_attention_torch
+from alula.ops.paged_attention import paged_attention, paged_attention_torch
 from alula.ops.sample import proposal_logits, sample_torch, sample_triton
 from alula.ops.select_pages import score_pages_torch, select_pages_torch, select_pages_triton
 from alula.ops.top_indices import top_indices_torch, top_indices_triton

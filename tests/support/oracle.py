@@ -2,7 +2,9 @@
 what a rollout's policy recorded. Nothing of the engine's arithmetic is used here.
 """
 
+import bisect
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,11 +22,13 @@ class Pass:
     """One forward pass: `visible` bool [layer, kv_head, query, key] goes in, the rest comes out."""
 
     visible: Tensor
+    quantised: bool = False
+    """whether keys and values are rounded to e4m3, vector by vector"""
     logits: Tensor | None = None
     queries: list[Tensor] = field(default_factory=list)
     """per layer [Hq, T, D], rotated"""
     keys: list[Tensor] = field(default_factory=list)
-    """per layer [Hkv, T, D], rotated"""
+    """per layer [Hkv, T, D], rotated; as attention reads them"""
     values: list[Tensor] = field(default_factory=list)
     """per layer [Hkv, T, D]"""
 
@@ -36,6 +40,8 @@ def masked_attention(module, query, key, value, mask, scaling, **_):
     """softmax(scaling · q kᵀ, where visible) v: one query head at a time."""
     now = _pass[-1]
     visible = now.visible[module.layer_idx]
+    if now.quantised:
+        key, value = e4m3(key), e4m3(value)
     now.queries.append(query[0])
     now.keys.append(key[0])
     now.values.append(value[0])
@@ -50,10 +56,34 @@ def masked_attention(module, query, key, value, mask, scaling, **_):
 
 AttentionInterface.register("oracle", masked_attention)
 
+SUBNORMAL = [m * 2.0**-9 for m in range(8)]
+NORMAL = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]  # that one is NaN
+E4M3 = SUBNORMAL + NORMAL
+"""All values of the format that are not negative, in the order of their codes."""
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """Each vector of the last dimension, rounded to the nearest values of e4m3 times a power of two of its own."""
+    return torch.tensor([rounded(vector) for vector in x.reshape(-1, x.shape[-1]).tolist()]).view(x.shape).to(x.dtype)
+
+
+def rounded(vector: list[float]) -> list[float]:
+    scale, largest = 2.0**-126, max(map(abs, vector))
+    while largest > 448 * scale:
+        scale *= 2
+    return [math.copysign(scale * nearest(abs(value) / scale), value) for value in vector]
+
+
+def nearest(value: float) -> float:
+    """The nearest value of e4m3; of two equally near ones that with an even code."""
+    above = bisect.bisect_left(E4M3, value)
+    codes = [code for code in (above - 1, above) if 0 <= code < len(E4M3)]
+    return E4M3[min(codes, key=lambda code: (abs(E4M3[code] - value), code % 2))]
+
 
 @torch.no_grad()
-def forward(model: PreTrainedModel, ids: list[int], visible: Tensor) -> Pass:
-    now = Pass(visible)
+def forward(model: PreTrainedModel, ids: list[int], visible: Tensor, *, quantised: bool = False) -> Pass:
+    now = Pass(visible, quantised)
     _pass.append(now)
     with attention(model, "oracle"):
         now.logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
@@ -89,10 +119,10 @@ def visible_keys(rollout: Rollout, layers: int, kv_heads: int, page: int) -> Ten
     return visible
 
 
-def replay(model: PreTrainedModel, rollout: Rollout, page: int = 1) -> Pass:
+def replay(model: PreTrainedModel, rollout: Rollout, page: int = 1, *, quantised: bool = False) -> Pass:
     config = model.config
     visible = visible_keys(rollout, config.num_hidden_layers, config.num_key_value_heads, page)
-    return forward(model, rollout.prompt_ids + rollout.token_ids, visible)
+    return forward(model, rollout.prompt_ids + rollout.token_ids, visible, quantised=quantised)
 
 
 def logprobs(seen: Pass, rollout: Rollout, temperature: float | None = None) -> Tensor:

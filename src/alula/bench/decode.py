@@ -42,7 +42,8 @@ def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int
     selecting = selecting_layers(select, geometry.layers)
     read = int(tokens_read(select, context, held))
     vectors = 0 if read == held else pages_for(held, engine.page) * METHODS[select.method].vectors
-    return (geometry.layers - selecting) * held * per_layer + selecting * (read * per_layer + vectors * per_layer // 2)
+    summaries = vectors * geometry.kv_heads * geometry.vector_bytes
+    return (geometry.layers - selecting) * held * per_layer + selecting * (read * per_layer + summaries)
 
 
 class StepBench:
@@ -75,9 +76,15 @@ class StepBench:
         self.table = order.reshape(batch, count).astype(np.int32)
         for row in range(batch):
             self.state.enter(Sequence(request, sample=row, row=row), engine.page)
-        for filled in (engine.cache.keys, engine.cache.values, *engine.cache.summaries.values()):
-            if not filled[:, -1].any():  # still the zeros of a fresh pool
+        for filled in (*engine.cache.parts, *engine.cache.summaries.values()):
+            if filled[:, -1].any():  # not the zeros of a fresh pool
+                continue
+            if filled.dtype != torch.uint8:
                 filled.normal_()
+            elif filled.dim() == 5:
+                filled.random_(0, 64)  # e4m3 below 2
+            else:
+                filled.fill_(127)  # scales of 1
         self.max_kv_len = engine.runner.padded_kv_len(self.held + engine.lookahead)
         self.bucket = engine.runner.bucket_for(batch)
         self.reset()

@@ -16,9 +16,10 @@ from transformers import AttentionInterface
 
 from alula.engine.batch_state import BatchState
 from alula.engine.kv_cache import KVCache
+from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
 from alula.ops.packed_attention import packed_attention
-from alula.ops.paged_attention import accumulate_attention, paged_attention
+from alula.ops.paged_attention import paged_attention
 from alula.ops.select_pages import select_pages
 
 NAME = "alula"
@@ -61,12 +62,10 @@ class PrefillContext:
     """per prompt fp32 [L, Hkv, P]: attention received inside the prompt, or None if its evictor does not need it"""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if self.page is not None:
-            self.cache.keys[layer][self.page, :, self.slot] = key
-            self.cache.values[layer][self.page, :, self.slot] = value
-        if self.keys_page is not None:
-            key = self.cache.keys[layer][self.keys_page, :, self.keys_slot]
-            value = self.cache.values[layer][self.keys_page, :, self.keys_slot]
+        if self.page is not None and self.slot is not None:
+            key, value = self.cache.write(layer, self.page, self.slot, key, value)
+        if self.keys_page is not None and self.keys_slot is not None:
+            key, value = self.cache.read(layer, self.keys_page, self.keys_slot)
         self.keep_queries(layer, query)
         if self.attention_sums is not None:
             lengths_k = self.key_lengths or self.lengths
@@ -126,6 +125,7 @@ class DecodeContext:
         ring = state.ring[layer] if features.ring else None  # type: ignore[index]
         summaries = cache.summaries[kind.selector][layer] if kind.selector else None
         keys, values = cache.keys[layer], cache.values[layer]
+        scales = None if cache.scales is None else cache.scales[:, layer]
         append(
             query,
             key,
@@ -140,6 +140,7 @@ class DecodeContext:
             ring,
             summaries,
             selector,
+            scales,
         )
         table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
         if summaries is not None and selector is not None and layer >= kind.dense_layers:
@@ -157,7 +158,7 @@ class DecodeContext:
                 self.selected.append((table.cpu(), tokens.cpu()))
         elif features.record_selected:
             self.selected.append(None)
-        out, lse = paged_attention(query, keys, values, table, tokens, scaling, self.max_kv_len)
+        out, lse = paged_attention(query, keys, values, table, tokens, scaling, self.max_kv_len, scales)
         if features.accumulated:
             accumulated = state.accumulated[layer]  # type: ignore[index]
             wanted = state.accumulates[:bucket] * state.live[:bucket]
@@ -171,6 +172,7 @@ class DecodeContext:
                 min(self.max_kv_len, accumulated.shape[2]),
                 accumulated,
                 wanted,
+                None if scales is None else scales[0],
             )
         return out
 

@@ -19,7 +19,7 @@ from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.extension import ExtendedTokens, extend
 from alula.engine.input_processor import InputProcessor
-from alula.engine.kv_cache import KVCache, parse_bytes, pool_pages
+from alula.engine.kv_cache import KVCache, check_kv_dtype, parse_bytes, pool_pages
 from alula.engine.model_runner import DecodedChunk, ModelRunner
 from alula.engine.prefill import FirstTokens, prefill, start_rows
 from alula.engine.results import as_rollout, collect, give
@@ -44,6 +44,7 @@ class Engine:
 
     kv_memory: size of the KV pool. Default: twice what `max_rows` dense sequences of `max_length` need, at most 80 % of
         the free memory on a GPU, at most 1 GiB on the CPU.
+    kv_dtype: `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one included.
     max_rows: number of sequences that decode together.
     max_length: most KV tokens of one sequence. Default: the model's limit, at most what the pool holds.
     lookahead: decode steps planned and launched at a time; finished sequences are noticed at the end of each.
@@ -67,6 +68,7 @@ class Engine:
         *,
         page: int = 16,
         kv_memory: str | int | None = None,
+        kv_dtype: str | None = None,
         max_rows: int = 256,
         max_length: int | None = None,
         lookahead: int | None = None,
@@ -86,7 +88,8 @@ class Engine:
         self.device, self.dtype = parameter.device, parameter.dtype
         cuda = self.device.type == "cuda"
         require(cuda or not graphs, "graphs=True: CUDA graphs need device=cuda; leave it out on the CPU.")
-        self.geometry = Geometry.of(self.model)
+        check_kv_dtype(kv_dtype, self.dtype, self.device)
+        self.geometry = Geometry.of(self.model, kv_dtype)
         self.page, self.prefill_tokens = page, prefill_tokens
         self.lookahead = lookahead or (8 if cuda else 1)
         self.inputs = InputProcessor(loaded, page)
@@ -227,6 +230,10 @@ class Engine:
     def check(self, sparsity: Sparsity) -> None:
         """Raise for a policy that does not fit this engine."""
         self.inputs.check_policy(sparsity)
+
+    def is_dense(self, sparsity: Sparsity) -> bool:
+        """Whether rollouts under this policy are the dense policy's: all KV is read, in the model's dtype."""
+        return sparsity.dense and self.geometry.kv_dtype is None
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Serve requests together and yield each rollout as it finishes. `abort(request.id)` ends one early."""
@@ -501,13 +508,14 @@ class Engine:
         temperature: float | None = None,
         record: bool = False,
     ) -> list[Scores]:
-        """Log-probs of the rollouts' tokens: under the dense policy in one packed pass, under a sparse one by decoding
-        the given tokens again. `temperature` defaults to each rollout's own."""
+        """Log-probs of the rollouts' tokens: under the dense policy (`None`) in one packed pass, under a sparse one by
+        decoding the given tokens again. An engine with `kv_dtype` decodes for `DENSE` too, and reads quantised KV.
+        `temperature` defaults to each rollout's own."""
         from alula.engine.scoring import score_dense, score_forced
 
         self.inputs.check_rollouts(rollouts, temperature)
         self.inputs.check_topk("topk", topk)
-        if sparsity is None or sparsity.dense:
+        if sparsity is None or self.is_dense(sparsity):
             return score_dense(self, rollouts, topk, temperature)
         self.check(sparsity)
         return score_forced(self, rollouts, sparsity, topk, temperature, record)
@@ -523,8 +531,9 @@ class Engine:
 
         The tokens are decoded again under `sparsity` (one policy, or one per rollout) and compared at each step with
         the dense policy's packed pass over the same text, which runs once per distinct rollout. `DENSE` measures the
-        numerical floor: decoding against the packed pass. `sparsity=None` means each rollout's own policy, and needs
-        no decoding if the rollouts kept their hidden states. `temperature` defaults to each rollout's own.
+        floor: rounding errors of decoding against the packed pass, and those of a quantised KV cache. `sparsity=None`
+        means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states. `temperature`
+        defaults to each rollout's own.
         """
         from alula.engine.scoring import kept_acceptance, stream_acceptance
 

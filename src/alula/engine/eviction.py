@@ -7,7 +7,7 @@ from torch import Tensor
 from alula.engine.batch_state import BatchState, to_device
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import EvictionEvent
-from alula.ops.compact import PagedKeys, compact, install
+from alula.ops.compact import compact, install
 from alula.sparsity.evict import keep
 from alula.sparsity.evict.base import Cached
 
@@ -30,7 +30,8 @@ def upload_tables(events: list[EvictionEvent], device: torch.device) -> list[Ten
 @torch.inference_mode()
 def evict(cache: KVCache, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
     """Score, choose and compact, given the event's table; returns the kept slots int32 [C, L, Hkv, keep]."""
-    bytes_per_row = event.n * cache.geometry.kv_token_bytes // 2
+    geometry = cache.geometry
+    bytes_per_row = event.n * geometry.layers * geometry.kv_heads * geometry.vector_bytes
     rows_per_chunk = max(1, SCORING_BYTES // bytes_per_row)
     kept = [_evict_rows(cache, state, event, part) for part in table.split(rows_per_chunk)]
     return kept[0] if len(kept) == 1 else torch.cat(kept)
@@ -51,8 +52,8 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
         attention_sums = rows_of(state.accumulated[..., : event.n], row)  # type: ignore[index]
     protected = event.sequences[0].prompt_len if settings.protect_prompt else 0
     kv = Cached(
-        paged=PagedKeys(cache.keys, old_pages, event.n),
-        values=PagedKeys(cache.values, old_pages, event.n),
+        paged=cache.paged(0, old_pages, event.n),
+        values=cache.paged(1, old_pages, event.n),
         queries=queries,
         attention=attention_sums,
         scaling=cache.scaling,
@@ -64,7 +65,7 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
     )
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
     kept = kept.view(len(row), geometry.layers, geometry.kv_heads, event.keep)
-    compact(cache.keys, cache.values, kept, old_pages, new_pages)
+    compact(cache.keys, cache.values, kept, old_pages, new_pages, cache.scales)
     if state.kind.selector is not None:
         cache.summarise(state.kind.selector, new_pages[:, : event.keep // cache.page].flatten().long())
     if attention_sums is not None:

@@ -9,6 +9,8 @@ from alula.engine.block_manager import pages_for
 from alula.engine.virtual_memory import ReleasableBuffer
 from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
+from alula.ops import fp8
+from alula.ops.compact import PagedKeys
 from alula.sparsity.select import METHODS as SELECTORS
 
 SUMMARISED_BYTES = 1 << 28
@@ -18,7 +20,8 @@ SUMMARISED_BYTES = 1 << 28
 class KVCache:
     """keys, values [layer, page, kv_head, slot, head_dim]. Every (layer, head) keeps its own tokens, but the same
     number of them, so one page table serves all. `summaries` [layer, page, kv_head, 1|2, head_dim], by selector, are
-    allocated when a request first needs them.
+    allocated when a request first needs them. With `geometry.kv_dtype` keys and values are quantised (`alula.ops.fp8`),
+    and `scales` uint8 [2, layer, page, kv_head, slot] are those of keys and of values; `dtype` stays the model's.
     """
 
     def __init__(
@@ -34,8 +37,14 @@ class KVCache:
         self.page, self.device = page, device
         layout = (geometry.layers, pages, geometry.kv_heads, page, geometry.head_dim)
         self._buffers: dict[str, ReleasableBuffer] = {}
-        both = self._allocate("kv", (2, *layout), dtype)
+        both = self._allocate("kv", (2, *layout), dtype if geometry.kv_dtype is None else fp8.DTYPE)
         self.keys, self.values = both[0], both[1]
+        self.scales: Tensor | None = None
+        self.parts = [self.keys, self.values]
+        """All that moves with a page: [layer, page, ...] each. torch moves quantised values as bytes."""
+        if geometry.kv_dtype is not None:
+            self.scales = self._allocate("scales", (2, *layout[:-1]), torch.uint8)
+            self.parts = [part.view(torch.uint8) for part in self.parts] + [*self.scales]
         self.summaries: dict[str, Tensor] = {}
 
     def prepare(self, selector: str | None) -> None:
@@ -57,15 +66,46 @@ class KVCache:
         """Write a selector's summaries of full pages that were not filled token by token."""
         selector, target = SELECTORS[method], self.summaries[method]
         if len(pages):
-            each = len(pages) * self.page * self.geometry.kv_token_bytes // (2 * self.geometry.layers)
+            each = len(pages) * self.page * self.geometry.kv_heads * self.geometry.vector_bytes
             together = max(1, SUMMARISED_BYTES // each)
             for first in range(0, self.geometry.layers, together):  # a prompt's pages are many, an eviction's few
                 layers = slice(first, first + together)
-                target[layers, pages] = selector.summarise(self.keys[layers, pages]).to(target.dtype)
+                keys = self.keys[layers, pages]
+                if self.scales is not None:
+                    keys = fp8.dequantise(keys, self.scales[0, layers, pages], self.dtype)
+                target[layers, pages] = selector.summarise(keys).to(target.dtype)
+
+    def write(self, layer: int, page: Tensor, slot: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store key and value [T, Hkv, D] of tokens in their slots; returns them as they will be read."""
+        if self.scales is None:
+            self.keys[layer][page, :, slot] = key
+            self.values[layer][page, :, slot] = value
+            return key, value
+        read = []
+        for x, part, scales in zip((key, value), self.parts, self.scales[:, layer]):
+            stored, exponent = fp8.quantise(x)
+            part[layer][page, :, slot], scales[page, :, slot] = stored.view(torch.uint8), exponent
+            read.append(fp8.dequantise(stored, exponent, self.dtype))
+        return read[0], read[1]
+
+    def read(self, layer: int, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, Hkv, D] of tokens."""
+        found = [part[layer][page, :, slot] for part in self.parts]
+        if self.scales is None:
+            return found[0], found[1]
+        key, value, *exponents = found
+        stored = (key.view(fp8.DTYPE), value.view(fp8.DTYPE))
+        read = [fp8.dequantise(x, exponent, self.dtype) for x, exponent in zip(stored, exponents)]
+        return read[0], read[1]
+
+    def paged(self, which: int, table: Tensor, n: int) -> PagedKeys:
+        """The first n keys (0) or values (1) of the sequences with the pages `table`, for an evictor."""
+        scales = None if self.scales is None else self.scales[which]
+        return PagedKeys((self.keys, self.values)[which], table, n, scales, self.dtype)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
+        for part in self.parts:
+            part[:, target] = part[:, source]
 
     def sleep(self) -> None:
         for buffer in self._buffers.values():
@@ -74,6 +114,20 @@ class KVCache:
     def wake(self) -> None:
         for buffer in self._buffers.values():
             buffer.restore()
+
+
+def check_kv_dtype(kv_dtype: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise for a KV dtype that the model or the device cannot have."""
+    require(kv_dtype in (None, "fp8"), f"kv_dtype={kv_dtype}: must be fp8, or left out for the model's dtype.")
+    if kv_dtype is not None:
+        require(
+            dtype != torch.float16,
+            f"kv_dtype={kv_dtype}: its scales exceed the range of a float16 model; load it with dtype=bfloat16.",
+        )
+        require(
+            device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9),
+            f"kv_dtype={kv_dtype}: this GPU has no 8-bit floats (compute capability 8.9 or above); leave it out.",
+        )
 
 
 def pool_pages(

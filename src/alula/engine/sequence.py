@@ -104,10 +104,10 @@ class Prefilled:
 
 @dataclass
 class Saved:
-    """A rollout's state outside its row: keys and values (in host memory), the last queries and attention sums."""
+    """A rollout's state outside its row: its pages (in host memory), the last queries and attention sums."""
 
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    parts: list[Tensor] = field(default_factory=list)
+    """The contents of its pages (`KVCache.parts`), [layer, pages, ...] each."""
     token: Tensor | None = None
     """The input of the next step; None if the host knows it."""
     ring: Tensor | None = None

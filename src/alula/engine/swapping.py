@@ -21,7 +21,7 @@ def swap_out(runner: ModelRunner, out: SwapOut) -> None:
     if saved is None:  # it was dropped or ended after the plan
         return
     pages = to_device(np.asarray(out.pages, np.int64), runner.device)
-    saved.keys, saved.values = to_host(cache.keys[:, pages]), to_host(cache.values[:, pages])
+    saved.parts = [to_host(part[:, pages]) for part in cache.parts]
     if out.row is not None:
         state = runner.batches[out.sequence.request.kind]
         save_row(state, out.sequence, out.row, out.kv_len, saved)
@@ -58,11 +58,11 @@ def restore(runner: ModelRunner, sequence: Sequence) -> None:
     def on_device(tensor: Tensor) -> Tensor:
         return tensor.to(runner.device, non_blocking=True)
 
-    if saved.keys is not None and saved.values is not None:
+    if saved.parts:
         pages = to_device(np.asarray(sequence.pages, np.int64), runner.device)
         # a page allocated ahead of its tokens may have been saved: only pages that hold tokens come back
-        cache.keys[:, pages] = on_device(saved.keys[:, : len(pages)])
-        cache.values[:, pages] = on_device(saved.values[:, : len(pages)])
+        for part, stored in zip(cache.parts, saved.parts):
+            part[:, pages] = on_device(stored[:, : len(pages)])
         if state.kind.selector is not None:
             cache.summarise(state.kind.selector, pages[: sequence.kv_len // cache.page])
     if saved.ring is not None:
@@ -79,8 +79,10 @@ def restore(runner: ModelRunner, sequence: Sequence) -> None:
 def host_bytes(sequence: Sequence, geometry: Geometry, page: int, itemsize: int, pinned: bool) -> int:
     """Host memory that a swapped sequence takes. Pinned memory is allocated in powers of two."""
     evictor = sequence.request.evictor
-    half = len(sequence.pages) * page * geometry.kv_token_bytes // 2
-    parts = [half, half]
+    vectors = len(sequence.pages) * page * geometry.layers * geometry.kv_heads
+    parts = 2 * [vectors * geometry.vector_bytes]
+    if geometry.kv_dtype is not None:
+        parts = 2 * [vectors * geometry.head_dim] + 2 * [vectors]  # values, and their scales
     if evictor is not None and evictor.queries:
         parts.append(geometry.layers * geometry.query_heads * evictor.queries * geometry.head_dim * itemsize)
     if evictor is not None and evictor.accumulates:

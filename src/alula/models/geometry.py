@@ -13,10 +13,12 @@ class Geometry:
     kv_heads: int
     head_dim: int
     value_bytes: int = 2
-    """Bytes of one weight and of one value in the KV cache."""
+    """Bytes of one weight, and of one value in the KV cache unless it is quantised."""
+    kv_dtype: str | None = None
+    """`fp8` for a quantised KV cache: one byte per value, and one per vector for its scale."""
 
     @classmethod
-    def of(cls, model: Any) -> "Geometry":
+    def of(cls, model: Any, kv_dtype: str | None = None) -> "Geometry":
         """The geometry of a Hugging Face causal LM."""
         config = model.config.get_text_config()
         looked_up = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
@@ -28,12 +30,24 @@ class Geometry:
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             value_bytes=next(model.parameters()).dtype.itemsize,
+            kv_dtype=kv_dtype,
         )
 
     @property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token, over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
+        vector = self.vector_bytes if self.kv_dtype is None else self.head_dim + 1
+        return 2 * self.layers * self.kv_heads * vector
+
+    @property
+    def vector_bytes(self) -> int:
+        """One head's key, value or page summary in the model's dtype."""
+        return self.head_dim * self.value_bytes
+
+    @property
+    def kv_share(self) -> float:
+        """`kv_token_bytes` as a share of what the model's dtype would take."""
+        return self.kv_token_bytes / (2 * self.layers * self.kv_heads * self.vector_bytes)
 
     @property
     def attention_width(self) -> int:

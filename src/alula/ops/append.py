@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
+from alula.ops.fp8 import dequantise, power_of_two_triton, quantise, quantise_triton
 
 
 class Summariser(Protocol):
@@ -30,17 +31,19 @@ def append(
     ring: Tensor | None,
     summaries: Tensor | None,
     selector: Summariser | None,
+    scales: Tensor | None = None,
 ) -> None:
     """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b; inactive rows write to the scratch page 0. ring
     [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size; summaries
-    [P, Hkv, vectors, D], as `selector` summarises a full page."""
+    [P, Hkv, vectors, D], as `selector` summarises a full page. With `scales` uint8 [2, P, Hkv, page] (of keys and
+    of values) the token is quantised (`alula.ops.fp8`)."""
     if use_triton(q):
         fused = summaries if selector is not None and selector.fused else None
-        append_triton(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, fused)
+        append_triton(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, fused, scales)
         if selector is not None and not selector.fused:
-            _summarise_full_pages(keys, table[: len(k)], kv_len, live, summaries, selector)
+            _summarise_full_pages(keys, table[: len(k)], kv_len, live, summaries, selector, scales)
     else:
-        append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector)
+        append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector, scales)
 
 
 def append_torch(
@@ -57,6 +60,7 @@ def append_torch(
     ring: Tensor | None,
     summaries: Tensor | None,
     selector: Summariser | None,
+    scales: Tensor | None = None,
 ) -> None:
     page_size = keys.shape[2]
     rows = torch.arange(len(k), device=k.device)
@@ -65,6 +69,8 @@ def append_torch(
     listed = torch.where(alive, at // page_size, 0)  # a row that ended may stand just past its table
     page = torch.where(alive, table[rows, listed].long(), 0)
     slot = at % page_size
+    if scales is not None:
+        (k, scales[0, page, :, slot]), (v, scales[1, page, :, slot]) = quantise(k), quantise(v)
     keys[page, :, slot] = k
     values[page, :, slot] = v
     if ring is not None:
@@ -75,11 +81,22 @@ def append_torch(
     if summaries is not None:
         assert selector is not None
         full = page[slot == page_size - 1]
-        summaries[full] = selector.summarise(keys[full]).to(summaries.dtype)
+        summaries[full] = selector.summarise(_read(keys, full, summaries.dtype, scales)).to(summaries.dtype)
+
+
+def _read(keys: Tensor, pages: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """The keys [len(pages), Hkv, page, D] of some pages."""
+    return keys[pages] if scales is None else dequantise(keys[pages], scales[0, pages], dtype)
 
 
 def _summarise_full_pages(
-    keys: Tensor, table: Tensor, kv_len: Tensor, live: Tensor, summaries: Tensor | None, selector: Summariser
+    keys: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    live: Tensor,
+    summaries: Tensor | None,
+    selector: Summariser,
+    scales: Tensor | None,
 ) -> None:
     """Summarise the pages that the new tokens fill, without a sync."""
     assert summaries is not None
@@ -87,7 +104,8 @@ def _summarise_full_pages(
     alive = live[: len(table)] != 0
     page = torch.where(alive, table[rows, torch.where(alive, at // keys.shape[2], 0)].long(), 0)
     full = (at % keys.shape[2] == keys.shape[2] - 1)[:, None, None, None]
-    summaries[page] = torch.where(full, selector.summarise(keys[page]).to(summaries.dtype), summaries[page])
+    new = selector.summarise(_read(keys, page, summaries.dtype, scales)).to(summaries.dtype)
+    summaries[page] = torch.where(full, new, summaries[page])
 
 
 def append_triton(
@@ -103,6 +121,7 @@ def append_triton(
     ring_size: Tensor,
     ring: Tensor | None,
     summaries: Tensor | None,
+    scales: Tensor | None = None,
 ) -> None:
     batch, kv_heads, dim = k.shape
     group = q.shape[1] // kv_heads
@@ -120,6 +139,8 @@ def append_triton(
         ring_size,
         ring if ring is not None else q,
         summaries if summaries is not None else keys,
+        scales if scales is not None else keys,
+        scales.stride(0) if scales is not None else 0,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -137,6 +158,7 @@ def append_triton(
         PAGE_POW2=triton.next_power_of_2(page),
         RING=ring is not None,
         VECTORS=summaries.shape[2] if summaries is not None else 0,
+        FP8=scales is not None,
         num_warps=2 if page * dim <= 2048 else 4,
     )
 
@@ -155,6 +177,8 @@ def _append(
     ring_size,
     ring,
     summaries,
+    scales,
+    value_scales,
     q_row,
     q_head,
     k_row,
@@ -172,6 +196,7 @@ def _append(
     PAGE_POW2: tl.constexpr,
     RING: tl.constexpr,
     VECTORS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DIM_POW2)
@@ -183,6 +208,12 @@ def _append(
     base = (page * HEADS + head) * PAGE * DIM
     key = tl.load(k + row * k_row + head * k_head + d, mask=inside, other=0.0)
     value = tl.load(v + row * v_row + head * v_head + d, mask=inside, other=0.0)
+    if FP8:
+        key, key_scale = quantise_triton(key)
+        value, value_scale = quantise_triton(value)
+        home = (page * HEADS + head) * PAGE + slot
+        tl.store(scales + home, key_scale)
+        tl.store(scales + value_scales + home, value_scale)
     tl.store(keys + base + slot * DIM + d, key, mask=inside)
     tl.store(values + base + slot * DIM + d, value, mask=inside)
     if RING:
@@ -199,6 +230,10 @@ def _append(
             before = (s < PAGE - 1)[:, None] & inside[None, :]
             old = tl.load(keys + base + s[:, None] * DIM + d[None, :], mask=before, other=0.0).to(tl.float32)
             new = key.to(tl.float32)
+            if FP8:
+                scale = tl.load(scales + (page * HEADS + head) * PAGE + s, mask=s < PAGE - 1, other=0)
+                old *= power_of_two_triton(scale)[:, None]
+                new *= power_of_two_triton(key_scale)
             line = summaries + (page * HEADS + head) * VECTORS * DIM + d
             if VECTORS == 1:  # block-topk
                 mean = (tl.sum(old, 0) + new) / PAGE

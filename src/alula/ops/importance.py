@@ -14,6 +14,7 @@ from torch.nn.functional import max_pool1d, pad
 
 from alula.ops.compact import PagedKeys
 from alula.ops.dispatch import tl, triton, use_triton
+from alula.ops.fp8 import power_of_two_triton
 
 TILE_BYTES = 32768
 """Shared memory for the queries (window × group) of one program; a longer window is split over programs."""
@@ -42,14 +43,14 @@ def _mean_attention(queries: Tensor, keys: Tensor, scaling: float, window: int) 
 
 
 def mean_attention_triton(queries: Tensor, keys: PagedKeys, scaling: float, window: int) -> Tensor:
-    queries, pool, table = queries.contiguous(), keys.pool, keys.table
+    queries, pool, table, scales = queries.contiguous(), keys.pool, keys.table, keys.scales
     rows, kv_heads, n = keys.shape
     layers, _, _, page, dim = pool.shape
     q_heads, count = queries.shape[1:3]
     group = q_heads // kv_heads
     group_pow2 = triton.next_power_of_2(group)
     dim_pow2 = max(16, triton.next_power_of_2(dim))
-    tile = min(128, TILE_BYTES // (dim_pow2 * pool.element_size()))
+    tile = min(128, TILE_BYTES // (dim_pow2 * queries.element_size()))
     block_w = min(triton.next_power_of_2(count), max(1, tile // group_pow2))
     block_w = max(block_w, 16 // group_pow2)  # the smallest tile that tl.dot takes has 16 rows
     parts = triton.cdiv(count, block_w)
@@ -59,6 +60,8 @@ def mean_attention_triton(queries: Tensor, keys: PagedKeys, scaling: float, wind
         pool,
         table,
         out,
+        scales if scales is not None else pool,
+        scales.stride(0) if scales is not None else 0,
         pool.stride(0),
         table.stride(0),
         n,
@@ -74,6 +77,7 @@ def mean_attention_triton(queries: Tensor, keys: PagedKeys, scaling: float, wind
         DIM=dim,
         DIM_POW2=dim_pow2,
         BLOCK=64 if tile == 128 else 32,
+        FP8=scales is not None,
         num_warps=4 if group_pow2 * block_w <= 64 else 8,
     )
     return out[0] if parts == 1 else out.sum(0)
@@ -84,6 +88,7 @@ def _group_logits(
     query,
     keys,
     table,
+    scales,
     head,
     first,
     seen,
@@ -95,16 +100,22 @@ def _group_logits(
     BLOCK: tl.constexpr,
     GROUP_POW2: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """max over the group of the logits of BLOCK keys: [BLOCK_W, BLOCK], −inf from key `seen` on."""
     j = first + tl.arange(0, BLOCK)
     d = tl.arange(0, DIM_POW2)
     inside = (j < seen)[None, :] & (d < DIM)[:, None]
     page = tl.load(table + j // PAGE, mask=j < seen, other=0).to(tl.int64)
-    line = ((page * HEADS + head) * PAGE + j % PAGE) * DIM
+    slot = (page * HEADS + head) * PAGE + j % PAGE
+    line = slot * DIM
     key = tl.load(keys + line[None, :] + d[:, None], mask=inside, other=0.0)
-    logits = tl.reshape(tl.dot(query, key, input_precision="ieee"), [GROUP_POW2, BLOCK_W, BLOCK])
-    return tl.where((j < seen)[None, :], tl.max(logits, 0) * scaling, float("-inf"))
+    if FP8:
+        key = key.to(query.dtype)
+    logits = tl.max(tl.reshape(tl.dot(query, key, input_precision="ieee"), [GROUP_POW2, BLOCK_W, BLOCK]), 0)
+    if FP8:  # scales are positive: the largest stays the largest
+        logits *= power_of_two_triton(tl.load(scales + slot, mask=j < seen, other=0))[None, :]
+    return tl.where((j < seen)[None, :], logits * scaling, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["table", "table_row", "n", "seen"])
@@ -113,6 +124,8 @@ def _mean_attention_kernel(
     keys,
     table,
     out,
+    scales,
+    scales_layer,
     layer_stride,
     table_row,
     n,
@@ -128,11 +141,14 @@ def _mean_attention_kernel(
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One KV head, up to BLOCK_W queries: the softmax's normaliser first, then the mean probability."""
     line = tl.program_id(0).to(tl.int64)
     head = line % HEADS
     keys += (line // HEADS) % LAYERS * layer_stride
+    if FP8:
+        scales += (line // HEADS) % LAYERS * scales_layer
     table += line // (HEADS * LAYERS) * table_row
     row = tl.arange(0, GROUP_POW2 * BLOCK_W)
     g = tl.minimum(row // BLOCK_W, GROUP - 1)  # padding repeats a member of the group: the max stays
@@ -146,7 +162,22 @@ def _mean_attention_kernel(
     total = tl.zeros([BLOCK_W], tl.float32)
     for first in range(0, seen, BLOCK):
         logits = _group_logits(
-            query, keys, table, head, first, seen, scaling, HEADS, PAGE, DIM, DIM_POW2, BLOCK, GROUP_POW2, BLOCK_W
+            query,
+            keys,
+            table,
+            scales,
+            head,
+            first,
+            seen,
+            scaling,
+            HEADS,
+            PAGE,
+            DIM,
+            DIM_POW2,
+            BLOCK,
+            GROUP_POW2,
+            BLOCK_W,
+            FP8,
         )
         higher = tl.maximum(peak, tl.max(logits, 1))
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(logits - higher[:, None]), 1)
@@ -157,7 +188,22 @@ def _mean_attention_kernel(
     out += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + line) * n
     for first in range(0, n, BLOCK):
         logits = _group_logits(
-            query, keys, table, head, first, seen, scaling, HEADS, PAGE, DIM, DIM_POW2, BLOCK, GROUP_POW2, BLOCK_W
+            query,
+            keys,
+            table,
+            scales,
+            head,
+            first,
+            seen,
+            scaling,
+            HEADS,
+            PAGE,
+            DIM,
+            DIM_POW2,
+            BLOCK,
+            GROUP_POW2,
+            BLOCK_W,
+            FP8,
         )
         mean = tl.sum(tl.exp(logits - peak[:, None]) * weight[:, None], 0)
         j = first + tl.arange(0, BLOCK)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
+from alula.ops.fp8 import power_of_two, power_of_two_triton
 
 TORCH_CHUNK = 128
 SPLIT = 512
@@ -16,19 +17,34 @@ SPLIT = 512
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, scaling: float, most_tokens: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    scaling: float,
+    most_tokens: int,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, D], keys/values [P, Hkv, page, D] -> (out [B, Hq, D], logsumexp fp32 [B, Hq]).
 
-    `most_tokens` is an upper bound of `tokens` known to the host: it sizes the launch without a device sync.
+    `most_tokens` is an upper bound of `tokens` known to the host: it sizes the launch without a device sync. `scales`
+    uint8 [2, P, Hkv, page] are those of quantised keys and values (`alula.ops.fp8`).
     """
     if use_triton(q):
-        return paged_attention_triton(q, keys, values, table, tokens, scaling, most_tokens)
-    return paged_attention_torch(q, keys, values, table, tokens, scaling, most_tokens)
+        return paged_attention_triton(q, keys, values, table, tokens, scaling, most_tokens, scales)
+    return paged_attention_torch(q, keys, values, table, tokens, scaling, most_tokens, scales)
 
 
 def paged_attention_torch(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, scaling: float, most_tokens: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    scaling: float,
+    most_tokens: int,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
@@ -48,6 +64,9 @@ def paged_attention_torch(
         valid = (first * page + offset) < tokens[..., None]  # [B, H or 1, chunk]
         key = keys[pages, head].reshape(batch, kv_heads, chunk, dim).float()
         value = values[pages, head].reshape(batch, kv_heads, chunk, dim).float()
+        if scales is not None:
+            key_scale, value_scale = power_of_two(scales[:, pages, head].reshape(2, batch, kv_heads, chunk, 1))
+            key, value = key * key_scale, value * value_scale
         value = value.masked_fill(~valid[..., None], 0)  # unused slots hold old values
         logits = (grouped @ key.transpose(-1, -2)).masked_fill(~valid[:, :, None], float("-inf"))
         peak = torch.maximum(top, logits.amax(-1, keepdim=True))
@@ -61,7 +80,14 @@ def paged_attention_torch(
 
 
 def paged_attention_triton(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, scaling: float, most_tokens: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    scaling: float,
+    most_tokens: int,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
@@ -82,6 +108,8 @@ def paged_attention_triton(
         tokens,
         part,
         part_lse,
+        scales if scales is not None else keys,
+        scales.stride(0) if scales is not None else 0,
         q.stride(0),
         q.stride(1),
         table.stride(0),
@@ -99,6 +127,7 @@ def paged_attention_triton(
         BLOCK_N=64,
         SPLIT=SPLIT,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        FP8=scales is not None,
         num_warps=2,
         num_stages=3,
     )
@@ -130,6 +159,8 @@ def _split(
     tokens,
     part,
     part_lse,
+    scales,
+    value_scales,
     q_row,
     q_head,
     table_row,
@@ -147,6 +178,7 @@ def _split(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
@@ -170,15 +202,23 @@ def _split(
             t = first + tl.arange(0, BLOCK_N)
             valid = t < end
             page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
-            line = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
+            place = (page * HEADS + head) * PAGE + t % PAGE
+            line = place * DIM
             key = tl.load(keys + line[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
+            if FP8:
+                key = key.to(query.dtype)
             logits = tl.dot(query, key, input_precision=PRECISION) * scale_log2
+            if FP8:  # a power of two may be multiplied in anywhere: no bit changes
+                logits *= power_of_two_triton(tl.load(scales + place, mask=valid, other=0))[None, :]
             logits = tl.where(valid[None, :], logits, float("-inf"))
             peak = tl.maximum(top, tl.max(logits, 1))
             weights = tl.exp2(logits - peak[:, None])
             rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(weights, 1)
             value = tl.load(values + line[:, None] + d[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
+            if FP8:
+                value = value.to(query.dtype)
+                weights *= power_of_two_triton(tl.load(scales + value_scales + place, mask=valid, other=0))[None, :]
             acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
             top = peak
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
@@ -230,113 +270,3 @@ def _merge(
         top = peak
     tl.store(out + line * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
     tl.store(lse + line, top + tl.log(total))
-
-
-def accumulate_attention(
-    q: Tensor,
-    keys: Tensor,
-    table: Tensor,
-    tokens: Tensor,
-    lse: Tensor,
-    scaling: float,
-    most_tokens: int,
-    accumulated: Tensor,
-    rows: Tensor,
-) -> None:
-    """H2O's running sum: accumulated[row, h, t] += Σ over the group of softmax(q·k)[t], for rows where `rows`."""
-    if use_triton(q):
-        batch, q_heads, dim = q.shape
-        _, kv_heads, page, _ = keys.shape
-        block = 64
-        _accumulate[(batch, kv_heads, triton.cdiv(most_tokens, block))](
-            q,
-            keys,
-            table,
-            tokens,
-            lse,
-            accumulated,
-            rows,
-            q.stride(0),
-            q.stride(1),
-            table.stride(0),
-            tokens.stride(0),
-            accumulated.stride(0),
-            accumulated.stride(1),
-            scaling,
-            GROUP=q_heads // kv_heads,
-            HEADS=kv_heads,
-            DIM=dim,
-            DIM_POW2=triton.next_power_of_2(dim),
-            PAGE=page,
-            BLOCK_N=block,
-            num_warps=4,
-        )
-    else:
-        accumulate_attention_torch(q, keys, table, tokens, lse, scaling, most_tokens, accumulated, rows)
-
-
-def accumulate_attention_torch(
-    q: Tensor,
-    keys: Tensor,
-    table: Tensor,
-    tokens: Tensor,
-    lse: Tensor,
-    scaling: float,
-    most_tokens: int,
-    accumulated: Tensor,
-    rows: Tensor,
-) -> None:
-    batch, q_heads, dim = q.shape
-    _, kv_heads, page, _ = keys.shape
-    group = q_heads // kv_heads
-    pages = table[:, 0, : -(-most_tokens // page)].long()
-    key = keys[pages].transpose(1, 2).reshape(batch, kv_heads, -1, dim)[:, :, :most_tokens].float()
-    logits = (q.view(batch, kv_heads, group, dim).float() * scaling) @ key.transpose(-1, -2)
-    weights = torch.exp(logits - lse.view(batch, kv_heads, group, 1)).sum(2)
-    valid = torch.arange(key.shape[2], device=q.device) < tokens[:, :1, None]
-    valid = valid & (rows[:, None, None] != 0)
-    accumulated[:batch, :, : key.shape[2]] += weights.masked_fill(~valid, 0)
-
-
-@triton.jit
-def _accumulate(
-    q,
-    keys,
-    table,
-    tokens,
-    lse,
-    accumulated,
-    rows,
-    q_row,
-    q_head,
-    table_row,
-    tokens_row,
-    acc_row,
-    acc_head,
-    scaling,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_POW2: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(tokens + row * tokens_row)
-    wanted = tl.load(rows + row)
-    first = block * BLOCK_N
-    if (first < count) & (wanted != 0):
-        t = first + tl.arange(0, BLOCK_N)
-        valid = t < count
-        d = tl.arange(0, DIM_POW2)
-        page = tl.load(table + row * table_row + t // PAGE, mask=valid, other=0).to(tl.int64)
-        line = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
-        key = tl.load(keys + line[:, None] + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
-        key = key.to(tl.float32)
-        weights = tl.zeros([BLOCK_N], tl.float32)
-        for g in tl.static_range(GROUP):
-            query = tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=d < DIM, other=0.0)
-            logits = tl.sum(key * query.to(tl.float32)[None, :], 1) * scaling
-            weights += tl.exp(logits - tl.load(lse + row * (HEADS * GROUP) + head * GROUP + g))
-        place = accumulated + row * acc_row + head * acc_head + t
-        tl.store(place, tl.load(place, mask=valid, other=0.0) + weights, mask=valid)

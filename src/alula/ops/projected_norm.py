@@ -5,6 +5,7 @@ from torch import Tensor
 
 from alula.ops.compact import PagedKeys
 from alula.ops.dispatch import tl, triton, use_triton
+from alula.ops.fp8 import power_of_two_triton
 
 
 def projected_norm(paged: PagedKeys, directions: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def projected_norm_torch(x: Tensor, directions: Tensor) -> Tensor:
 
 
 def projected_norm_triton(paged: PagedKeys, directions: Tensor) -> Tensor:
-    pool, table = paged.pool, paged.table
+    pool, table, scales = paged.pool, paged.table, paged.scales
     rows, heads, n = paged.shape
     layers, _, _, page, dim = pool.shape
     count = directions.shape[-1]
@@ -31,6 +32,8 @@ def projected_norm_triton(paged: PagedKeys, directions: Tensor) -> Tensor:
         table,
         directions,
         out,
+        scales if scales is not None else pool,
+        scales.stride(0) if scales is not None else 0,
         pool.stride(0),
         table.stride(0),
         n,
@@ -42,6 +45,7 @@ def projected_norm_triton(paged: PagedKeys, directions: Tensor) -> Tensor:
         COUNT=count,
         COUNT_POW2=max(16, triton.next_power_of_2(count)),
         BLOCK=block,
+        FP8=scales is not None,
         num_warps=4,
     )
     return out
@@ -53,6 +57,8 @@ def _projected_norm(
     table,
     directions,
     out,
+    scales,
+    scales_layer,
     layer_stride,
     table_row,
     n,
@@ -64,6 +70,7 @@ def _projected_norm(
     COUNT: tl.constexpr,
     COUNT_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """BLOCK tokens of one head of one sequence and layer."""
     line = tl.program_id(1).to(tl.int64)
@@ -72,9 +79,14 @@ def _projected_norm(
     d = tl.arange(0, DIM_POW2)
     i = tl.arange(0, COUNT_POW2)
     page = tl.load(table + row // LAYERS * table_row + j // PAGE, mask=j < n, other=0).to(tl.int64)
-    start = row % LAYERS * layer_stride + ((page * HEADS + head) * PAGE + j % PAGE) * DIM
+    slot = (page * HEADS + head) * PAGE + j % PAGE
+    start = row % LAYERS * layer_stride + slot * DIM
     x = tl.load(pool + start[:, None] + d[None, :], mask=(j < n)[:, None] & (d < DIM)[None, :], other=0.0)
     inside = (d < DIM)[:, None] & (i < COUNT)[None, :]
     g = tl.load(directions + (row * DIM + d[:, None]) * COUNT + i[None, :], mask=inside, other=0.0)
     projected = tl.dot(x.to(tl.float32), g, input_precision="ieee")
+    if FP8:
+        projected *= power_of_two_triton(tl.load(scales + row % LAYERS * scales_layer + slot, mask=j < n, other=0))[
+            :, None
+        ]
     tl.store(out + line * n + j, tl.sum(projected * projected, 1), mask=j < n)

@@ -235,8 +235,8 @@ class AnalyticCost:
     time = compute/peak + bytes/bandwidth, which is the paper's compute + I·memory with its intensity
     I = peak · value_bytes / bandwidth. The weights' traffic P is from appendix F. One correction: in print, the
     prompt's scoring terms lack the division by the page size and the factor r. Every row reads the prompt's KV,
-    as in this engine, not once per group. Evictions read and write what they move. The two latencies
-    are not in the paper.
+    as in this engine, not once per group. Evictions read and write what they move. A quantised KV cache counts
+    with its share of the bytes. The two latencies are not in the paper.
     """
 
     geometry: Geometry
@@ -251,7 +251,7 @@ class AnalyticCost:
         geometry = self.geometry
         width, group = geometry.layers * geometry.kv_heads * geometry.head_dim, geometry.query_heads / geometry.kv_heads
         flops = b * (2 * geometry.parameters + group * width * (2 * t + s))
-        values = geometry.parameters + b * width * (2 * t + s + 4 * m)
+        values = geometry.parameters + b * width * (2 * t * geometry.kv_share + s + 4 * m * geometry.kv_share)
         seconds = flops / (self.hardware.tflops * 1e12) + values * geometry.value_bytes / (
             self.hardware.terabytes_per_second * 1e12
         )
@@ -277,7 +277,8 @@ def generation_cost(cost: CostModel, sparsity: Sparsity, *, batch: int, prompt: 
     per_step = footprint(sparsity, prompt, new_tokens, cost.geometry.layers)
     ms = float(cost.step_ms(batch, per_step.read, per_step.scored, per_step.moved).sum())
     dense_read = np.arange(prompt, prompt + new_tokens).sum()
-    peak = float((per_step.held + per_step.summaries).max()) * cost.geometry.kv_token_bytes * batch
+    tokens = per_step.held + per_step.summaries / cost.geometry.kv_share  # summaries are never quantised
+    peak = float(tokens.max()) * cost.geometry.kv_token_bytes * batch
     return GenerationCost(
         ms, batch, 1e3 * batch * new_tokens / ms, float(per_step.read.sum() / max(dense_read, 1)), peak
     )

@@ -17,7 +17,7 @@ class Cached:
     """
 
     paged: PagedKeys
-    """the keys in the paged cache, in the model's dtype; R = C·L"""
+    """the keys in the paged cache; R = C·L"""
     values: PagedKeys
     """the values, likewise"""
     queries: Tensor | None
@@ -39,7 +39,7 @@ class Cached:
 
     @property
     def keys(self) -> Tensor:
-        """[R, Hkv, n, D], gathered at the first access"""
+        """[R, Hkv, n, D] in the model's dtype, gathered at the first access"""
         return self.paged.gathered
 
     @property

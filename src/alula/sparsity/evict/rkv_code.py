@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from alula.ops.compact import PagedKeys
 from alula.sparsity.evict.base import Cached
 from alula.sparsity.evict.rkv import RKV
 
@@ -23,7 +22,6 @@ class RKVCode(RKV):
 
     def score(self, kv: Cached) -> Tensor:
         assert kv.queries is not None
-        paged = PagedKeys(kv.paged.pool[:1], kv.paged.table, kv.paged.n)
-        first = super().score(replace(kv, paged=paged, queries=kv.queries[:: kv.layers]))  # [C, Hkv, n]
-        summed = first.sum(1, keepdim=True)
+        first = replace(kv, paged=kv.paged.first_layer(), queries=kv.queries[:: kv.layers])
+        summed = super().score(first).sum(1, keepdim=True)  # [C, 1, n]
         return summed.repeat_interleave(kv.layers, 0).expand(kv.shape).contiguous()

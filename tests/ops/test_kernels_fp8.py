@@ -1,0 +1,217 @@
+"""Kernels on quantised KV: against the format's own table of values, their torch twins, and the same kernels on the
+values that the cache stands for."""
+
+import math
+
+import pytest
+import torch
+
+import oracle
+from alula.ops import paged_attention as attention_module
+from alula.ops.accumulate_attention import accumulate_attention
+from alula.ops.append import append
+from alula.ops.compact import PagedKeys, compact, gather_keys
+from alula.ops.fp8 import DTYPE, dequantise, quantise
+from alula.ops.importance import mean_attention_torch, mean_attention_triton
+from alula.ops.paged_attention import paged_attention
+from alula.ops.projected_norm import projected_norm_torch, projected_norm_triton
+from alula.sparsity.select import METHODS
+
+pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.gpu)  # the interpreter cannot multiply it
+DTYPES = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="float32"), HALF])
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    def use(on: bool) -> None:
+        monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1" if on else "0")
+
+    return use
+
+
+def noise(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def tables(rows, width, seed=0):
+    order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(seed)) + 1
+    return order.view(rows, width).int().to(DEVICE)
+
+
+def quantised(*shape, seed, spread=3.0):
+    """A pool of vectors of very different lengths: e4m3, exponents, and the values they stand for."""
+    lengths = torch.exp(spread * noise(*shape[:-1], 1, seed=seed + 100))
+    stored, exponent = quantise(noise(*shape, seed=seed) * lengths)
+    return stored, exponent, dequantise(stored, exponent, torch.float32)
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+AWKWARD = [
+    [0.0] * 4,
+    [448.0, -448.0, 1.0, 2**-9],
+    [448.00003, 1.0, -0.0, 2.0**-20],
+    [449.0, 464.0, -3.0, 0.0625],
+    [1e-38, -1e-40, 0.0, 3e-39],
+    [3e38, -1.0, 1e30, 1e36],
+    [2**-10, 1.5 * 2**-9, 2.5 * 2**-9, 448],
+    [17.0, 19.0, 21.0, 256.0],
+]
+
+
+def test_rounds_to_the_nearest_value_of_the_format():
+    for vectors in (torch.tensor(AWKWARD), noise(300, 24).cpu() * torch.logspace(-6, 6, 300)[:, None]):
+        expected = torch.tensor([oracle.rounded(vector) for vector in vectors.tolist()])
+        stored, exponent = quantise(vectors)
+        assert torch.equal(dequantise(stored, exponent, torch.float32), expected)
+        assert exponent.dtype == torch.uint8
+        assert (exponent >= 1).all()
+
+
+def test_the_stored_values_are_exact_in_bfloat16_and_stay_when_stored_again():
+    stored, exponent, values = quantised(200, 32, seed=1, spread=5.0)
+    assert torch.equal(values, dequantise(stored, exponent, torch.bfloat16).float())
+    assert torch.equal(values, dequantise(*quantise(values), torch.float32))
+
+
+def test_not_finite_stays_not_finite():
+    for bad in (math.inf, -math.inf, math.nan):
+        assert dequantise(*quantise(torch.tensor([1.0, bad, 2.0])), torch.float32)[1].isnan()
+
+
+@DTYPES
+@pytest.mark.parametrize("selector", [None, *METHODS.values()], ids=["none", *METHODS])
+def test_append_quantises(selector, dtype, kernels):
+    rows, width, page = 5, 4, 4
+    table = tables(rows, width)
+    kv_len, live = ints([0, page - 1, 2 * page - 1, width * page, 3 * page - 1]), ints([1, 1, 1, 0, 1])
+    lengths = torch.logspace(-5, 5, rows)[:, None, None].to(DEVICE)
+    q, k, v = noise(rows, 6, 24), noise(rows, 2, 24, seed=1) * lengths, noise(rows, 2, 24, seed=2) / lengths
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    results = []
+    for on in (False, True):
+        kernels(on)
+        (keys, key_scales, _), (values, value_scales, _) = (
+            quantised(rows * width + 1, 2, page, 24, seed=seed) for seed in (3, 4)
+        )
+        scales = torch.stack([key_scales, value_scales])
+        summaries = noise(rows * width + 1, 2, selector.vectors, 24, seed=5, dtype=dtype) if selector else None
+        zeros = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        append(q, k, v, keys, values, table, kv_len, live, zeros, zeros, None, summaries, selector, scales)
+        results.append([bits(keys)[1:], bits(values)[1:], scales[:, 1:]])
+        for row in (0, 1, 2, 4):
+            p, slot = int(table[row, kv_len[row] // page]), int(kv_len[row] % page)
+            for part, scale, given in ((keys, scales[0], k), (values, scales[1], v)):
+                stored, exponent = quantise(given[row])
+                assert torch.equal(bits(part[p, :, slot]), bits(stored))
+                assert torch.equal(scale[p, :, slot], exponent)
+            if selector and slot == page - 1:
+                held = dequantise(keys[p], scales[0, p], dtype)
+                torch.testing.assert_close(summaries[p], selector.summarise(held).to(dtype), rtol=1e-2, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@DTYPES
+@pytest.mark.parametrize("lists", [1, 2], ids=["one list", "a list per head"])
+def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, kernels, monkeypatch):
+    """Bit for bit in the same kernel: a power of two changes no digit. Bytes that no row holds are NaN."""
+    monkeypatch.setattr(attention_module, "SPLIT", 32)
+    page, width = 4, 20
+    table = torch.stack([tables(3, width, seed=h) for h in range(lists)], 1)
+    tokens = ints([[70], [33], [5]]).expand(3, lists).contiguous()
+    q = noise(3, 6, 24, dtype=dtype)
+    (keys, key_scales, _), (values, value_scales, _) = (
+        quantised(3 * width + 1, 2, page, 24, seed=seed, spread=1.0) for seed in (1, 2)
+    )
+    held = torch.zeros(keys.shape[:3], dtype=torch.bool, device=DEVICE)
+    for b in range(3):
+        for h in range(2):
+            own = table[b, h if lists > 1 else 0]
+            for t in range(int(tokens[b, 0])):
+                held[int(own[t // page]), h, t % page] = True
+    bits(keys)[~held], bits(values)[~held] = 0x7F, 0x7F
+    scales = torch.stack([key_scales, value_scales])
+    plain = [dequantise(x, scale, dtype) for x, scale in ((keys, key_scales), (values, value_scales))]
+    outputs = []
+    for on in (False, True):
+        kernels(on)
+        outputs.append(paged_attention(q, keys, values, table, tokens, 0.3, 70, scales))
+        expected = paged_attention(q, *plain, table, tokens, 0.3, 70)
+        assert all(torch.equal(a, b) for a, b in zip(outputs[-1], expected))
+    for a, b in zip(*outputs):
+        torch.testing.assert_close(a, b, **({} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}))
+
+
+def test_attention_sums_are_those_of_the_values(kernels):
+    table, tokens, wanted = tables(3, 20)[:, None], ints([[70], [80], [3]]), ints([1, 0, 1])
+    q, lse = noise(3, 6, 24), noise(3, 6, seed=3) + 5
+    keys, scales, plain = quantised(61, 2, 4, 24, seed=1, spread=1.0)
+    for on in (False, True):
+        kernels(on)
+        sums, expected = torch.zeros(2, 5, 2, 90, device=DEVICE)
+        accumulate_attention(q, keys, table, tokens, lse, 0.3, 80, sums, wanted, scales)
+        accumulate_attention(q, plain, table, tokens, lse, 0.3, 80, expected, wanted)
+        assert sums.any()
+        torch.testing.assert_close(sums, expected)
+
+
+@DTYPES
+def test_evictors_read_the_values(dtype, kernels):
+    keys, scales, _ = quantised(2, 41, 2, 4, 24, seed=1, spread=1.0)
+    plain, table = dequantise(keys, scales, dtype), tables(2, 20) - 1
+    for on in (False, True):
+        kernels(on)
+        assert torch.equal(gather_keys(keys, table, 70, scales, dtype), gather_keys(plain, table, 70))
+    kernels(True)
+    queries = noise(4, 6, 8, 24, dtype=dtype)
+    paged = PagedKeys(keys, table, 70, scales, dtype)
+    actual = mean_attention_triton(queries, paged, 0.2, 8)
+    assert torch.equal(actual, mean_attention_triton(queries, PagedKeys(plain, table, 70), 0.2, 8))
+    torch.testing.assert_close(actual, mean_attention_torch(queries, paged.gathered, 0.2, 8), rtol=1e-4, atol=1e-6)
+    directions = noise(4, 24, 5, seed=7)
+    expected = projected_norm_torch(paged.gathered, directions)
+    torch.testing.assert_close(projected_norm_triton(paged, directions), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scales_move_with_their_tokens(kernels):
+    pages = tables(1, 40)[0]
+    old, new = pages[:24].view(2, 12), pages[24:36].view(2, 6)
+    kept = torch.stack([torch.randperm(45)[:21].sort()[0] for _ in range(8)]).view(2, 2, 2, 21).int().to(DEVICE)
+    results = []
+    for on in (False, True):
+        kernels(on)
+        (keys, key_scales, k), (values, value_scales, v) = (quantised(2, 41, 2, 4, 24, seed=seed) for seed in (1, 2))
+        scales = torch.stack([key_scales, value_scales])
+        compact(keys, values, kept, old, new, scales)
+        compact(k, v, kept, old, new)
+        assert torch.equal(dequantise(keys, scales[0], torch.float32), k)
+        assert torch.equal(dequantise(values, scales[1], torch.float32), v)
+        results.append([bits(keys), bits(values), scales])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_real_sizes_of_quantised_kv_in_bf16(dim, kernels):
+    page, width = 16, 129
+    table, tokens = tables(4, width)[:, None], ints([[2050], [1024], [513], [1]])
+    (keys, key_scales, _), (values, value_scales, _) = (
+        quantised(4 * width + 1, 8, page, dim, seed=seed, spread=1.0) for seed in (1, 2)
+    )
+    assert keys.dtype == DTYPE
+    scales = torch.stack([key_scales, value_scales])
+    plain = [dequantise(x, s, torch.bfloat16) for x, s in ((keys, key_scales), (values, value_scales))]
+    for group in (1, 2, 7):
+        q = noise(4, 8 * group, dim, dtype=torch.bfloat16)
+        actual = paged_attention(q, keys, values, table, tokens, dim**-0.5, 2050, scales)
+        expected = paged_attention(q, *plain, table, tokens, dim**-0.5, 2050)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected))
