@@ -9,23 +9,34 @@ from transformers import AutoModelForCausalLM
 import rank_keys_worker
 from alula.config.settings import LoRASettings
 from alula.distributed import World, init_world
+from alula.errors import SettingError
 from alula.run.checkpoint import Checkpoints
 from distributed_worker import learner, rollouts, step, summary
+from forked_ranks import run_on_nodes
 from two_ranks import run_on_two_ranks
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).parents[1] / "support" / "distributed_worker.py"
+
+LAYOUTS = {"two-ranks": (1, 2), "two-nodes": (2, 1), "two-nodes-of-two": (2, 2)}
+"""Nodes and ranks per node: sharded, replicated, and both."""
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """Two gloo processes on the CPU, all scenarios in one launch; first a checkpoint of one process for them."""
-    out = tmp_path_factory.mktemp("two-ranks")
+def reports(tmp_path_factory):
+    """Gloo processes on the CPU, all scenarios in one launch; first a checkpoint of one process for them."""
     alone = learner(World())
     step(alone)
-    Checkpoints(out / "single").save(1, alone.tensors(), {"learner": alone.state()})
-    run_on_two_ranks(WORKER, out, timeout=180)
+    outs = {layout: tmp_path_factory.mktemp(name) for name, layout in LAYOUTS.items()}
+    for out in outs.values():
+        Checkpoints(out / "single").save(1, alone.tensors(), {"learner": alone.state()})
+    run_on_nodes("distributed_worker", outs)
+    return outs
+
+
+@pytest.fixture(params=LAYOUTS)
+def ranks(request, reports):
+    out = reports[LAYOUTS[request.param]]
     return out, json.loads((out / "report.json").read_text())
 
 
@@ -36,8 +47,8 @@ def close(result, parameters, atol=1e-6):
         torch.testing.assert_close(result[name], value.detach(), atol=atol, rtol=0)
 
 
-def test_same_loss_and_same_parameters_as_one_process(two_ranks):
-    out, report = two_ranks
+def test_same_loss_and_same_parameters_as_one_process(ranks):
+    out, report = ranks
     alone = learner(World(), keep_reference=True)
     for number, result in enumerate(report["steps"], start=1):
         expected = summary(step(alone))
@@ -55,14 +66,43 @@ def test_same_loss_and_same_parameters_as_one_process(two_ranks):
         assert reference == pytest.approx(b.tolist(), abs=1e-5)
 
 
-def test_resume_on_two_ranks_is_bit_exact(two_ranks):
-    _, report = two_ranks
-    assert [r["rank"] for r in report["resumed"]] == [0, 1]
+def test_weights_are_sharded_within_a_node_and_replicated_across_nodes(ranks, request):
+    _, report = ranks
+    nodes, local = LAYOUTS[request.node.callspec.params["ranks"]]
+    vocabulary = learner(World()).model.config.vocab_size
+    values: dict[int, set[float]] = {}
+    for rank, here in enumerate(report["mesh"]):
+        assert here["shape"] == ([local] if nodes == 1 else [nodes, local])
+        assert here["place"] == ([rank] if nodes == 1 else [rank // local, rank % local])
+        assert here["rows"] == vocabulary // local
+        assert set(here["timeouts"]) == {120}
+        values.setdefault(rank % local, set()).add(here["sum"])
+    assert all(len(equal) == 1 for equal in values.values()), "replicas differ"
+    assert len(values) == local
+
+
+def test_nodes_of_different_sizes_are_rejected(monkeypatch):
+    for name, number in (("WORLD_SIZE", 12), ("GROUP_WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 8)):
+        monkeypatch.setenv(name, str(number))
+    with pytest.raises(SettingError, match=r"8 of the 12 ranks.*nproc-per-node"):
+        init_world("cpu")
+
+
+def test_restarts_that_would_fail_are_rejected(monkeypatch):
+    for name, value in (("WORLD_SIZE", 2), ("TORCHELASTIC_MAX_RESTARTS", 3), ("TORCHELASTIC_USE_AGENT_STORE", True)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SettingError, match=r"--max-restarts=3.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        init_world("cpu")
+
+
+def test_resume_on_several_ranks_is_bit_exact(ranks):
+    _, report = ranks
+    assert [r["rank"] for r in report["resumed"]] == list(range(len(report["mesh"])))
     assert all(r["equal"] and r["tensors"] > 20 for r in report["resumed"])
 
 
-def test_checkpoints_move_between_one_process_and_two(two_ranks):
-    out, _ = two_ranks
+def test_checkpoints_move_between_one_process_and_several(ranks):
+    out, _ = ranks
     checkpoints = Checkpoints(out / "checkpoints")
     files = {p.suffix for p in checkpoints.latest().iterdir()}
     assert files == {".safetensors", ".json", ""}
@@ -81,14 +121,14 @@ def test_checkpoints_move_between_one_process_and_two(two_ranks):
         assert torch.equal(parameter, dict(one.full_parameters())[name])
 
 
-def test_a_nan_on_one_rank_skips_the_step_on_both(two_ranks):
-    _, report = two_ranks
-    assert report["poisoned"] == [False, False]
+def test_a_nan_on_one_rank_skips_the_step_on_all(ranks):
+    _, report = ranks
+    assert set(report["poisoned"]) == {False}
     assert report["untouched"]
 
 
-def test_lora_and_half_precision(two_ranks):
-    out, report = two_ranks
+def test_lora_and_half_precision(ranks):
+    out, report = ranks
     alone = learner(World(), lora=LoRASettings(rank=2, alpha=4))
     step(alone)
     close(load_file(out / "lora.safetensors"), alone.full_parameters())
@@ -96,19 +136,22 @@ def test_lora_and_half_precision(two_ranks):
         expected = summary(step(learner(World(), dtype=dtype)))
         assert report[dtype]["loss"] == pytest.approx(expected["loss"], rel=0.02)
         assert report[dtype]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
-        assert report[dtype]["dtypes"] == [f"torch.{dtype}"]
+        assert report[dtype]["dtypes"] == report[dtype]["held"] == [f"torch.{dtype}"]
+        initial = learner(World(), dtype=dtype).score(rollouts())
+        for result, score in zip(report[dtype]["reference"], initial, strict=True):
+            assert result == pytest.approx(score.tolist(), abs=0.05)
 
 
-def test_a_float32_residual_stream_is_not_cast_between_layers(two_ranks):
-    _, report = two_ranks
+def test_a_float32_residual_stream_is_not_cast_between_layers(ranks):
+    _, report = ranks
     expected = summary(step(learner(World(), dtype="bfloat16", residual="float32")))
     assert report["residual"]["streams"] == ["torch.float32"]
     for name in ("loss", "grad_norm"):
         assert report["residual"][name] == pytest.approx(expected[name], rel=0.02)
 
 
-def test_export_from_two_ranks(two_ranks):
-    out, _ = two_ranks
+def test_export_from_several_ranks(ranks):
+    out, _ = ranks
     loaded = AutoModelForCausalLM.from_pretrained(out / "exported")
     for name, value in load_file(out / "after-three.safetensors").items():
         assert torch.equal(loaded.get_parameter(name), value)
@@ -146,3 +189,17 @@ def test_samples_do_not_depend_on_the_number_of_ranks(one_and_two_ranks, scenari
         for a, b in zip(*rows, strict=True):
             for key in keys or [key for key in a if not key.startswith(("time/", "speed/", "kv/bytes"))]:
                 assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-5), key
+
+
+def test_torchrun_restarts_a_run_whose_rank_was_killed(one_and_two_ranks, tmp_path):
+    """The killed step is done again from the checkpoint, and every number equals that of a run without the loss."""
+    _, two = one_and_two_ranks
+    worker = Path(rank_keys_worker.__file__).with_name("killed_rank_worker.py")
+    run_on_two_ranks(worker, tmp_path, options=["--max-restarts=1"])
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        a, b = (
+            [json.loads(line) for line in (out / "groups" / name).read_text().splitlines()] for out in (two, tmp_path)
+        )
+        for expected, row in zip(a, b, strict=True):
+            steady = [key for key in expected if not key.startswith(("time", "speed/"))]
+            assert {key: row[key] for key in steady} == {key: expected[key] for key in steady}

@@ -1,4 +1,4 @@
-"""Started twice by torchrun in test_distributed.py: the same steps as one process takes, on two ranks."""
+"""Run by test_distributed.py on two or four ranks: the same steps as one process takes."""
 
 import json
 import random
@@ -33,9 +33,9 @@ def rollouts():
 
 
 def share(world: World):
-    """Unequal shares, so that one rank has fewer micro-batches than the other."""
-    everything = list(range(7))
-    return everything if world.size == 1 else [everything[:6], everything[6:]][world.rank]
+    """Unequal shares, so that some ranks have fewer micro-batches than others, and one of four has none."""
+    starts = {1: [0, 7], 2: [0, 6, 7], 4: [0, 3, 6, 7, 7]}[world.size]
+    return list(range(7))[starts[world.rank] : starts[world.rank + 1]]
 
 
 def learner(world, dtype="float32", residual=None, keep_reference=False, **settings):
@@ -64,8 +64,22 @@ def summary(update):
     return {k: getattr(update, k) for k in ("loss", "metrics", "grad_norm", "taken", "tokens", "scored_tokens")}
 
 
+def layout(learning):
+    """How a weight lies on the ranks: the mesh, this rank's rows and their values, and the timeouts of its groups."""
+    weight = learning.model.get_parameter("model.embed_tokens.weight")
+    mesh, local = weight.device_mesh, weight.detach().to_local()
+    groups = [mesh.get_group(dim)._get_backend(torch.device("cpu")) for dim in range(mesh.ndim)]
+    return {
+        "shape": list(mesh.shape),
+        "place": mesh.get_coordinate(),
+        "rows": len(local),
+        "sum": float(local.double().sum()),
+        "timeouts": [group.options._timeout.total_seconds() for group in groups],
+    }
+
+
 def main(out: Path) -> None:
-    world = init_world("cpu")
+    world = init_world("cpu", timeout=120)
     report = {}
 
     def write(name, tensors):
@@ -80,6 +94,7 @@ def main(out: Path) -> None:
     checkpoints.save(2, first.tensors(), {"learner": first.state(), "rank": world.rank})
     report["steps"].append(summary(step(first)))
     write("after-three", first.full_parameters())
+    report["mesh"] = world.all_gather(layout(first))
     export(out / "exported", first.model, first.full_parameters(), world=world)
     mine = [rollouts()[i] for i in share(world)]
     scored = zip(first.score(mine), first.score(mine, reference=True))
@@ -112,8 +127,11 @@ def main(out: Path) -> None:
     write("lora", adapted.full_parameters())
 
     for dtype in ("bfloat16", "float16"):
-        half = learner(world, dtype=dtype)
+        half = learner(world, dtype=dtype, keep_reference=True)
         report[dtype] = summary(step(half))
+        scores = [a.tolist() for a in half.score(mine, reference=True)]
+        report[dtype]["reference"] = [score for part in world.all_gather(scores) for score in part]
+        report[dtype]["held"] = sorted({str(p.dtype) for p in half.reference.parameters()})
         report[dtype]["dtypes"] = sorted({str(t.dtype) for _, t in half.full_parameters()})
 
     wide = learner(world, dtype="bfloat16", residual="float32")

@@ -15,11 +15,13 @@ import toy
 from alula.distributed import World
 from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.errors import SettingError
+from alula.files import size_text
 from alula.run.checkpoint import CheckpointError
 from alula.sparsity.policy import DENSE
 from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
 from alula.trainer.evaluation import EvalSummary, pooled
+from alula.trainer.host_plan import host_rows, network_bytes, traffic_rows
 from alula.trainer.memory_plan import plan_memory
 from alula.trainer.reroll import spliced_kv
 from alula.trainer.step_metrics import Clock
@@ -543,6 +545,32 @@ def test_the_plan_adds_up(tmp_path):
     assert plan.logits == 2 * 4 * 2048 * 151936
     assert plan.activations == 0, "the toy keeps all of them"
     assert plan_memory(toy.toy(tmp_path, "learner.activation_checkpointing=true")).activations == 3 * 64 * 4 * 4096
+
+
+def test_the_plan_of_several_nodes_and_of_workers(tmp_path):
+    """Two nodes of eight ranks: the learner's state in eighths, or in sixteenths with `shard=all`."""
+    settings = ("model={source: 'shape:qwen2.5-1.5b', dtype: bfloat16}", "sampling.prompts=128", "objective.kl=1e-4")
+    config = toy.toy(tmp_path, *settings, "learner.updates=2", "sampling.n=8", "learner.token_budget=16384")
+    every = toy.toy(tmp_path, *settings, "learner.shard=all")
+    parameters = 1_543_714_304
+    one, two = plan_memory(config, 8), plan_memory(config, 16, nodes=2)
+    for plan in (one, two):
+        assert (plan.shards, plan.weights, plan.moments) == (8, 4 * parameters // 8, 8 * parameters // 8)
+        assert plan.published == plan.engine_copy == 2 * parameters
+    assert plan_memory(every, 16, nodes=2).moments == 8 * parameters // 16
+    assert (one.running, two.running) == (128, 64)
+    assert plan_memory(config).published == 0
+    assert network_bytes(config, two) == 4 * parameters, "gradients once there and once back, a half each"
+    assert dict(traffic_rows(config, one)) == {"weights to the engines": "2.88 GiB to each of 8"}
+    assert dict(traffic_rows(config, two))["learner between 2 nodes, per node"] == size_text(8 * parameters)
+    assert dict(host_rows(config, two))["checkpoint, while it is written"] == size_text(6 * parameters)
+
+    apart = plan_memory(config, 8, workers=4)
+    assert (apart.engine_copy, apart.worker_weights, apart.running) == (0, 2 * parameters, 256)
+    assert apart.learning == one.learning - one.engine_copy
+    assert apart.generating(None) == 2 * parameters + apart.kv_sparse
+    lora = plan_memory(toy.toy(tmp_path, *settings, "learner.lora.rank=8"), 8, workers=4)
+    assert (lora.published, lora.worker_weights) == (2 * lora.trained, 4 * parameters)
 
 
 @pytest.mark.parametrize(("protect", "held"), [("false", 10), ("true", 15)])

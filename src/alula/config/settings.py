@@ -19,6 +19,7 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Decay = Literal["constant", "linear", "cosine"]
+Shard = Literal["node", "all"]
 
 
 CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -285,6 +286,12 @@ class LearnerSettings(Section):
     """Keep only each layer's input and recompute the rest in the backward pass: a third more work."""
     compile: bool | None = None
     """Compile the decoder layers; by default on a single GPU."""
+    shard: Shard = "node"
+    """Ranks that share the weights, gradients and moments of the learner: those of one node, with a replica on every
+    node (HSDP), or `all` of them, for a model that does not fit one node."""
+    timeout: Positive = 3600.0
+    """Seconds that a rank waits for the others before the run fails. Rollouts on one rank may take longer than on
+    another; torch's own limit on GPUs is 600."""
     lora: LoRASettings | None = None
     """Train low-rank adapters (LoRA) instead of the weights."""
 
@@ -389,8 +396,9 @@ class EngineSettings(Section):
     lookahead: Count | None = None
     """Decode steps launched at a time."""
     swap_memory: str | int | None = None
-    """Host memory for the KV of preempted rollouts, for example `32GiB`; by default a quarter of the free memory. When
-    it is full, the youngest rollout is computed again from its prompt, with the same tokens."""
+    """Host memory of each rank for the KV of preempted rollouts, for example `32GiB`; by default a quarter of the free
+    memory, divided by the ranks of a node. When it is full, the youngest rollout is computed again from its prompt,
+    with the same tokens."""
     buckets: list[int] | None = None
     """Batch sizes that decode steps are padded to; a single value makes results independent of batch composition, bit
     for bit."""

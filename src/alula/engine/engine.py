@@ -27,7 +27,7 @@ from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.schedule_plan import KVNeed, Prefill
 from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import BatchKind, Request, Sequence, kind_of
-from alula.engine.swapping import available_memory, host_bytes, park, restore, swap_out
+from alula.engine.swapping import default_swap_memory, host_bytes, park, restore, swap_out
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
 from alula.models.experts import check_graphs
 from alula.models.geometry import Geometry, attention_scaling
@@ -126,7 +126,7 @@ class Engine:
             prefill_tokens=prefill_tokens,
             pinned=len(self.runner.buckets) == 1,
             swap_bytes=lambda s: host_bytes(s, self.geometry, page, self.dtype.itemsize, cuda),
-            swap_memory=available_memory() // 4 if swap_memory is None else parse_bytes(swap_memory, "swap_memory"),
+            swap_memory=default_swap_memory() if swap_memory is None else parse_bytes(swap_memory, "swap_memory"),
         )
         self._live: dict[int, list[Sequence]] = {}
         """Unfinished rollouts by request id."""

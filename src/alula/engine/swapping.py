@@ -90,6 +90,11 @@ def host_bytes(sequence: Sequence, geometry: Geometry, page: int, itemsize: int,
     return sum(1 << max(0, part - 1).bit_length() if pinned else part for part in parts)
 
 
+def default_swap_memory() -> int:
+    """A quarter of the available host memory, divided among the ranks that torchrun started on this machine."""
+    return available_memory() // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of host memory that can be allocated now: what the system has available, within a container's limit."""
     if not meminfo.exists():  # not Linux

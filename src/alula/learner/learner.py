@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alula.config.settings import Decay, LearnerSettings
-from alula.distributed import World, iter_full_params, shard_model
+from alula.distributed import World, iter_full_params, shard_mesh, shard_model, sum_over_replicas
 from alula.errors import require
 from alula.learner.forward import Policy, checkpoint_activations
 from alula.learner.optimizer import MasterAdamW
@@ -112,12 +112,13 @@ class Learner:
         compiled = settings.compile
         if compiled is None:
             compiled = self.world.device.type == "cuda" and not self.world.is_distributed
+        mesh = shard_mesh(self.world, settings.shard) if self.world.is_distributed else None
         for policy in filter(None, (self.policy, self.reference)):
             if compiled:
                 for layer in policy.layers:
                     layer.compile(dynamic=True)
-            if self.world.is_distributed:
-                shard_model(policy, policy.layers, self.world)
+            if mesh is not None:
+                shard_model(policy, policy.layers, mesh)
         self.optimizer = MasterAdamW(
             model.named_parameters(),
             settings.lr,
@@ -139,7 +140,7 @@ class Learner:
         without_adapter = reference and self.reference is None
         logprobs = [torch.empty(0, device=self.world.device) for _ in sequences]
         with lora.disabled(self.model) if without_adapter else nullcontext():
-            for batch, real in self._micro_batches(sequences):
+            for batch, real, _ in self._micro_batches(sequences):
                 packed_logprobs, _ = policy(batch, temperature, entropy=False)
                 if real:
                     for i, sequence_logprobs in zip(batch.index, batch.split(packed_logprobs)):
@@ -152,7 +153,9 @@ class Learner:
         parts: list[dict[str, Tensor]] = []
         logprobs = [torch.empty(0, device=self.world.device) for _ in sequences]
         counts = torch.zeros(3, dtype=torch.int64)
-        for batch, real in self._micro_batches(sequences):
+        for batch, real, last in self._micro_batches(sequences):
+            if self.world.is_distributed:
+                sum_over_replicas(self.policy, last)
             packed_logprobs, entropy = self.policy(batch, temperature)
             if not real:
                 self.optimizer.backward(packed_logprobs.sum() * 0.0)
@@ -216,16 +219,17 @@ class Learner:
         self.optimizer.publish()
         self.steps, self.skipped = state["steps"], state["skipped"]
 
-    def _micro_batches(self, sequences: Sequence[Tokens]) -> Iterator[tuple[Packed, bool]]:
-        """Packed sequences with responses (True). All ranks must run the same number of forwards, so ranks with fewer
-        micro-batches add dummy ones that count for nothing (False)."""
+    def _micro_batches(self, sequences: Sequence[Tokens]) -> Iterator[tuple[Packed, bool, bool]]:
+        """(packed sequences with responses, True, whether it is the last). All ranks must run the same number of
+        forwards, so ranks with fewer micro-batches add dummy ones that count for nothing (False)."""
         useful = [i for i, sequence in enumerate(sequences) if sequence.token_ids]
         batches = pack([_length(sequences[i]) for i in useful], self.settings.token_budget)
-        missing = self.world.all_max(len(batches)) - len(batches)
-        for members in batches:
-            yield collate(sequences, [useful[m] for m in members], self.world.device), True
-        for _ in range(missing):
-            yield collate([SimpleNamespace(prompt_ids=[0], token_ids=[0])], [0], self.world.device), False
+        count = self.world.all_max(len(batches))
+        for number, members in enumerate(batches, start=1):
+            yield collate(sequences, [useful[m] for m in members], self.world.device), True, number == count
+        for number in range(len(batches) + 1, count + 1):
+            dummy = SimpleNamespace(prompt_ids=[0], token_ids=[0])
+            yield collate([dummy], [0], self.world.device), False, number == count
 
 
 def learning_rate(

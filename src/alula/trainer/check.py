@@ -16,6 +16,7 @@ from alula.run.console import duration, seconds
 from alula.run.sinks import check_sinks
 from alula.sparsity.policy import DENSE
 from alula.trainer.check_environment import check_environment
+from alula.trainer.host_plan import host_rows, traffic_rows
 from alula.trainer.memory_plan import USABLE, MemoryPlan, dtype_of, free_memory, plan_memory, totals
 from alula.trainer.preflight import (
     OTHER_MODEL_ADVICE,
@@ -29,17 +30,19 @@ from alula.trainer.preflight import (
 from alula.trainer.speed_plan import SpeedPlan, kv_memory, measure, plan_speed
 
 
-def print_plan(config: RunConfig, console: Console | None = None, *, resume: Resume = False) -> None:
-    """Check the run and print its plan. Raises whatever the run would reject."""
+def print_plan(config: RunConfig, console: Console | None = None, *, resume: Resume = False, workers: int = 0) -> None:
+    """Check the run and print its plan. Raises whatever the run would reject. `workers` are rollout workers beside the
+    ranks of torchrun."""
     console = console or Console()
     preflight = Preflight(config)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    plan = plan_memory(config, ranks, preflight.tokenized)
+    ranks, nodes = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    plan = plan_memory(config, ranks, preflight.tokenized, nodes=nodes, workers=workers)
     preflight.try_rewards()
     environment = list(check_environment(config, preflight.training, preflight.tokenizer))
     check_sinks(config.logging.sinks)
     console.print(work_table(config, plan, preflight, environment))
     console.print(memory_table(config, plan, preflight.tokenized is not None))
+    console.print(host_table(config, plan))
     free = free_memory(config)
     kv_bytes = 0.0 if free is None or plan.learning > USABLE * free else kv_memory(config, plan, free)
     if kv_bytes > plan.kv_dense / plan.running:  # otherwise the run does not fit, as the table of memory says
@@ -69,11 +72,13 @@ def work_table(config: RunConfig, plan: MemoryPlan, preflight: Preflight, enviro
 
 
 def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
-    title = f"memory per rank, {plan.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}"
+    sharded = f", {plan.ranks} ranks in shards of {plan.shards}" if plan.ranks > 1 else ""
+    title = f"memory per rank, {plan.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}{sharded}"
     table = new_table(title, justify="right")
     for what, size in (
         ("weights", plan.weights),
         ("weights, the engine's copy", plan.engine_copy),
+        ("weights, in every rollout worker", plan.worker_weights),
         ("linear layers, the sparse policy's copy", plan.sparse_copy),
         ("adapter of the sparse policy, its moments and gradients", plan.adapter),
         ("float32 masters", plan.masters),
@@ -96,6 +101,13 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
     elif config.data.max_prompt_tokens is None:
         table.add_row(f"  prompts assumed to have {plan.prompt} tokens; data.max_prompt_tokens sets a limit", "")
     for what, text in totals(config, plan, free_memory(config)):
+        table.add_row(what, text)
+    return table
+
+
+def host_table(config: RunConfig, plan: MemoryPlan) -> Table:
+    table = new_table("host memory per node, and bytes that move per step", justify="right")
+    for what, text in (*host_rows(config, plan), *traffic_rows(config, plan)):
         table.add_row(what, text)
     return table
 

@@ -38,20 +38,32 @@ USABLE = 0.9
 class MemoryPlan:
     """Sizes in bytes per rank, counts per step."""
 
+    ranks: int
+    nodes: int
+    workers: int
+    """Rollout workers with GPUs of their own; 0: every rank generates its share."""
+    shards: int
+    """Ranks that share one copy of the learner's state."""
     parameters: int
     experts: int
     """Parameters of a mixture's experts."""
     weights: int
     engine_copy: int
     """The engine's copy of the weights; 0 if it reads the learner's."""
+    worker_weights: int
+    """The weights in a rollout worker, for LoRA with the base that adapters are merged into; 0 without workers."""
     sparse_copy: int
     """Copy of the linear layers for the sparse policy, with its adapter merged in."""
     adapter: int
     """The sparse policy's adapter, with its masters, moments and gradients."""
+    trained: int
+    """Trained parameters, of all shards."""
     masters: int
     moments: int
     gradients: int
     reference: int
+    published: int
+    """Weights that every engine receives per step; 0 if it reads the learner's."""
     logits: int
     """One chunk of positions, and their gradient."""
     activations: int
@@ -77,7 +89,7 @@ class MemoryPlan:
         return (
             self.weights
             + self.engine_copy
-            + self.sparse_copy
+            + (0 if self.workers else self.sparse_copy)
             + self.adapter
             + self.masters
             + self.moments
@@ -88,13 +100,20 @@ class MemoryPlan:
         )
 
     def generating(self, kv_memory: str | int | None) -> int:
-        """Total while the run generates, after the learner has freed what only it needs."""
+        """Total while the run generates, after the learner has freed what only it needs; with workers, that of one."""
         pool = parse_bytes(kv_memory) if kv_memory else self.kv_sparse
+        if self.workers:
+            return self.worker_weights + self.sparse_copy + pool
         return self.learning - self.gradients - self.logits - self.activations + pool
 
 
-def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> MemoryPlan:
-    """The plan of a run. Also raises whatever the start of the run would reject. `data` is given if tokenized."""
+def plan_memory(
+    config: RunConfig, ranks: int = 1, data: Data | None = None, *, nodes: int = 1, workers: int = 0
+) -> MemoryPlan:
+    """The plan of a run with `ranks` learners on `nodes` nodes, and `workers` rollout workers on other GPUs.
+
+    Also raises whatever the start of the run would reject. `data` is given if tokenized.
+    """
     try:
         check_rewards(config.rewards.use)
     except SettingError:
@@ -120,24 +139,33 @@ def plan_memory(config: RunConfig, ranks: int = 1, data: Data | None = None) -> 
 
     s = config.sampling
     rollouts = s.prompts * s.n
-    running = min(config.engine.max_rows, -(-rollouts // ranks))
+    running = min(config.engine.max_rows, -(-rollouts // (workers or ranks)))
     prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + config.most_generated(prompt)
     if config.control.enabled:
         resolve_control(config.control, sparsity, longest)
     shares_weights = ranks == 1 and lora is None
+    has_copy = config.distill is not None if workers else not shares_weights  # the distiller needs whole weights
     is_master = width == 4
+    shards = ranks // nodes if config.learner.shard == "node" else ranks
     return MemoryPlan(
+        ranks=ranks,
+        nodes=nodes,
+        workers=workers,
+        shards=shards,
         parameters=parameters,
         experts=expert_parameters(model),
-        weights=parameters * width if ranks == 1 else parameters * 4 // ranks,
-        engine_copy=0 if shares_weights else parameters * width,
+        weights=parameters * width if ranks == 1 else parameters * 4 // shards,
+        engine_copy=parameters * width if has_copy else 0,
+        worker_weights=parameters * width * (2 if lora else 1) if workers else 0,
         sparse_copy=linear_parameters(model) * width if config.distill else 0,
         adapter=adapter_parameters(model, config.distill, adapter) * (16 if is_master else width + 16),
+        trained=trained,
         masters=0 if is_master or ranks > 1 else trained * 4,
-        moments=8 * trained // ranks,
-        gradients=4 * trained // ranks,
-        reference=parameters * width // ranks if config.objective.kl > 0 and not lora else 0,
+        moments=8 * trained // shards,
+        gradients=4 * trained // shards,
+        reference=parameters * width // shards if config.objective.kl > 0 and not lora else 0,
+        published=0 if shares_weights and not workers else (trained if lora and workers else parameters) * width,
         logits=2 * 4 * config.learner.logprob_chunk * text.vocab_size,
         activations=layer_inputs * config.learner.token_budget if config.learner.activation_checkpointing else 0,
         prompt=prompt,

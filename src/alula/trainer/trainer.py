@@ -71,7 +71,7 @@ def train(config: RunConfig, *, resume: Resume = False, stream: TextIO | None = 
 class Trainer:
     def __init__(self, config: RunConfig, *, resume: Resume = False, stream: TextIO | None = None) -> None:
         self.config = config
-        self.world = world = init_world(config.model.device)
+        self.world = world = init_world(config.model.device, config.learner.timeout)
         check_shares(config, world)
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, printer(world, stream))
