@@ -72,6 +72,15 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def scatter(self, values: list[Any] | None) -> Any:
+        """One of rank 0's `values` (any picklable objects) for each rank."""
+        if not self.is_distributed:
+            assert values is not None
+            return values[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, values, src=0)
+        return mine[0]
+
     def local_slice(self, items: Any) -> Any:
         """This rank's items of a list, tuple or range: every `size`-th, starting at `rank`."""
         return items[self.rank :: self.size]

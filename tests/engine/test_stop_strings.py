@@ -10,6 +10,7 @@ from alula import Engine, Evict, Sampling, Sparsity
 from alula.engine.stop_strings import StopStrings, answer_text, resolve_stops
 from alula.errors import SettingError
 from alula.models.load import load_model
+from alula.rollouts.local_rollouts import LocalRollouts
 from alula.trainer.reroll import continuations, spliced
 
 LETTERS = "abcdefghijklmnop"
@@ -127,11 +128,11 @@ def test_the_engine_stops_at_strings(engine, policy, least):
 
 def test_a_reroll_stops_at_a_string_that_began_before_it(engine):
     [rollout] = engine.generate([[1, 2, 3]], Sampling(max_new_tokens=12))
-    [suffix] = engine.stream(continuations(engine, {0: (rollout, 4)}, seed=0))
+    [suffix] = LocalRollouts(engine).generate(continuations({0: (rollout, 4)}, seed=0))
     across = engine.tokenizer.decode(rollout.token_ids[3:4]) + engine.tokenizer.decode(suffix.token_ids[:1])[0]
     stopping = replace(rollout, sampling=replace(rollout.sampling, stop=(across,)))
     assert across not in engine.tokenizer.decode(rollout.token_ids[:4]), "complete before: use another prompt here"
-    [short] = engine.stream(continuations(engine, {0: (stopping, 4)}, seed=0))
+    [short] = LocalRollouts(engine).generate(continuations({0: (stopping, 4)}, seed=0))
     assert (len(short), short.finish) == (1, "stop")
     whole = spliced(stopping, 4, short, engine.tokenizer)
     assert whole.text == engine.tokenizer.decode(rollout.token_ids[:4])[:-2]

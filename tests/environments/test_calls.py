@@ -1,6 +1,7 @@
 """Calls of environments: in threads of their own, given up after a timeout, never in each other's way."""
 
 import asyncio
+import math
 import threading
 import time
 
@@ -11,7 +12,7 @@ from alula.environments.calls import Calls
 def finish(pool: Calls, count: int) -> dict:
     outcomes = {}
     while len(outcomes) < count:
-        outcomes |= {outcome.key: outcome for outcome in pool.poll(wait=True)}
+        outcomes |= {outcome.key: outcome for outcome in pool.poll(math.inf)}
     return outcomes
 
 

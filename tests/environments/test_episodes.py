@@ -20,6 +20,8 @@ from alula.environments.lookup import Lookup
 from alula.environments.registry import load_environment
 from alula.errors import SettingError
 from alula.models.load import load_model
+from alula.rollouts.job import Job
+from alula.rollouts.local_rollouts import LocalRollouts
 from alula.trainer.reroll import spliced
 
 TASK = build_task("lookup", symbols=4, hops=2)
@@ -39,9 +41,16 @@ def engine_of(loaded, **options):
     return Engine(loaded, **({"page": 4, "kv_memory": "4MiB", "max_rows": 16} | options))
 
 
+class Player(LocalRollouts):
+    """Plays episodes on an engine."""
+
+    def play(self, starts, sampling, sparsity):
+        return self.generate([Job((), sampling, sparsity, start=start) for start in starts])
+
+
 def episodes_of(engine, build=Lookup, **settings):
     settings = {"use": "lookup", "max_turns": 5, "max_tokens": 40, "timeout": 20.0} | settings
-    return Episodes(EnvironmentSettings(**settings), build, engine, Conversation(engine.tokenizer))
+    return Player(engine, Episodes(EnvironmentSettings(**settings), build, engine, Conversation(engine.tokenizer)))
 
 
 def starts(samples=4):

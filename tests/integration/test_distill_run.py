@@ -71,7 +71,9 @@ def test_vetoed_rollouts_are_distilled_and_the_engine_serves_the_adapter(tmp_pat
         torch.testing.assert_close(call.advantages.cpu().sign(), above.sign())
     assert any(call.advantages.abs().max() > 0 for call in seen)
     adapter = trainer.distill.distiller.adapter()
-    plain, sparse = (dict(m.named_parameters()) for m in (trainer.engine.model, trainer.engine.sparse_model))
+    plain, sparse = (
+        dict(m.named_parameters()) for m in (trainer.rollouts.engine.model, trainer.rollouts.engine.sparse_model)
+    )
     moved = 0
     for name, (a, b) in adapter.weights.items():
         update = adapter.scale * b @ a
@@ -94,17 +96,17 @@ def test_teacher_follows_theta(tmp_path):
 
 def test_candidate_policy_is_measured_on_held_out_prompts(tmp_path):
     trainer, _ = watched(tmp_path)
-    calls, generate, try_move, messages = [], trainer.collector.generate, trainer.distill.try_move, []
+    calls, submit, try_move, messages = [], trainer.rollouts.submit, trainer.distill.try_move, []
 
-    def spied(prompts, sampling, sparsity, indices, **options):
-        calls.append((prompts, sparsity))
-        return generate(prompts, sampling, sparsity, indices, **options)
+    def spied(jobs, **options):
+        calls.append(([job.prompt_ids for job in jobs], jobs[0].sparsity))
+        return submit(jobs, **options)
 
     def measured(step, rollouts):
         messages.append(try_move(step, rollouts))
         return messages[-1]
 
-    trainer.collector.generate, trainer.distill.try_move, trainer.step = spied, measured, 2
+    trainer.rollouts.submit, trainer.distill.try_move, trainer.step = spied, measured, 2
     with trainer.logger:
         trainer.try_move(trainer.distill)
     [(prompts, sparsity)], [text] = calls, messages
@@ -153,7 +155,9 @@ def test_distill_first_trains_only_the_adapter(tmp_path):
         return step(rollouts, advantages, minibatches)
 
     def first_train_step():
-        weights = [dict(model.named_parameters()) for model in (run.engine.model, run.engine.sparse_model)]
+        weights = [
+            dict(model.named_parameters()) for model in (run.rollouts.engine.model, run.rollouts.engine.sparse_model)
+        ]
         assert any(not torch.equal(weights[0][f"{n}.weight"], weights[1][f"{n}.weight"]) for n in adapted), "merged"
         run.train_step = train_step
         train_step()
@@ -186,18 +190,19 @@ def test_distill_first_with_selector_lora_and_control(tmp_path, changes):
     changes["distill"] = {"move": None, "first": FIRST} | changes["distill"]
     tree |= {name: (RECIPE.get(name, {}) if name != "sparsity" else {}) | part for name, part in changes.items()}
     trainer = Trainer(read_tree(tree), stream=io.StringIO())
-    requests, generate = [], trainer.collector.generate
+    requests, submit = [], trainer.rollouts.submit
 
-    def spied(prompts, sampling, sparsity, indices, **options):
-        requests.append((prompts, (sampling.seed, tuple(indices)), sparsity, options))
-        return generate(prompts, sampling, sparsity, indices, **options)
+    def spied(jobs, **options):
+        key = (jobs[0].sampling.seed, tuple(job.prompt_index for job in jobs))
+        requests.append(([job.prompt_ids for job in jobs], key, jobs[0].sparsity, {job.record for job in jobs}))
+        return submit(jobs, **options)
 
-    trainer.collector.generate = spied
+    trainer.rollouts.submit = spied
     trainer.run()
     first = requests[:3]
     assert len({str(prompts) for prompts, *_ in first}) == len({key for _, key, *_ in first}) == 3
     assert all(sparsity == requests[3][2] for _, _, sparsity, _ in first), "the run's first policy"
-    assert all(options == {"record": sparsity.evict is not None} for _, _, sparsity, options in first)
+    assert all(records == {sparsity.evict is not None} for _, _, sparsity, records in first)
     run_prompts = [
         list(example.prompt_ids) for example in PromptStream(trainer.stream.dataset, trainer.config.seed).next(15)
     ]
@@ -282,7 +287,7 @@ checks, first = {}, run.distill_first
 def distill_first(stage):
     first(stage)
     checks["phi after first"] = same_everywhere(phi())
-    checks["sparse policy after first"] = same_everywhere(dict(run.engine.sparse_model.named_parameters()))
+    checks["sparse policy after first"] = same_everywhere(dict(run.rollouts.engine.sparse_model.named_parameters()))
     checks["phi was trained"] = any(value.any() for name, value in phi().items() if name.endswith(".1"))
 run.distill_first = distill_first
 assert run.run()
@@ -290,7 +295,7 @@ checks["theta stood still"] = all(world.all_gather(all(still)))
 checks["theta"], checks["phi"] = same_everywhere(theta()), same_everywhere(phi())
 checks["theta was trained"] = any(not torch.equal(value, begun[name]) for name, value in theta().items())
 for which in ("model", "sparse_model"):
-    checks[f"engine's {which}"] = same_everywhere(dict(getattr(run.engine, which).named_parameters()))
+    checks[f"engine's {which}"] = same_everywhere(dict(getattr(run.rollouts.engine, which).named_parameters()))
 report = {"checks": checks, "shares": world.all_gather(shares)}
 report["divergences"] = world.all_gather(run.distill.divergences)
 if world.rank == 0:

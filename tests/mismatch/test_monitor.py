@@ -40,7 +40,7 @@ def percentile(values: list[float], share: float) -> float:
 
 @pytest.mark.parametrize("sparsity", [SELECTING, EVICTING], ids=["select", "evict"])
 def test_metrics_against_plain_counting(sparsity, engine):
-    monitor = Monitor(watch(5), sparsity, engine, LONGEST)
+    monitor = Monitor(watch(5), sparsity, engine.acceptance, LONGEST)
     rollouts = rollouts_of(engine, monitor)
     watched = [r for r in rollouts if r.hidden is not None]
     assert [(r.prompt_index, r.sample_index) for r in watched] == [(i, 0) for i in range(5)]
@@ -75,13 +75,13 @@ def test_metrics_against_plain_counting(sparsity, engine):
 
 def test_nothing_to_watch(engine):
     for monitor in (
-        Monitor(watch(8), DENSE, engine, LONGEST),
-        Monitor(watch(0), SELECTING, engine, LONGEST),
+        Monitor(watch(8), DENSE, engine.acceptance, LONGEST),
+        Monitor(watch(0), SELECTING, engine.acceptance, LONGEST),
     ):
         rollouts = rollouts_of(engine, monitor)
         assert all(r.hidden is None for r in rollouts)
         assert monitor.step(rollouts).metrics == {}
-    assert Monitor(watch(8), DENSE, engine, LONGEST).recommended is DENSE
+    assert Monitor(watch(8), DENSE, engine.acceptance, LONGEST).recommended is DENSE
 
 
 def watch(rollouts: int) -> MonitorSettings:
@@ -104,7 +104,7 @@ def control(**changes) -> ControlSettings:
 @pytest.mark.slow
 def test_budgets_rise_until_the_tail_is_held(engine):
     """The engine generates under the schedule in force, α comes back, and the schedule ends where the tail is."""
-    monitor = Monitor(watch(12), SELECTING, engine, LONGEST, control())
+    monitor = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control())
     seen = [monitor.recommended.select.budget.budgets]
     events = []
     for seed in range(12):
@@ -120,7 +120,9 @@ def test_budgets_rise_until_the_tail_is_held(engine):
 
 
 def test_an_evictor_rises_everywhere(engine):
-    monitor = Monitor(MonitorSettings(rollouts=12, bin=12), EVICTING, engine, LONGEST, control(ladder=(6, 12, 24, 36)))
+    monitor = Monitor(
+        MonitorSettings(rollouts=12, bin=12), EVICTING, engine.acceptance, LONGEST, control(ladder=(6, 12, 24, 36))
+    )
     assert monitor.recommended.evict.budget.budgets == (6, 6, 6)
     for seed in range(3):
         monitor.step(rollouts_of(engine, monitor, seed, n=1))
@@ -129,7 +131,7 @@ def test_an_evictor_rises_everywhere(engine):
 
 
 def test_old_rollouts_do_not_count_against_a_new_budget(engine):
-    monitor = Monitor(watch(12), SELECTING, engine, LONGEST, control())
+    monitor = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control())
     stale = rollouts_of(engine, monitor, 0, n=1)
     while monitor.controller.version == 0:
         monitor.step(rollouts_of(engine, monitor, 1, n=1))
@@ -142,9 +144,9 @@ def test_old_rollouts_do_not_count_against_a_new_budget(engine):
 
 @pytest.mark.slow
 def test_dense_and_stop(engine):
-    dense = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="dense"))
-    stop = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
-    warn = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="warn"))
+    dense = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control(on_violation="dense"))
+    stop = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control(on_violation="stop"))
+    warn = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control(on_violation="warn"))
     told = []
     for seed in range(3):
         for monitor in (dense, stop, warn):
@@ -160,10 +162,10 @@ def test_dense_and_stop(engine):
 
 @pytest.mark.slow
 def test_a_restored_monitor_continues_exactly(engine):
-    one = Monitor(watch(12), SELECTING, engine, LONGEST, control())
+    one = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control())
     for seed in range(2):
         one.step(rollouts_of(engine, one, seed, n=1))
-    two = Monitor(watch(12), SELECTING, engine, LONGEST, control())
+    two = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control())
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert two.recommended == one.recommended
     for seed in range(2, 5):
@@ -174,19 +176,19 @@ def test_a_restored_monitor_continues_exactly(engine):
 
 
 def test_a_run_stopped_by_the_controller_continues_only_with_another_setting(engine):
-    stopped = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation="stop"))
+    stopped = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control(on_violation="stop"))
     while not stopped.stopped:
         stopped.step(rollouts_of(engine, stopped, 1, n=1))
     for mode in ("stop", "adapt"):
-        again = Monitor(watch(12), SELECTING, engine, LONGEST, control(on_violation=mode))
+        again = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control(on_violation=mode))
         again.load_state_dict(stopped.state_dict())
         assert again.stopped == (mode == "stop")
 
 
 def test_ranks_see_each_others_tokens(engine):
     """Two ranks with half of the rollouts each reach the state of one rank with all, bit for bit."""
-    whole = Monitor(watch(12), SELECTING, engine, LONGEST, control())
-    parts = [Monitor(watch(12), SELECTING, engine, LONGEST, control()) for _ in range(2)]
+    whole = Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control())
+    parts = [Monitor(watch(12), SELECTING, engine.acceptance, LONGEST, control()) for _ in range(2)]
     assert [sum(monitor.keep_hidden(range(16)[rank::2])) for rank, monitor in enumerate(parts)] == [6, 6]
     rollouts = rollouts_of(engine, whole, 0, n=1)
     halves = [monitor._tokens(rollouts[rank::2]) for rank, monitor in enumerate(parts)]
@@ -211,7 +213,9 @@ def test_which_budget_is_watched():
 
 
 def test_settings_of_the_controller(engine):
-    assert Monitor(MonitorSettings(), SELECTING, engine, 4000, ControlSettings()).controller is None, "off by default"
+    assert Monitor(MonitorSettings(), SELECTING, engine.acceptance, 4000, ControlSettings()).controller is None, (
+        "off by default"
+    )
     built = resolve_control(ControlSettings(enabled=True), SELECTING, 4000)
     assert built.tau == 0.7, "the schedule's own"
     grid = (512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584)
@@ -225,9 +229,9 @@ def test_settings_of_the_controller(engine):
     with pytest.raises(SettingError, match="the rollouts are dense"):
         resolve_control(ControlSettings(enabled=True), DENSE, 4000)
     with pytest.raises(SettingError, match=r"monitor\.rollouts=0"):
-        Monitor(watch(0), SELECTING, engine, LONGEST, control())
+        Monitor(watch(0), SELECTING, engine.acceptance, LONGEST, control())
     both = replace(SELECTING, evict=EVICTING.evict)
     with pytest.raises(SettingError, match="the other part would stay sparse"):
-        Monitor(watch(8), both, engine, LONGEST, control(on_violation="dense"))
+        Monitor(watch(8), both, engine.acceptance, LONGEST, control(on_violation="dense"))
     with pytest.raises(SettingError, match="three blocks"):
-        Monitor(watch(8), SELECTING, engine, LONGEST, control(ladder=(8, 16)))
+        Monitor(watch(8), SELECTING, engine.acceptance, LONGEST, control(ladder=(8, 16)))

@@ -27,13 +27,13 @@ def test_several_sets_are_evaluated_each_with_its_samples(tmp_path):
         "rewards.use=[{name: 'task:successor', options: {partial: true}}]",
     )
     run = toy.trainer(toy.quick(tmp_path, *settings))
-    generate = run.collector.generate
+    submit = run.rollouts.submit
 
-    def recorded(prompts, sampling, *rest, **more):
-        sampled.append(sampling)
-        return generate(prompts, sampling, *rest, **more)
+    def recorded(jobs, **more):
+        sampled.append(jobs[0].sampling)
+        return submit(jobs, **more)
 
-    run.collector.generate = recorded
+    run.rollouts.submit = recorded
     run.run()
     rows = toy.rows(tmp_path, "evals.jsonl")
     assert [(row["name"], row["policy"], row["n"], "pass_at_k" in row) for row in rows[:4]] == [

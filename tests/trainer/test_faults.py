@@ -443,10 +443,10 @@ def test_a_step_of_equal_rewards_changes_nothing_and_is_reported(tmp_path, monke
 def test_broken_rollouts_have_no_advantage(tmp_path, monkeypatch):
     """Log-probs that are not finite end a rollout with finish=error, possibly before its first token."""
     run = toy.trainer(toy.quick(tmp_path / "run"))
-    generate = run.collector.generate
+    collect = run.rollouts.collect
 
     def broken(*arguments, **options):
-        rollouts = generate(*arguments, **options)
+        rollouts = collect(*arguments, **options)
         rollouts[0].finish, rollouts[1].finish, rollouts[2].finish = "error", "error", "aborted"
         rollouts[0].token_ids, rollouts[0].logprobs, rollouts[0].text = [], torch.empty(0), ""
         return rollouts
@@ -458,7 +458,7 @@ def test_broken_rollouts_have_no_advantage(tmp_path, monkeypatch):
         results.append(advantages(batch, corrected))
         return results[0]
 
-    monkeypatch.setattr(run.collector, "generate", broken)
+    monkeypatch.setattr(run.rollouts, "collect", broken)
     monkeypatch.setattr(run.updater, "advantages", remembered)
     run.train_step()
     assert [advantage != 0 for advantage in results[0][:4].tolist()] == [False, False, False, True]
@@ -474,7 +474,7 @@ def test_a_used_folder_raises_before_anything_is_loaded(tmp_path, capsys, monkey
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
     before = (out / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr("alula.trainer.build.load_model", None)
+    monkeypatch.setattr("alula.rollouts.build.load_model", None)
     with pytest.raises(SystemExit) as ended:
         app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK])
     assert ended.value.code == 2

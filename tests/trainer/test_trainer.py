@@ -305,14 +305,15 @@ def test_reroll_regenerates_densely_from_the_first_vetoed_token(tmp_path):
     sampled = []
 
     def remember(run):
-        generate = run.collector.generate
+        collect = run.rollouts.collect
 
         def remembered(*arguments, **options):
-            rollouts = generate(*arguments, **options)
-            sampled.extend(rollouts)
+            rollouts = collect(*arguments, **options)
+            if not sampled:  # what follows are the continuations
+                sampled.extend(rollouts)
             return list(rollouts)
 
-        run.collector.generate = remembered
+        run.rollouts.collect = remembered
 
     _, batch, learned, _, run = one_step(toy.quick(tmp_path / "run", *settings), remember)
     assert 0 < sum(batch.rerolled) < len(batch.rollouts)
@@ -411,14 +412,14 @@ def test_dynamic_sampling_counts_failures_of_what_it_chose_and_tokens_of_what_it
     lengths = []
 
     def count(run):
-        stream = run.engine.stream
+        collect = run.rollouts.collect
 
-        def counted(requests):
-            for rollout in stream(requests):
-                lengths.append(len(rollout))
-                yield rollout
+        def counted(*arguments):
+            rollouts = collect(*arguments)
+            lengths.extend(map(len, rollouts))
+            return rollouts
 
-        run.engine.stream = counted
+        run.rollouts.collect = counted
 
     config = toy.quick(tmp_path / "run", *settings, "sampling.dynamic=true", "sampling.max_rounds=30", "eval.every=0")
     _, batch, _, _, _ = one_step(config, count)
@@ -586,8 +587,8 @@ def test_the_plan_counts_what_distillation_holds(tmp_path):
     without, distilled = (toy.quick(tmp_path / "run", *more) for more in ((), ("distill.rank=4",)))
     assert (plan_memory(without).sparse_copy, plan_memory(without).adapter) == (0, 0)
     run = toy.trainer(distilled)
-    dense = {p.data_ptr() for p in run.engine.model.parameters()}
-    copies = [p for p in run.engine.sparse_model.parameters() if p.data_ptr() not in dense]
+    dense = {p.data_ptr() for p in run.rollouts.engine.model.parameters()}
+    copies = [p for p in run.rollouts.engine.sparse_model.parameters() if p.data_ptr() not in dense]
     assert plan_memory(distilled).sparse_copy == sum(p.numel() * p.itemsize for p in copies) > 0
     adapter = run.distill.distiller.adapter()
     numbers = sum(a.numel() + b.numel() for a, b in adapter.weights.values())
@@ -637,7 +638,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     prompt = tokenizer("a c :")["input_ids"]
-    ours = run.engine.generate([prompt], Sampling(temperature=0, max_new_tokens=6), DENSE)[0].token_ids
+    ours = run.rollouts.engine.generate([prompt], Sampling(temperature=0, max_new_tokens=6), DENSE)[0].token_ids
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :].tolist()
     assert ours == theirs
 
@@ -759,7 +760,7 @@ def test_with_adapters_the_engine_follows_the_learner(tmp_path):
     before, batch, _, after, run = one_step(config)
     assert not close(before, after)
     assert run.learner.reference is None
-    theirs = run.engine.score(batch.rollouts)
+    theirs = run.rollouts.engine.score(batch.rollouts)
     ours = run.learner.score(batch.rollouts)
     for a, b, reference, old in zip(theirs, ours, batch.reference, batch.dense):
         assert torch.allclose(a.logprobs, b, atol=1e-4)

@@ -21,6 +21,7 @@ from alula.config.settings import (
     MonitorSettings,
     MoveSettings,
     RewardSettings,
+    RolloutSettings,
     SamplingSettings,
     Section,
 )
@@ -61,6 +62,8 @@ class RunConfig(Section):
     """Distillation of the dense policy into the sparse one during training (DistillSparse)."""
     engine: EngineSettings = EngineSettings()
     """Memory and speed of the rollouts."""
+    rollouts: RolloutSettings = RolloutSettings()
+    """Where rollouts are generated: here, or on a Ray cluster."""
     eval: EvalSettings = EvalSettings()
     """Held-out evaluation."""
     monitor: MonitorSettings = MonitorSettings()
@@ -71,6 +74,11 @@ class RunConfig(Section):
     """Checkpoints."""
     logging: LoggingSettings = LoggingSettings()
     """Logging of metrics and completions."""
+
+    @property
+    def page(self) -> int:
+        """KV tokens per page."""
+        return self.sparsity.select.block if self.sparsity.select else self.engine.page
 
     @property
     def total_updates(self) -> int:
@@ -127,8 +135,31 @@ class RunConfig(Section):
                 f"environment.use={self.environment.use!r} does not say that it can be (replayable = True); use "
                 "another correction, such as strict.",
             )
+        self._check_rollouts(self.rollouts)
         training_split(self.data)
         return self
+
+    def _check_rollouts(self, rollouts: RolloutSettings) -> None:
+        given = sorted(rollouts.model_fields_set - {"backend"})
+        require(
+            rollouts.backend == "ray" or not given,
+            f"rollouts.{given[0] if given else ''} without rollouts.backend=ray: a local engine has no workers, and "
+            "generates by turns with the learner; set rollouts.backend=ray.",
+        )
+        require(
+            rollouts.min_workers <= rollouts.workers,
+            f"rollouts.min_workers={rollouts.min_workers}: there are only rollouts.workers={rollouts.workers}.",
+        )
+        require(
+            not rollouts.stale or not self.sampling.dynamic,
+            f"rollouts.stale={rollouts.stale} with sampling.dynamic: how many prompts a step draws is known only after "
+            "its rewards; set rollouts.stale=0, or sampling.dynamic=false.",
+        )
+        require(
+            not rollouts.stale or not rollouts.colocated,
+            f"rollouts.stale={rollouts.stale} with rollouts.colocated: workers that generate while the learner learns "
+            "need GPUs of their own; set rollouts.stale=0, or rollouts.colocated=false.",
+        )
 
     def policies(self) -> list[Sparsity]:
         """The sparse policy that the run starts with, and the one that it may move to."""

@@ -408,6 +408,31 @@ class EngineSettings(Section):
     """Compile the layers; by default on CUDA."""
 
 
+class RolloutSettings(Section):
+    """Where rollouts are generated; see docs/scale-out.md."""
+
+    backend: Literal["local", "ray"] = "local"
+    """`local`: every rank has an engine and generates its share. `ray`: workers on a Ray cluster generate for all
+    ranks (`pip install 'alula[ray]'`)."""
+    address: str | None = None
+    """The Ray cluster to join, such as `auto` or `10.0.0.1:6379`; by default the one that RAY_ADDRESS names, else one
+    is started on this machine."""
+    workers: Count = 1
+    """Rollout workers, each with an engine of its own."""
+    gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
+    """GPUs that Ray sets aside for a worker; by default 1 if the model is on a GPU. Below 1, several workers share
+    one."""
+    min_workers: Count = 1
+    """With fewer workers than this the run waits for others to return."""
+    colocated: bool = False
+    """The workers share the learner's GPUs: they release their KV memory while it learns."""
+    stale: Natural = 0
+    """Steps that rollouts may be ahead of the learner. 0: generating and learning take turns. With 1, the next batch
+    is generated while the learner works on this one, by weights that are up to one step old."""
+    timeout: Positive = 600.0
+    """A worker that has generated no token for so many seconds is replaced. It covers the loading of the model, too."""
+
+
 class EvalSource(Source):
     """A held-out data set."""
 

@@ -7,10 +7,11 @@ import numpy as np
 from torch import Tensor
 
 from alula.config.settings import DistillSettings, MoveSettings
+from alula.data.dataset import Example
 from alula.distill.distiller import Acceptance, Distiller
-from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
 from alula.mismatch.tail import Tail
+from alula.rollouts.rollouts import Rollouts
 from alula.sparsity.policy import Sparsity
 
 
@@ -23,15 +24,15 @@ class RunDistiller:
     """
 
     def __init__(
-        self, distiller: Distiller, engine: Engine, settings: DistillSettings, prompts: list[list[int]]
+        self, distiller: Distiller, rollouts: Rollouts, settings: DistillSettings, prompts: list[Example]
     ) -> None:
-        self.distiller, self.engine, self.settings = distiller, engine, settings
+        self.distiller, self.rollouts, self.settings = distiller, rollouts, settings
         self.divergences: list[float] = []
         """KL(sparse ‖ dense) of every batch of `first`, before the adapter was trained on it."""
         self.candidate: Sparsity | None = None
         if settings.move is not None:
             self.candidate = Sparsity.parse(settings.move.sparsity)
-            engine.check(self.candidate)
+            rollouts.check(self.candidate)
             measured = prompts[: settings.move.prompts]
             self.prompts = distiller.world.local_slice(measured)
             self.prompt_indices = distiller.world.local_slice(range(len(measured)))
@@ -51,7 +52,7 @@ class RunDistiller:
     def first_step(self, rollouts: Sequence[Rollout]) -> None:
         """Train the adapter on rollouts without rewards."""
         assert self.settings.first is not None
-        with self.engine.asleep():
+        with self.rollouts.asleep():
             metrics = self.distiller.step(rollouts, minibatches=self.settings.first.minibatches)
             self.divergences.append(metrics["kl"])
             self.publish()
@@ -93,8 +94,8 @@ class RunDistiller:
         return {f"distill/{name}": value for name, value in metrics.items()} | self.measured
 
     def publish(self) -> None:
-        """Merge the adapter into the engine's weights: after every change of the adapter or of the weights."""
-        self.engine.update_sparse_adapter(self.distiller.adapter())
+        """Publish the adapter for sparse rollouts: after every change of the adapter or of the weights."""
+        self.rollouts.publish_adapter(self.distiller.adapter())
 
     def cost_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Time of distillation relative to the rest of the step; after the move also the rollout speed relative to
@@ -120,7 +121,7 @@ class RunDistiller:
         move = self.settings.move
         assert move is not None
         assert self.candidate is not None
-        with self.engine.asleep():
+        with self.rollouts.asleep():
             acceptance = self._gathered(rollouts)
         tails = acceptance.tails(move.width)
         self.checked, self.moved = step, may_move(move, step, tails)

@@ -124,7 +124,7 @@ class Engine:
             width=self.max_length // page,
             lookahead=self.lookahead,
             prefill_tokens=prefill_tokens,
-            pinned=len(self.runner.buckets) == 1,
+            pinned=self.pinned,
             swap_bytes=lambda s: host_bytes(s, self.geometry, page, self.dtype.itemsize, cuda),
             swap_memory=default_swap_memory() if swap_memory is None else parse_bytes(swap_memory, "swap_memory"),
         )
@@ -246,6 +246,11 @@ class Engine:
         finally:
             for request in requests:
                 self._forget(request.id)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether results are bit-equal for any batch composition: a single bucket, and prompts one by one."""
+        return len(self.runner.buckets) == 1
 
     @property
     def tokenizer(self) -> Any | None:
@@ -383,7 +388,7 @@ class Engine:
     def _prefill_batches(self, prompts: list[Prefill]) -> list[list[Prefill]]:
         """Prompts in packed passes, one for each level and weights; one by one if results must be bit-equal for any
         batch composition."""
-        if self._scheduler.pinned:
+        if self.pinned:
             return [[prompt] for prompt in prompts]
         batches: dict[tuple[int, bool], list[Prefill]] = {}
         for prompt in prompts:

@@ -28,7 +28,7 @@ TEACHER_BYTES = 1 << 32
 @torch.inference_mode()
 def score_dense(engine: "Engine", rollouts: Many[Rollout], topk: int, temperature: float | None) -> list[Scores]:
     scores = []
-    for batch in batches(rollouts, engine.prefill_tokens):
+    for batch in batches(rollouts, engine.prefill_tokens if not engine.pinned else 1):
         hidden = forward_packed(engine.runner, [r.prompt_ids + r.token_ids for r in batch])
         start = 0
         for r in batch:
@@ -166,7 +166,7 @@ def teachers(engine: "Engine", rollouts: Many[Rollout]) -> list[Teacher]:
     fits = total * width * engine.dtype.itemsize <= TEACHER_BYTES
     hidden = torch.empty(total, width, dtype=engine.dtype, device=engine.device if fits else "cpu")
     result, offset = [], 0
-    for batch in batches(rollouts, engine.prefill_tokens):
+    for batch in batches(rollouts, engine.prefill_tokens if not engine.pinned else 1):
         packed, start = forward_packed(engine.runner, [r.prompt_ids + r.token_ids for r in batch]), 0
         for r in batch:
             first = start + len(r.prompt_ids) - 1

@@ -60,14 +60,15 @@ class Calls:
         self._waiting.append(Call(key, function, arguments, time.monotonic()))
         self._launch()
 
-    def poll(self, wait: bool = False, grace: float = 0.0) -> list[Outcome]:
-        """Outcomes so far, and those that come within `grace` seconds. With `wait`, waits for the first one, or for
-        the first timeout."""
+    def poll(self, wait: float = 0.0, grace: float = 0.0) -> list[Outcome]:
+        """Outcomes so far, and those that come within `grace` seconds. Waits at most `wait` seconds for the first one,
+        or for the first timeout."""
         outcomes: list[Outcome] = []
         deadline = time.monotonic() + grace
         while True:
-            waits = wait and not outcomes
-            timeout = self._patience() if waits else max(0.0, deadline - time.monotonic()) if self._running else 0.0
+            waits = wait > 0 and not outcomes
+            left = min(wait, self._patience()) if waits else deadline - time.monotonic()
+            timeout = max(0.0, left) if self._running or waits else 0.0
             try:
                 call_id, value, failure = self._done.get(timeout=timeout)
             except Empty:

@@ -2,13 +2,12 @@
 
     reset → prompt → [turn of the policy → step → tokens of its messages]* → episode
 
-Random numbers are keyed by prompt, sample and position, and episodes are returned in the order of their starts, so the
-result does not depend on how long an environment takes (bit for bit with a single `engine.buckets`).
+Random numbers are keyed by prompt, sample and position, so an episode does not depend on how long environments take
+(bit for bit with a single `engine.buckets`).
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -82,8 +81,10 @@ class Start:
 class Live:
     """An episode that is being played."""
 
-    place: int
+    key: int
     start: Start
+    sampling: Sampling
+    sparsity: Sparsity
     environment: Environment | None = None
     messages: Messages = field(default_factory=list)
     """The conversation up to the policy's present turn."""
@@ -99,67 +100,50 @@ class Live:
 
 
 class Episodes:
-    """Plays episodes of one environment on an engine."""
+    """Plays episodes of one environment on an engine, which the caller steps.
 
-    def __init__(
-        self,
-        settings: EnvironmentSettings,
-        build: Build,
-        engine: Engine,
-        conversation: Conversation,
-        check_stop: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.settings, self.build, self.engine = settings, build, engine
-        self.conversation, self.check_stop = conversation, check_stop
+    `begin` one at any time, `answer` between two steps of the engine, and `take` what the engine has finished; `ended`
+    are the episodes that are over.
+    """
+
+    def __init__(self, settings: EnvironmentSettings, build: Build, engine: Engine, conversation: Conversation) -> None:
+        self.settings, self.build, self.engine, self.conversation = settings, build, engine, conversation
         self.calls = Calls(settings.timeout)
-
-    def play(
-        self,
-        starts: Sequence[Start],
-        sampling: Sampling,
-        sparsity: Sparsity,
-        *,
-        idle: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        on_episode: Callable[[Rollout], None] = lambda episode: None,
-    ) -> list[Episode]:
-        """One episode for each start, in their order. `sampling` limits every turn; its `n` is not used. `idle` is
-        entered while only environments work; `on_episode` is called with each episode as it ends."""
-        self.on_episode = on_episode
-        self.sampling, self.sparsity = replace(sampling, n=1), sparsity
-        self.episodes: list[Episode | None] = [None] * len(starts)
-        self.live = {place: Live(place, start) for place, start in enumerate(starts)}
+        self.live: dict[int, Live] = {}
         self.serving: dict[int, Live] = {}
         """Episodes that the engine works on, by request id."""
-        try:
-            for live in self.live.values():
-                self.calls.start(live, self._begin, live.start)
-            while self.live:
-                self.check_stop()
-                for outcome in self._outcomes(idle):
-                    self._answered(outcome)
-                if self.serving:
-                    self.engine.step()
-                    for rollout in self.engine.finished():
-                        if (sampled := self.serving.pop(rollout.request_id, None)) is not None:
-                            self._sampled(sampled, rollout)
-        except BaseException:
-            self._clean_up()
-            raise
-        return [episode for episode in self.episodes if episode is not None]
+        self.ended: list[tuple[int, Episode]] = []
 
-    def _outcomes(self, idle: Callable[[], AbstractContextManager[Any]]) -> list[Outcome]:
-        if self.serving:
-            return self.calls.poll(grace=GRACE)
-        with idle():
-            return self.calls.poll(wait=True, grace=GRACE)
+    def begin(self, key: int, start: Start, sampling: Sampling, sparsity: Sparsity) -> None:
+        """Start an episode, which ends with this key. `sampling` limits every turn; its `n` is not used."""
+        self.live[key] = live = Live(key, start, replace(sampling, n=1), sparsity)
+        self.calls.start(live, self._begin, start)
 
-    def _clean_up(self) -> None:
-        """After an interruption: leave nothing behind in the engine."""
+    def answer(self, wait: float) -> int:
+        """Pass on what environments have answered; waits at most so many seconds for the first one, or the first
+        timeout. Returns the number of answers."""
+        outcomes = self.calls.poll(wait, grace=GRACE)
+        for outcome in outcomes:
+            self._answered(outcome)
+        return len(outcomes)
+
+    def take(self, rollout: Rollout) -> bool:
+        """Continue the episode that a finished rollout belongs to; False if there is none."""
+        live = self.serving.pop(rollout.request_id, None)
+        if live is not None:
+            self._sampled(live, rollout)
+        return live is not None
+
+    def abandon(self) -> None:
+        """Give up all episodes, and leave nothing behind in the engine."""
         self.calls.forget()
         for request_id in self.serving:
             self.engine.abort(request_id)
         for live in self.live.values():
             self._close(live)
+        self.live.clear()
+        self.serving.clear()
+        self.ended.clear()
 
     # -- in another thread --------------------------------------------------------------------------------
 
@@ -209,20 +193,20 @@ class Episodes:
         [request] = self.engine.requests(
             [live.prompt_ids],
             self._turn_sampling(live, most - len(live.prompt_ids), start.turn_prefix),
-            self.sparsity,
+            live.sparsity,
             record=start.record,
             keep_hidden=int(start.keep_hidden),
             indices=[start.prompt_index],
             session=True,
         )
-        request.key = rollout_key(self.sampling.seed, start.prompt_index, start.sample_index)
+        request.key = rollout_key(live.sampling.seed, start.prompt_index, start.sample_index)
         if request.stop_strings and start.turn_prefix:
             request.stop_strings = replace(request.stop_strings, before=tuple(start.prefix[-start.turn_prefix :]))
         live.turns.append(Turn(-start.turn_prefix, ""))
         self.serving[self.engine.submit(request)] = live
 
     def _turn_sampling(self, live: Live, left: int, used: int = 0) -> Sampling:
-        return replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens - used, left))
+        return replace(live.sampling, max_new_tokens=min(live.sampling.max_new_tokens - used, left))
 
     def _sampled(self, live: Live, rollout: Rollout) -> None:
         """The policy has finished a turn."""
@@ -233,7 +217,7 @@ class Episodes:
         turn, tokens = live.turns[-1], rollout.token_ids
         if turn.start < 0:
             tokens = [*live.start.prefix[turn.start :], *tokens]
-        stops = resolve_stops(self.sampling.stop, self.engine.tokenizer)[1]
+        stops = resolve_stops(live.sampling.stop, self.engine.tokenizer)[1]
         turn.completion = answer_text(tokens[max(turn.start, 0) :], rollout.finish, stops, self.engine.tokenizer)
         self.calls.start(live, live.environment.step, turn.completion)
 
@@ -268,25 +252,24 @@ class Episodes:
         self._close(live)
         if (close := getattr(live.environment, "close", None)) is not None:
             self.calls.start(None, close)
-        del self.live[live.place]
+        del self.live[live.key]
         start, rollout = live.start, live.rollout
         if rollout is None:
-            rollout = Rollout(live.prompt_ids or [0], [], torch.empty(0), finish, sampling=self.sampling)
-            rollout.sparsity = self.sparsity
+            rollout = Rollout(live.prompt_ids or [0], [], torch.empty(0), finish, sampling=live.sampling)
+            rollout.sparsity = live.sparsity
         values = {each.name: getattr(rollout, each.name) for each in fields(Rollout)}
         values |= {
             "finish": finish,
             "session": None,
             "prompt_index": start.prompt_index,
             "sample_index": start.sample_index,
-            "sampling": self.sampling,
+            "sampling": live.sampling,
             "text": live.turns[-1].completion if live.turns else "",
             "reward": live.reward,
         }
         transcript = self.conversation.tokenizer.decode([*start.prefix, *rollout.token_ids], skip_special_tokens=False)
         episode = Episode(**values, turns=live.turns, failure=failure, waited=live.waited, transcript=transcript)
-        self.episodes[live.place] = episode
-        self.on_episode(episode)
+        self.ended.append((live.key, episode))
 
     def _close(self, live: Live) -> None:
         if live.rollout is not None and live.rollout.session is not None:

@@ -207,6 +207,11 @@ class Learner:
             return ((name, value.to(self.dtype)) for name, value in lora.merged_parameters(self.model))
         return iter_full_params(self.model.named_parameters(), self.dtype)
 
+    def adapter(self) -> lora.Adapter:
+        """The LoRA that is trained, gathered from all ranks. Every rank must call it."""
+        assert self.settings.lora is not None
+        return lora.attached(self.model, self.settings.lora.rank, self.settings.lora.alpha)
+
     def tensors(self) -> dict[str, Tensor]:
         """Live tensors of a checkpoint: trained weights in float32 and moments."""
         return self.optimizer.tensors()

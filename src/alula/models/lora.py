@@ -187,6 +187,15 @@ def attach_trainable(model: PreTrainedModel, rank: int, alpha: float, seed: int)
         parameter.requires_grad_("lora_" in name)
 
 
+def attached(model: nn.Module, rank: int, alpha: float) -> Adapter:
+    """The adapter that was attached to a model, unsharded."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    weights = {
+        name: (full_tensor(layer.lora_a.detach()), full_tensor(layer.lora_b.detach())) for name, layer in layers.items()
+    }
+    return Adapter(rank, alpha, weights)
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the model without its adapter: the policy that training started from."""

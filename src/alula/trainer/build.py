@@ -1,7 +1,6 @@
-"""Builds the parts of a run from its settings: model, data, learner, engine, monitor, distillation."""
+"""Builds the parts of a run from its settings: data, learner, rollouts, monitor, distillation."""
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,18 +11,16 @@ from alula.bench.ceilings import matrix_rate
 from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
 from alula.data.load import load_source
-from alula.data.load_tokenizer import TASK, attach_tokenizer, load_tokenizer
 from alula.distributed import World
-from alula.engine.engine import Engine
-from alula.environments.conversation import Conversation
-from alula.environments.episodes import Episodes
-from alula.environments.registry import load_environment
 from alula.errors import require
 from alula.learner.learner import Learner, trains_in_place
 from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.tail import MIN_PROMPTS
-from alula.models.load import SHAPE, LoadedModel, load_model
+from alula.models.load import LoadedModel
 from alula.models.lora import Adapter
+from alula.rollouts.build import build_engine, build_episodes
+from alula.rollouts.local_rollouts import LocalRollouts
+from alula.rollouts.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from alula.distill.distiller import Distiller
@@ -51,20 +48,6 @@ def check_shares(config: RunConfig, world: World) -> None:
             f"distill.first.minibatches={first.minibatches}: one of the {world.size} ranks has only {least} rollouts "
             "per batch; lower it, or raise distill.first.prompts.",
         )
-
-
-def load_policy(config: RunConfig, world: World) -> LoadedModel:
-    """The model with its tokenizer: `model.tokenizer`, the model's own, or that of the generated task."""
-    m = config.model
-    loaded = load_model(m.source, device=world.device, dtype=m.dtype, seed=config.seed, residual=m.residual)
-    name = m.tokenizer
-    if name is None and loaded.tokenizer is None and config.data.source.startswith(TASK):
-        name = config.data.source
-    if name is not None:
-        options = config.data.options if config.data.source == name else {}
-        loaded = attach_tokenizer(loaded, load_tokenizer(name, options), resize=m.source.startswith(SHAPE))
-    require(loaded.tokenizer is not None, f"model.source={m.source!r} has no tokenizer; name one in model.tokenizer.")
-    return loaded
 
 
 def split_data(config: RunConfig) -> Data:
@@ -113,13 +96,14 @@ def tokenized(config: RunConfig, data: Data, tokenizer: Any) -> Data:
     return with_ids(training), tuple(map(with_ids, held_out))
 
 
-def build_learner_and_engine(
-    config: RunConfig, loaded: LoadedModel, world: World, longest: int
-) -> tuple[Learner, Engine, "Distiller | None"]:
-    """Learner, engine and distiller. If the learner trains in place, the engine reads its parameters. Otherwise it has
-    a copy, which `Engine.update_weights` refreshes. The distiller uses the engine's parameters."""
+def build_learner(
+    config: RunConfig, loaded: LoadedModel, world: World
+) -> tuple[Learner, LoadedModel, "Distiller | None"]:
+    """Learner, the model for an engine on this rank, and the distiller, which uses that model's parameters. If the
+    learner trains in place, they are the learner's own; otherwise a copy, which `Rollouts.publish` refreshes."""
     in_place = trains_in_place(config.learner, world)
-    for_engine = loaded if in_place else replace(loaded, model=copy.deepcopy(loaded.model))
+    elsewhere = config.rollouts.backend != "local" and config.distill is None
+    for_engine = loaded if in_place or elsewhere else replace(loaded, model=copy.deepcopy(loaded.model))
     learner = Learner(
         loaded.model,
         config.learner,
@@ -142,24 +126,30 @@ def build_learner_and_engine(
             compiled=config.learner.compile,
         )
         distiller.tensors()
-    e = config.engine
-    page = config.sparsity.select.block if config.sparsity.select else e.page
-    engine = Engine(
-        for_engine,
-        page=page,
-        kv_memory=e.kv_memory,
-        max_rows=e.max_rows,
-        max_length=e.max_length or longest,
-        lookahead=e.lookahead,
-        swap_memory=e.swap_memory,
-        session_timeout=math.inf,  # episodes close their sessions themselves
-        buckets=e.buckets,
-        graphs=e.graphs,
-        compiled=e.compiled,
-        sparse_adapter=None if distiller is None else distiller.adapter(),
-    )
-    engine.check(config.sparsity)
-    return learner, engine, distiller
+    return learner, for_engine, distiller
+
+
+def build_rollouts(
+    config: RunConfig,
+    learner: Learner,
+    for_engine: LoadedModel,
+    adapter: Adapter | None,
+    world: World,
+    longest: int,
+    say: Callable[[str], None],
+    check_stop: Callable[[], None],
+) -> Rollouts:
+    """Where the run's rollouts come from: an engine on this rank, or workers on a Ray cluster."""
+    if config.rollouts.backend == "local":
+        engine = build_engine(config, for_engine, longest, adapter)
+        rollouts: Rollouts = LocalRollouts(engine, build_episodes(config, engine), check_stop)
+    else:
+        from alula.rollouts.ray_rollouts import RayRollouts  # Ray is an extra
+
+        copied = for_engine.model if adapter is not None and not learner.in_place else None
+        rollouts = RayRollouts(config, world, learner, longest, adapter, copied, say=say, check_stop=check_stop)
+    rollouts.check(config.sparsity)
+    return rollouts
 
 
 def first_adapter(config: RunConfig) -> Adapter | None:
@@ -169,7 +159,7 @@ def first_adapter(config: RunConfig) -> Adapter | None:
 
 
 def build_run_distiller(
-    config: RunConfig, distiller: "Distiller | None", engine: Engine, prompts: Dataset
+    config: RunConfig, distiller: "Distiller | None", rollouts: Rollouts, prompts: Dataset
 ) -> "RunDistiller | None":
     """DistillSparse in this run; `distill.move` measures its candidate on `prompts`."""
     if config.distill is None or distiller is None:
@@ -177,39 +167,24 @@ def build_run_distiller(
     from alula.distill.run_stage import RunDistiller
 
     move = config.distill.move
-    wanted = prompts.take(min(len(prompts), move.prompts)) if move else ()
-    ids = [list(example.prompt_ids or ()) for example in wanted]
+    measured = [*prompts.take(min(len(prompts), move.prompts))] if move else []
     if move is not None and move.at is None:
         require(
-            len(ids) >= MIN_PROMPTS,
-            f"distill.move: there are {len(ids)} held-out prompts, and a tail that decides needs at least "
+            len(measured) >= MIN_PROMPTS,
+            f"distill.move: there are {len(measured)} held-out prompts, and a tail that decides needs at least "
             f"{MIN_PROMPTS}; raise eval.size, or set move.at.",
         )
-    return RunDistiller(distiller, engine, config.distill, ids)
+    return RunDistiller(distiller, rollouts, config.distill, measured)
 
 
-def build_conversation(config: RunConfig, tokenizer: Any) -> Conversation:
-    d = config.data
-    return Conversation(tokenizer, chat=d.chat, system=d.system, template_options=d.template_options)
-
-
-def build_episodes(config: RunConfig, engine: Engine, check_stop: Callable[[], None]) -> Episodes | None:
-    """What plays episodes, if the run has an environment."""
-    settings = config.environment
-    if settings is None:
-        return None
-    build = load_environment(settings.use, settings.options)
-    return Episodes(settings, build, engine, build_conversation(config, engine.tokenizer), check_stop)
-
-
-def build_monitor(config: RunConfig, engine: Engine, training: Dataset, world: World) -> Monitor:
+def build_monitor(config: RunConfig, rollouts: Rollouts, training: Dataset, world: World) -> Monitor:
     """The monitor of the run's sparse policy, with the controller if it is enabled."""
     prompt = max(len(example.prompt_ids or ()) for example in training)
     longest = prompt + config.most_generated(prompt)
     return Monitor(
         config.monitor,
         config.sparsity,
-        engine,
+        rollouts.acceptance,
         longest,
         config.control,
         gather=world.all_gather,

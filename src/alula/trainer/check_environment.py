@@ -1,5 +1,6 @@
 """`alula train --check` of an environment: its name and options, its first prompt, and the chat template."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from alula.environments.calls import Calls
 from alula.environments.conversation import as_messages
 from alula.environments.registry import load_environment
 from alula.errors import require
-from alula.trainer.build import build_conversation
+from alula.rollouts.build import build_conversation
 
 
 def check_environment(config: RunConfig, training: Dataset | None, tokenizer: Any | None) -> Iterator[tuple[str, str]]:
@@ -25,7 +26,7 @@ def check_environment(config: RunConfig, training: Dataset | None, tokenizer: An
         return
     calls = Calls(settings.timeout)
     calls.start("reset", lambda: calls.resolve(build().reset(training[0].record(), config.seed)))
-    while not (outcomes := calls.poll(wait=True)):
+    while not (outcomes := calls.poll(math.inf)):
         pass
     require(
         outcomes[0].failure is None,

@@ -5,10 +5,9 @@ enough of them have different rewards.
 """
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +15,17 @@ import torch
 from alula.config.run import RunConfig
 from alula.data import Example, PromptStream
 from alula.distributed import World
-from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
-from alula.environments.episodes import Episodes, Start
+from alula.environments.episodes import Start
 from alula.errors import RunFailed
 from alula.learner.learner import Learner
 from alula.mismatch.control.monitor import Monitor
 from alula.objective.advantages import has_signal
 from alula.objective.correction import correct
 from alula.rewards import Rewards
-from alula.sparsity.policy import DENSE, Sparsity
+from alula.rollouts.job import Job
+from alula.rollouts.rollouts import Rollouts
+from alula.sparsity.policy import Sparsity
 from alula.trainer.batch import RolloutBatch
 from alula.trainer.reroll import continuations, restarts, spliced
 from alula.trainer.signals import StopRequest
@@ -35,54 +35,89 @@ if TYPE_CHECKING:
     from alula.distill.run_stage import RunDistiller
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The prompts of a step, whose rollouts have begun."""
+
+    step: int
+    first: bool
+    """False for further rounds of dynamic sampling."""
+    examples: list[Example]
+    ticket: int
+    position: dict[str, Any]
+    """The prompt stream's position after them."""
+    seen: int
+
+
 class Collector:
     """Generates and grades the rollouts of each step. Owns the sparse policy in force (`sparsity`).
 
-    With `episodes`, an environment answers the policy's turns, and rollouts are episodes.
-    `distill` chooses the prompts whose evictions are recorded. `show_phase` is called with the name of each phase,
-    `show_progress` with the rollouts and tokens that are finished, of about how many.
+    `rollouts` generates them: single answers, or episodes if the run has an environment. `distill` chooses the prompts
+    whose evictions are recorded. `show_phase` is called with the name of each phase, `show_progress` with the rollouts
+    and tokens that are finished, of about how many.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        engine: Engine,
+        rollouts: Rollouts,
+        tokenizer: Any,
         learner: Learner,
         rewards: Rewards,
         monitor: Monitor,
         world: World,
         stop: StopRequest,
-        episodes: Episodes | None = None,
         distill: "RunDistiller | None" = None,
         show_phase: Callable[[str], Any] = lambda phase: None,
         show_progress: Callable[[int, int, int, int], Any] = lambda *numbers: None,
     ) -> None:
-        self.config, self.engine, self.learner = config, engine, learner
+        self.config, self.engines, self.tokenizer, self.learner = config, rollouts, tokenizer, learner
         self.rewards, self.monitor, self.world, self.stop = rewards, monitor, world, stop
-        self.episodes, self.distill = episodes, distill
+        self.distill = distill
         self.show_phase, self.show_progress = show_phase, show_progress
         self.mean_lengths: dict[int, float] = {}
         """Mean tokens of the last rollouts, by their longest answer."""
         self.correction = config.objective.correction
         self.sparsity = monitor.recommended
         """The policy that the next rollouts are sampled under."""
+        self.drawn: deque[Drawn] = deque()
+        """Steps whose rollouts have begun."""
+        self.position, self.seen = dict[str, Any](), 0
+        """The prompt stream's position after the step that was collected last, and the prompts up to there."""
         self.graded = False
         """Whether every reward has graded some answer since the process started."""
 
     def collect(self, step: int, stream: PromptStream, clock: Clock) -> RolloutBatch:
         """This rank's share of a step: `sampling.prompts` groups. Dynamic sampling draws further rounds until that
-        many groups have a signal, or `max_rounds`."""
+        many groups have a signal, or `max_rounds`. With `rollouts.stale`, later steps are begun as well."""
         s = self.config.sampling
-        rounds: list[RolloutBatch] = []
-        for number in range(s.max_rounds if s.dynamic else 1):
+        last = min(step + self.config.rollouts.stale, self.config.steps)
+        while not self.drawn or self.drawn[-1].step < last:
+            self.drawn.append(self._draw(self.drawn[-1].step + 1 if self.drawn else step, stream))
+        rounds = [self._collect_round(self.drawn.popleft(), clock)]
+        while s.dynamic and len(rounds) < s.max_rounds:
             with_signal = sum(r.drawn_groups - r.no_signal_groups for r in rounds)
-            if rounds and sum_over_ranks(self.world, with_signal) >= s.prompts:
+            if sum_over_ranks(self.world, with_signal) >= s.prompts:
                 break
-            indices = range(stream.seen, stream.seen + s.prompts)
-            examples = self.world.local_slice(stream.next(s.prompts))
-            rounds.append(self._collect_round(examples, self.world.local_slice(indices), step, number == 0, clock))
+            rounds.append(self._collect_round(self._draw(step, stream, first=False), clock))
         batch = RolloutBatch.join(rounds)
         return batch if len(rounds) == 1 else self._choose_groups(batch)
+
+    def _draw(self, step: int, stream: PromptStream, first: bool = True) -> Drawn:
+        """Take the next prompts of the stream, and let their rollouts begin."""
+        count, stale = self.config.sampling.prompts, self.config.rollouts.stale
+        indices = self.world.local_slice(range(stream.seen, stream.seen + count))
+        examples = self.world.local_slice(stream.next(count))
+        jobs = self._jobs(
+            examples,
+            self.sampling("rollouts", n=self.config.sampling.n),
+            self.sparsity,
+            indices,
+            record=self._recorded(step, indices, first),
+            keep_hidden=self.monitor.keep_hidden(self.world.local_slice(range(count))) if first else None,
+        )
+        ticket = self.engines.submit(jobs, least=max(0, step - 1 - stale) if stale else None)
+        return Drawn(step, first, examples, ticket, stream.state_dict(), stream.seen)
 
     def _choose_groups(self, batch: RolloutBatch) -> RolloutBatch:
         """The first `sampling.prompts` groups of all ranks that have a signal, filled up with groups without."""
@@ -95,31 +130,6 @@ class Collector:
         self.sparsity = sparsity
         self.monitor.follow(sparsity)
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: Sampling,
-        sparsity: Sparsity,
-        indices: Sequence[int],
-        *,
-        record: bool | list[bool] = False,
-        keep_hidden: int | list[int] = 0,
-    ) -> list[Rollout]:
-        """`Engine.generate`, interrupted by a stop request. There may be no prompts. `indices` are those of the prompts
-        among all ranks' prompts, so that random numbers do not depend on the number of ranks."""
-        if not prompts:
-            return []
-        return self.engine.generate(
-            prompts,
-            sampling,
-            sparsity,
-            record=record,
-            keep_hidden=keep_hidden,
-            indices=indices,
-            on_rollout=self._count(len(prompts) * sampling.n, sampling.max_new_tokens),
-            progress=False,
-        )
-
     def rollouts(
         self,
         examples: Sequence[Example],
@@ -128,26 +138,42 @@ class Collector:
         indices: Sequence[int],
         *,
         record: Sequence[bool] | None = None,
-        keep_hidden: Sequence[int] | None = None,
-        clock: Clock | None = None,
     ) -> list[Rollout]:
-        """`sampling.n` rollouts per example, in order: single answers, or episodes if there is an environment.
+        """`sampling.n` rollouts per example, in order: single answers, or episodes if there is an environment. There
+        may be no examples. `indices` are those of the prompts among all ranks' prompts, so that random numbers do not
+        depend on the number of ranks. Every rank must call it."""
+        jobs = self._jobs(examples, sampling, sparsity, indices, record)
+        longest = self.config.most_sampled(sampling.max_new_tokens)
+        return self.engines.generate(jobs, self._count(len(examples) * sampling.n, longest))
 
-        Time in which only environments work counts in the clock's phase `environment`.
-        """
+    def _jobs(
+        self,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        sparsity: Sparsity,
+        indices: Sequence[int],
+        record: Sequence[bool] | None = None,
+        keep_hidden: Sequence[int] | None = None,
+    ) -> list[Job]:
         records = list(record or [False] * len(examples))
         hidden = list(keep_hidden or [0] * len(examples))
-        if self.episodes is None:
+        if self.config.environment is None:
             prompts = [list(example.prompt_ids or ()) for example in examples]
-            return self.generate(prompts, sampling, sparsity, indices, record=records, keep_hidden=hidden)
-        starts = [
-            Start(example.record(), self.seed("environment", index), index, sample, recorded, sample < kept)
+            return [
+                Job(prompt, sampling, sparsity, index, recorded, kept)
+                for prompt, index, recorded, kept in zip(prompts, indices, records, hidden)
+            ]
+        return [
+            Job(
+                (),
+                sampling,
+                sparsity,
+                index,
+                start=Start(example.record(), self.seed("environment", index), index, sample, recorded, sample < kept),
+            )
             for example, index, recorded, kept in zip(examples, indices, records, hidden)
             for sample in range(sampling.n)
         ]
-        idle = nullcontext if clock is None else lambda: clock.phase("environment")
-        count = self._count(len(starts), self.config.most_sampled(sampling.max_new_tokens))
-        return list(self.episodes.play(starts, sampling, sparsity, idle=idle, on_episode=count))
 
     def sampling(self, *purpose: object, n: int = 1) -> Sampling:
         """The run's sampling settings, with a seed for this purpose."""
@@ -173,23 +199,15 @@ class Collector:
             recorded[:1] = [True]
         return recorded
 
-    def _collect_round(
-        self, examples: list[Example], indices: Sequence[int], step: int, first: bool, clock: Clock
-    ) -> RolloutBatch:
-        """One round of dynamic sampling, or the only one. `indices` number the prompts of the whole run. The monitor
-        watches the first round."""
-        n, places = self.config.sampling.n, self.world.local_slice(range(self.config.sampling.prompts))
+    def _collect_round(self, drawn: Drawn, clock: Clock) -> RolloutBatch:
+        """One round of dynamic sampling, or the only one. The monitor watches the first round."""
+        n, examples, first = self.config.sampling.n, drawn.examples, drawn.first
+        self.position, self.seen = drawn.position, drawn.seen
         self.show_phase("rollouts")
         with clock.phase("rollout"):
-            rollouts = self.rollouts(
-                examples,
-                self.sampling("rollouts", n=n),
-                self.sparsity,
-                indices,
-                record=self._recorded(step, indices, first),
-                keep_hidden=self.monitor.keep_hidden(places) if first else None,
-                clock=clock,
-            )
+            longest = self.config.most_sampled(self.config.sampling.max_new_tokens)
+            count = self._count(len(examples) * n, longest)
+            rollouts = self.engines.collect(drawn.ticket, count, lambda: clock.phase("environment"))
         batch = RolloutBatch(rollouts, [e for e in examples for _ in range(n)], n, drawn_groups=len(examples))
         batch.drawn_tokens = sum(batch.lengths)
         if first:
@@ -210,7 +228,7 @@ class Collector:
         """Continue vetoed rollouts densely. The reported mismatch stays that of the original samples."""
         temperature, device = self.config.sampling.temperature, self.world.device
         self.show_phase("scoring")
-        with clock.phase("score"), self.engine.asleep():
+        with clock.phase("score"), self.engines.asleep():
             batch.dense = self.learner.score(batch.rollouts, temperature)
         sampled = batch.sampled(device)
         batch.log_ratios_before_reroll = [dense - sparse for dense, sparse in zip(batch.dense, sampled)]
@@ -229,12 +247,11 @@ class Collector:
         batch.rerolled = [i in vetoed for i in range(len(batch.rollouts))]
         self.show_phase("rerolls")
         with clock.phase("rollout"):
-            for i, suffix in self._continued(batch, vetoed, seed):
-                rollout, first = vetoed[i]
+            for (i, (rollout, first)), suffix in zip(vetoed.items(), self._continued(batch, vetoed, seed)):
                 batch.drawn_tokens += suffix.sampled_tokens
-                batch.rollouts[i] = spliced(rollout, first, suffix, self.engine.tokenizer)
+                batch.rollouts[i] = spliced(rollout, first, suffix, self.tokenizer)
         self.show_phase("scoring")
-        with clock.phase("score"), self.engine.asleep():
+        with clock.phase("score"), self.engines.asleep():
             rescored = self.learner.score([batch.rollouts[i] for i in vetoed], temperature)
             for i, logprobs in zip(vetoed, rescored):
                 batch.dense[i] = logprobs
@@ -254,20 +271,14 @@ class Collector:
 
         return count
 
-    def _continued(
-        self, batch: RolloutBatch, vetoed: Mapping[int, tuple[Rollout, int]], seed: int
-    ) -> Iterator[tuple[int, Rollout]]:
+    def _continued(self, batch: RolloutBatch, vetoed: Mapping[int, tuple[Rollout, int]], seed: int) -> list[Rollout]:
         """Dense continuations of vetoed rollouts from their first vetoed token; an environment is replayed first."""
-        if not vetoed:
-            return
-        if self.episodes is not None:
+        if self.config.environment is None:
+            jobs = continuations(vetoed, seed)
+        else:
             seeds = [self.seed("environment", rollout.prompt_index) for rollout in batch.rollouts]
-            starts = restarts(vetoed, seeds, batch.examples)
-            yield from zip(vetoed, self.episodes.play(starts, replace(self.sampling(), seed=seed), DENSE))
-            return
-        for suffix in self.engine.stream(continuations(self.engine, vetoed, seed)):
-            yield suffix.prompt_index, suffix
-            self.stop.raise_if_stop_requested(all_ranks=False)
+            jobs = restarts(vetoed, seeds, batch.examples, replace(self.sampling(), seed=seed))
+        return self.engines.generate(jobs, lambda suffix: self.stop.raise_if_stop_requested(all_ranks=False))
 
     def _grade(self, batch: RolloutBatch) -> None:
         graded = self.rewards.score(

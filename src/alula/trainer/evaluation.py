@@ -64,11 +64,12 @@ def evaluate_policy(
     share = Dataset(world.local_slice(dataset.examples), dataset.name)
     indices = world.local_slice(range(len(dataset)))
     examples = share.examples
+    rollouts = collector.rollouts(examples, sampling, sparsity, indices)
     summary = None
     failures: dict[str, int] = {}
     if len(share):
         result = evaluate(
-            lambda prompts, n: collector.rollouts(examples, sampling, sparsity, indices),
+            lambda prompts, n: rollouts,
             share,
             rewards,
             k,

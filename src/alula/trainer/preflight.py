@@ -20,7 +20,6 @@ from alula.config.settings import Source
 from alula.data import Dataset
 from alula.data.load import is_path, load_source, on_hub
 from alula.data.load_tokenizer import TASK, load_tokenizer
-from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.errors import SettingError, require
 from alula.mismatch.savings import sparse_limit
@@ -30,6 +29,8 @@ from alula.models.lora import Adapter, check_fits
 from alula.models.shapes import SHAPES, shape
 from alula.models.supported import check_config
 from alula.rewards.scoring import try_out
+from alula.rollouts.job import Job
+from alula.rollouts.rollouts import Rollouts
 from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
 from alula.sparsity.footprint import is_ever_sparse
@@ -134,16 +135,15 @@ class Policies:
 
 
 def check_kv_pool(
-    config: RunConfig, engine: Engine, policies: Policies, training: Dataset, held_out: Sequence[Dataset]
+    config: RunConfig, rollouts: Rollouts, policies: Policies, training: Dataset, held_out: Sequence[Dataset]
 ) -> None:
     """Raise if the engine would reject one of the run's prompts later."""
     longest = longest_prompts(config, training, held_out)
     for what, prompt, policy in generations(config, policies, longest):
-        [request] = engine.requests([prompt.prompt], Sampling(max_new_tokens=prompt.answer), policy)
-        need = engine.need(request)
+        need = rollouts.need(Job(prompt.prompt, Sampling(max_new_tokens=prompt.answer), policy))
         require(
             not need.exceeds_pool,
-            f"engine.kv_memory={config.engine.kv_memory or 'null'} holds {need.max_pages} pages of {engine.page} "
+            f"engine.kv_memory={config.engine.kv_memory or 'null'} holds {need.max_pages} pages of {config.page} "
             f"tokens, and {what} ({policy.describe()}) of {prompt} need {need.pages}; raise it, {prompt.hint}.",
         )
         require(

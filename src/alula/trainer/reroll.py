@@ -6,51 +6,50 @@ from dataclasses import replace
 import torch
 
 from alula.data import Example
-from alula.engine.engine import Engine
-from alula.engine.rollout import KVUse, Rollout, Span
-from alula.engine.sequence import Request, rollout_key
+from alula.engine.rollout import KVUse, Rollout, Sampling, Span
 from alula.engine.stop_strings import answer_text, resolve_stops
 from alula.environments.episodes import Episode, Start
+from alula.rollouts.job import Job
 from alula.sparsity.policy import DENSE
 
 
-def continuations(engine: Engine, rollouts: Mapping[int, tuple[Rollout, int]], seed: int) -> list[Request]:
-    """A dense request for each (rollout, first vetoed token), with its key as `prompt_index`.
+def continuations(rollouts: Mapping[int, tuple[Rollout, int]], seed: int) -> list[Job]:
+    """A dense job for each (rollout, first vetoed token).
 
     The prefix becomes part of the prompt, so its KV is complete again. The limit on new tokens is what was left.
     """
-    requests = []
-    for index, (rollout, first) in rollouts.items():
-        left = rollout.sampling.max_new_tokens - first
-        sampling = replace(rollout.sampling, n=1, max_new_tokens=left, seed=seed)
-        [request] = engine.requests([rollout.prompt_ids + rollout.token_ids[:first]], sampling, DENSE, indices=[index])
-        request.key = rollout_key(seed, rollout.prompt_index, rollout.sample_index)
-        if request.stop_strings:
-            request.stop_strings = replace(request.stop_strings, before=tuple(rollout.token_ids[:first]))
-        requests.append(request)
-    return requests
+    return [
+        Job(
+            rollout.prompt_ids + rollout.token_ids[:first],
+            replace(rollout.sampling, n=1, max_new_tokens=rollout.sampling.max_new_tokens - first, seed=seed),
+            DENSE,
+            rollout.prompt_index,
+            sample_index=rollout.sample_index,
+            answered=first,
+        )
+        for rollout, first in rollouts.values()
+    ]
 
 
 def restarts(
-    rollouts: Mapping[int, tuple[Rollout, int]], seeds: Sequence[int], examples: Sequence[Example]
-) -> list[Start]:
+    rollouts: Mapping[int, tuple[Rollout, int]], seeds: Sequence[int], examples: Sequence[Example], sampling: Sampling
+) -> list[Job]:
     """The same for episodes: their environment is reset and gets the turns before the vetoed token again."""
-    starts = []
+    jobs = []
     for index, (episode, first) in rollouts.items():
         assert isinstance(episode, Episode)
         turns = [turn for turn in episode.turns if turn.start <= first]
-        starts.append(
-            Start(
-                examples[index].record(),
-                seeds[index],
-                episode.prompt_index,
-                episode.sample_index,
-                replay=turns[:-1],
-                prefix=episode.token_ids[:first],
-                turn_prefix=first - turns[-1].start,
-            )
+        start = Start(
+            examples[index].record(),
+            seeds[index],
+            episode.prompt_index,
+            episode.sample_index,
+            replay=turns[:-1],
+            prefix=episode.token_ids[:first],
+            turn_prefix=first - turns[-1].start,
         )
-    return starts
+        jobs.append(Job((), sampling, DENSE, episode.prompt_index, start=start))
+    return jobs
 
 
 def spliced(rollout: Rollout, first: int, suffix: Rollout, tokenizer: object) -> Rollout:

@@ -19,7 +19,9 @@ from alula.cpus import set_threads
 from alula.data import PromptStream
 from alula.distributed import init_world
 from alula.models.experts import expert_parameters
+from alula.models.geometry import Geometry
 from alula.rewards import Rewards
+from alula.rollouts.build import load_policy
 from alula.run.checkpoint import CheckpointError, Checkpoints, Resume
 from alula.run.environment import recorded_threads
 from alula.run.export import export
@@ -27,13 +29,12 @@ from alula.run.model_card import model_card
 from alula.run.run_log import RunLogger, printer
 from alula.trainer.batch import RolloutBatch
 from alula.trainer.build import (
-    build_episodes,
-    build_learner_and_engine,
+    build_learner,
     build_monitor,
+    build_rollouts,
     build_run_distiller,
     check_shares,
     load_data,
-    load_policy,
     measure_matrix_rate,
 )
 from alula.trainer.collector import Collector
@@ -94,28 +95,38 @@ class Trainer:
         """Load model and data, and build the parts of the run."""
         config, world = self.config, self.world
         self.matrix_rate = measure_matrix_rate(world)
-        self.loaded = load_policy(config, world)
+        self.loaded = load_policy(config, world.device)
         set_threads(self.loaded.model, recorded_threads(self.out) if self.resumed else None)
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
         rewards = config.rewards
         self.rewards = Rewards(rewards.use, timeout=rewards.timeout, workers=rewards.workers, memory=rewards.memory)
         longest = longest_sequence(config, self.loaded.model.config, training, self.held_out)
-        self.learner, self.engine, distiller = build_learner_and_engine(config, self.loaded, world, longest)
+        self.learner, for_engine, distiller = build_learner(config, self.loaded, world)
         self.stop = StopRequest(world)
-        self.monitor = build_monitor(config, self.engine, training, world)
+        self.rollouts = build_rollouts(
+            config,
+            self.learner,
+            for_engine,
+            None if distiller is None else distiller.adapter(),
+            world,
+            longest,
+            self.logger.message,
+            lambda: self.stop.raise_if_stop_requested(all_ranks=False),
+        )
+        self.monitor = build_monitor(config, self.rollouts, training, world)
         self.distill = build_run_distiller(
-            config, distiller, self.engine, self.held_out[0] if self.held_out else training
+            config, distiller, self.rollouts, self.held_out[0] if self.held_out else training
         )
         self.collector = Collector(
             config,
-            self.engine,
+            self.rollouts,
+            self.loaded.tokenizer,
             self.learner,
             self.rewards,
             self.monitor,
             world,
             self.stop,
-            build_episodes(config, self.engine, lambda: self.stop.raise_if_stop_requested(all_ranks=False)),
             distill=self.distill,
             show_phase=self.logger.phase,
             show_progress=self.logger.progress,
@@ -123,7 +134,7 @@ class Trainer:
         self.updater = Updater(config, self.learner)
         candidate = self.distill.candidate if self.distill else None
         policies = Policies(self.collector.sparsity, self.monitor.densest, candidate)
-        check_kv_pool(config, self.engine, policies, training, self.held_out)
+        check_kv_pool(config, self.rollouts, policies, training, self.held_out)
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
         self.alerts = StepAlerts(self.logger, world, config.learner.max_skipped)
 
@@ -155,7 +166,7 @@ class Trainer:
             if self.logger.resumed_from is not None:
                 self.logger.message(f"{self.out} has no checkpoint to resume from; starting from the beginning.")
             prompt = LongestPrompt.of("training", self.stream.dataset, self.config).prompt
-            if warning := never_sparse(self.config, len(prompt), self.engine.geometry.layers):
+            if warning := never_sparse(self.config, len(prompt), Geometry.of(self.loaded.model).layers):
                 self.logger.event(0, "never-sparse", *warning)
             model = self.loaded.model
             for warning in experts_left_out(self.config, expert_parameters(model), model.num_parameters()):
@@ -172,6 +183,7 @@ class Trainer:
     def run(self) -> bool:
         with ExitStack() as stack:
             stack.callback(self.rewards.close)
+            stack.callback(self.rollouts.close)
             stack.enter_context(self.logger)
             stack.enter_context(self.stop.listening())
             self.rewards.start()
@@ -209,9 +221,9 @@ class Trainer:
         step, clock = self.step + 1, Clock(self.world.device)
         self.stop.requested |= self.monitor.stopped
         self.stop.raise_if_stop_requested()
-        self.engine.pool.peak = 0
+        self.rollouts.peak_bytes()  # of what ran between the steps
         batch = self.collector.collect(step, self.stream, clock)
-        with self.engine.asleep():
+        with self.rollouts.asleep():
             self.logger.phase("scoring")
             with clock.phase("score"):
                 self.updater.score(batch)
@@ -223,18 +235,11 @@ class Trainer:
                 advantages = self.updater.advantages(batch, corrected)
                 result = self.updater.update(batch, minibatch, corrected, advantages)
             with clock.phase("weights"):
-                self._publish_weights()
+                self.rollouts.publish(self.learner, step)
             distill_metrics = self._distill_step(step, batch, advantages, clock)
-        self.step, self.accuracy, self.position = step, None, self.stream.state_dict()
+        self.step, self.accuracy, self.position = step, None, self.collector.position
         self._log_step(batch, result, clock, distill_metrics)
         self._take_snapshot()
-
-    def _publish_weights(self) -> None:
-        """Let the engine generate with the learner's weights."""
-        if self.learner.in_place:
-            self.engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
-        else:
-            self.engine.update_weights(self.learner.full_parameters(), lazily=True)
 
     def _distill_step(self, step: int, batch: RolloutBatch, advantages: Tensor, clock: Clock) -> dict[str, float]:
         """Train the sparse policy's adapter on some of the rollouts, and publish it."""
@@ -256,11 +261,11 @@ class Trainer:
             result,
             clock,
             self.world,
-            peak_bytes=self.engine.pool.peak * self.engine.page * self.engine.geometry.kv_token_bytes,
-            epoch=self.stream.seen / len(self.stream.dataset),
+            peak_bytes=self.rollouts.peak_bytes(),
+            epoch=self.collector.seen / len(self.stream.dataset),
             matrix_rate=self.matrix_rate,
         )
-        metrics |= batch.observed.metrics | distill_metrics
+        metrics |= batch.observed.metrics | distill_metrics | self.rollouts.metrics()
         metrics |= self.distill.cost_metrics(metrics) if self.distill else {}
         self.logger.log_step(self.step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         if self.config.logging.rollouts_due(self.step) and batch.rollouts:
@@ -333,10 +338,9 @@ class Trainer:
             self.logger.phase(f"distilling before the first step, {done + 1} of {first.steps}")
             indices = self.world.local_slice(range(stream.seen, stream.seen + first.prompts))
             examples = self.world.local_slice(stream.next(first.prompts))
-            prompts = [list(example.prompt_ids or ()) for example in examples]
             sampling, sparsity = self.collector.sampling("first"), self.collector.sparsity
-            evicts = sparsity.evict is not None
-            distill.first_step(self.collector.generate(prompts, sampling, sparsity, indices, record=evicts))
+            record = [sparsity.evict is not None] * len(examples)
+            distill.first_step(self.collector.rollouts(examples, sampling, sparsity, indices, record=record))
             self._take_snapshot()
         skipped = distill.distiller.skipped
         self.logger.event(
@@ -356,8 +360,8 @@ class Trainer:
         self.logger.phase("measuring a sparser policy")
         candidate, sampling = distill.candidate, self.collector.sampling("move", self.step)
         assert candidate is not None
-        evicts = candidate.evict is not None
-        rollouts = self.collector.generate(distill.prompts, sampling, candidate, distill.prompt_indices, record=evicts)
+        record = [candidate.evict is not None] * len(distill.prompts)
+        rollouts = self.collector.rollouts(distill.prompts, sampling, candidate, distill.prompt_indices, record=record)
         message = distill.try_move(self.step, rollouts)
         if distill.moved:
             self.collector.adopt(candidate)
@@ -421,7 +425,7 @@ class Trainer:
             setattr(self, name, value)
         self.stream.load_state_dict(self.position)
         self.saved = self.step
-        self._publish_weights()
+        self.rollouts.publish(self.learner, self.step)
         if self.distill:
             self.distill.publish()
 

@@ -4,7 +4,7 @@ The watched rollouts keep the hidden states that their tokens were sampled from.
 gives the other distribution, so α is exact, belongs to the policy that sampled, and costs a small share of the
 learner's scoring pass.
 
-    monitor = Monitor(MonitorSettings(rollouts=8), sparsity, engine, max_length, control)
+    monitor = Monitor(MonitorSettings(rollouts=8), sparsity, engine.acceptance, max_length, control)
     rollouts = engine.generate(prompts, sampling, sparsity, keep_hidden=monitor.keep_hidden(range(len(prompts))))
     observed = monitor.step(rollouts)     # metrics, events, and the policy to use from now on
 """
@@ -15,9 +15,9 @@ from math import ceil
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from alula.config.settings import ControlSettings, MonitorSettings
-from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
 from alula.errors import SettingError, require
 from alula.mismatch.control.controller import BudgetController, default_ladder
@@ -27,6 +27,8 @@ from alula.sparsity.policy import Budget, Kind, Sparsity, smallest
 from alula.sparsity.schedule import Schedule
 
 PERCENTILES = (1, 5, 50)
+Acceptance = Callable[[Sequence[Rollout]], list[Tensor]]
+"""α of rollouts that kept their hidden states, such as `Engine.acceptance`."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,13 @@ class Monitor:
         self,
         settings: MonitorSettings,
         sparsity: Sparsity,
-        engine: Engine,
+        acceptance: Acceptance,
         max_length: int,
         control: ControlSettings | None = None,
         *,
         gather: Callable[[Any], list[Any]] = lambda value: [value],
     ) -> None:
-        self.settings, self.engine, self.gather = settings, engine, gather
+        self.settings, self.acceptance, self.gather = settings, acceptance, gather
         self.watched = 0 if sparsity.dense else settings.rollouts
         self.base, self.kind = sparsity, controlled(sparsity)
         self.max_length = max_length
@@ -162,7 +164,7 @@ class Monitor:
             return (np.empty(0, np.float32), *(np.empty(0, np.int64) for _ in range(3)))  # type: ignore[return-value]
         versions = [self._versions.get(r.sparsity, -1) for r in rollouts]
         versions_of_tokens = np.repeat(versions, [r.sampled_tokens for r in rollouts])
-        return *flat(rollouts, self.engine.acceptance(rollouts)), versions_of_tokens
+        return *flat(rollouts, self.acceptance(rollouts)), versions_of_tokens
 
     def _metrics(self, alpha: Array, positions: Array) -> dict[str, float]:
         """Percentiles over all tokens, and the tail of every bin with enough tokens."""
