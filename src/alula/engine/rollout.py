@@ -161,6 +161,14 @@ class Rollout:
         """The number of sampled tokens, without given ones."""
         return len(self) - sum(span.tokens for span in self.spans if span.version is None)
 
+    @property
+    def versions(self) -> Tensor:
+        """int64 [sampled tokens]: the policy version that sampled each."""
+        return torch.tensor(
+            [span.version for span in self.spans if span.version is not None for _ in range(span.tokens)],
+            dtype=torch.int64,
+        )
+
     def decoded(self, decode: Callable[[list[int]], str] | None = None) -> str:
         """`text`, or the tokens decoded by `decode` for an engine without a tokenizer."""
         if self.text is not None:

@@ -53,6 +53,7 @@ from alula.trainer.preflight import (
     schedules_of_other_models,
 )
 from alula.trainer.signals import Stopped, StopRequest
+from alula.trainer.staleness import staleness_metrics
 from alula.trainer.step_metrics import Clock, step_metrics
 from alula.trainer.token_log import group_tokens
 from alula.trainer.update import StepResult, Updater
@@ -266,6 +267,9 @@ class Trainer:
             matrix_rate=self.matrix_rate,
         )
         metrics |= batch.observed.metrics | distill_metrics | self.rollouts.metrics()
+        stale, version = self.config.rollouts.stale > 0, self.step - 1
+        if stale:
+            metrics |= staleness_metrics(batch.rollouts, result.vetoed, version, self.world)
         metrics |= self.distill.cost_metrics(metrics) if self.distill else {}
         self.logger.log_step(self.step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         if self.config.logging.rollouts_due(self.step) and batch.rollouts:
@@ -274,7 +278,7 @@ class Trainer:
         self._warn(self.health.observe(metrics))
         for event in batch.observed.events:
             self.logger.event(self.step, "tail", event, "See mismatch/tail in the metrics.")
-        vetoes = self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n)
+        vetoes = self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n, version if stale else None)
         for event in vetoes.events:
             self.logger.event(self.step, "vetoes", event, "See mismatch/veto_rate in the metrics.")
         self.collector.sparsity = vetoes.sparsity or self.collector.sparsity

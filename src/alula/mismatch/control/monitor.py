@@ -119,15 +119,18 @@ class Monitor:
             return Observation()
         if not self.settings.rollouts:
             return Observation(self._schedule_metrics() if self.controller else {})
-        mine = [r for r in rollouts if r.hidden is not None and len(r)]
+        mine = [r for r in rollouts if (r.hidden is not None or r.acceptance is not None) and len(r)]
         tokens = self._tokens(mine)
         for rollout in rollouts:
             rollout.hidden = None
         ranks = self.gather(tokens)
-        alpha, positions, prompts, version = in_prompt_order(ranks, by=2)
+        alpha, positions, prompts, version, current = in_prompt_order(ranks, by=2)
         if not len(alpha):
             return Observation(self._schedule_metrics())
         metrics = self._metrics(alpha, positions) | self._schedule_metrics()
+        if not current.all():
+            metrics |= {f"mismatch/current_alpha_p{p:02}": lower_quantile(alpha[current], p / 100) for p in PERCENTILES}
+        alpha, positions, prompts, version = (column[current] for column in (alpha, positions, prompts, version))
         if self.controller is None:
             return Observation(metrics)
         control, quantile, width = self.controller.control, self.controller.quantile, self.controller.width
@@ -136,16 +139,22 @@ class Monitor:
             metrics, tuple(event.describe(control, quantile, width) for event in events), self._new_policy()
         )
 
-    def count_vetoes(self, rollouts: Sequence[Rollout], vetoed: Sequence[bool], n: int) -> Observation:
+    def count_vetoes(
+        self, rollouts: Sequence[Rollout], vetoed: Sequence[bool], n: int, version: int | None = None
+    ) -> Observation:
         """Pass the controller the vetoed ones among this rank's rollouts (`n` per prompt, adjacent), as they were
-        sampled. Every rank must call it."""
+        sampled. With `version`, only prompts whose tokens were all sampled by it count: the vetoes of others come from
+        older weights, too. Every rank must call it."""
         if self.controller is None or self.controller.control.vetoed is None:
             return Observation()
         prompts = np.asarray([rollout.prompt_index for rollout in rollouts[::n]], np.int64)
         versions = np.asarray([self._versions.get(rollout.sparsity, -1) for rollout in rollouts[::n]], np.int64)
+        if version is not None:
+            current = np.asarray([is_current(rollout, version) for rollout in rollouts], bool)
+            versions[~current.reshape(-1, n).all(1)] = -1
         counts = np.asarray(vetoed, np.int64).reshape(-1, n).sum(1)
-        counts, version, _ = in_prompt_order(self.gather((counts, versions, prompts)), by=2)
-        event = self.controller.observe_vetoes(counts, np.full(len(counts), n), version)
+        counts, versions, _ = in_prompt_order(self.gather((counts, versions, prompts)), by=2)
+        event = self.controller.observe_vetoes(counts, np.full(len(counts), n), versions)
         events = () if event is None else (event.describe(self.controller.control),)
         return Observation(events=events, sparsity=self._new_policy())
 
@@ -158,13 +167,16 @@ class Monitor:
         self._versions[policy] = self.controller.version
         return policy
 
-    def _tokens(self, rollouts: list[Rollout]) -> tuple[Array, Array, Array, Array]:
-        """α, position, prompt and controller version of every token."""
+    def _tokens(self, rollouts: list[Rollout]) -> tuple[Array, Array, Array, Array, Array]:
+        """α, position, prompt and controller version of every token, and whether the weights that sampled it are those
+        that α was measured with."""
         if not rollouts:
-            return (np.empty(0, np.float32), *(np.empty(0, np.int64) for _ in range(3)))  # type: ignore[return-value]
+            empty = (np.empty(0, kind) for kind in (np.float32, np.int64, np.int64, np.int64, bool))
+            return tuple(empty)  # type: ignore[return-value]
         versions = [self._versions.get(r.sparsity, -1) for r in rollouts]
         versions_of_tokens = np.repeat(versions, [r.sampled_tokens for r in rollouts])
-        return *flat(rollouts, self.acceptance(rollouts)), versions_of_tokens
+        current = np.concatenate([(r.versions == r.policy_version).numpy() for r in rollouts])
+        return *flat(rollouts, self.acceptance(rollouts)), versions_of_tokens, current
 
     def _metrics(self, alpha: Array, positions: Array) -> dict[str, float]:
         """Percentiles over all tokens, and the tail of every bin with enough tokens."""
@@ -198,6 +210,11 @@ class Monitor:
             self.controller.load_state_dict(state["controller"])
             self.controller.stopped &= self.controller.control.on_violation == "stop"
             self._versions = {self.recommended: self.controller.version}
+
+
+def is_current(rollout: Rollout, version: int) -> bool:
+    """Whether one version of the policy has sampled all tokens."""
+    return bool((rollout.versions == version).all())
 
 
 def in_prompt_order(ranks: Sequence[tuple[Array, ...]], by: int) -> list[Array]:
