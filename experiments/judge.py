@@ -7,7 +7,7 @@ equivalence   to the dense arm: the 90 % interval of the paired differences lies
 """
 
 from collections.abc import Sequence
-from math import sqrt
+from math import hypot, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
@@ -40,6 +40,13 @@ def reached(run: Row, goal: float) -> int | None:
 def collapsed(run: Row) -> bool:
     _, *later = dense_accuracy(run)
     return sum(accuracy < start(run) for _, accuracy in later) >= 2
+
+
+def fell(run: Row) -> bool:
+    """Collapse on the long beds: below the start by more than two standard errors at two or more later evaluations."""
+    first, *later = [row for row in run["evals"] if row["policy"] == "dense"]
+    drops = [(first["accuracy"] - row["accuracy"], hypot(first["stderr"], row["stderr"])) for row in later]
+    return sum(drop > 2 * error for drop, error in drops) >= 2
 
 
 def over_run(run: Row, metric: str) -> float:

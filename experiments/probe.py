@@ -51,8 +51,8 @@ class Probe:
         device = self.engine.device
         self.engine.update_weights(load_model(model, device=device).model.named_parameters())
 
-    def measure(self, sparsity: str) -> dict[str, Any]:
-        """What a policy does to the answers, and how far it is from the dense one."""
+    def measure(self, sparsity: str, bins: Bins | None = None) -> dict[str, Any]:
+        """What a policy does to the answers, and how far it is from the dense one; with `bins` also by length."""
         start, policy = time.perf_counter(), Sparsity.parse(sparsity)
         rollouts = self.generate(policy)
         generated = time.perf_counter() - start
@@ -60,14 +60,19 @@ class Probe:
         tail = Bins(width=1 << 20, count=1).tail(rollouts, alphas)
         ratios = [d.logprobs - r.logprobs for d, r in zip(self.engine.score(rollouts), rollouts)]
         vetoed = [int((ratio < VETO).sum()) for ratio in ratios]
-        return self.answers(sparsity, rollouts) | {
-            "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
-            "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
-            "tail": float(tail.value[0]),
-            "tail_low": float(tail.lower[0]),
-            "tail_high": float(tail.upper[0]),
-            "generate_s": generated,
-        }
+        by_length = {"tails": [float(f"{value:.4g}") for value in bins.tail(rollouts, alphas).value]} if bins else {}
+        return (
+            self.answers(sparsity, rollouts)
+            | by_length
+            | {
+                "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
+                "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
+                "tail": float(tail.value[0]),
+                "tail_low": float(tail.lower[0]),
+                "tail_high": float(tail.upper[0]),
+                "generate_s": generated,
+            }
+        )
 
     def generate(self, policy: Sparsity) -> list[Rollout]:
         prompts = [list(problem.prompt_ids or ()) for problem in self.problems]

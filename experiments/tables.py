@@ -16,6 +16,8 @@ import judge
 from choice import TAU
 from judge import Row
 from lines import read_lines
+from long_tables import calibration_table, gates_table, sparrow_table
+from markdown import markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -37,11 +39,6 @@ def before_training(bed: str) -> Callable[[Row], Row]:
     """The probe's row for the policy that a run starts with. A bed with one warm-up has one probe for all seeds."""
     rows = {(row["sparsity"], row["seed"]): row for row in raw("probe", bed)}
     return lambda run: rows.get((run["sparsity"], run["seed"])) or rows[run["sparsity"], 0]
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def percent(share: float) -> str:
@@ -342,6 +339,9 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "alone": alone_table,
     "warnings": warnings_table,
     "distilled": distilled_table,
+    "gates": lambda bed, question: gates_table(raw(question, bed)),
+    "calibration": lambda bed, question: calibration_table(raw(question, bed)),
+    "sparrow": lambda bed, question: sparrow_table(raw(question, bed)),
 }
 MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """`<!-- table KIND BED QUESTION -->`"""

@@ -38,16 +38,18 @@ class WarmUp:
     careful_share: float = 0.6
 
 
-def tiny_llama(vocabulary: int, tokenizer: Any, seed: int) -> LlamaForCausalLM:
-    """85,000 parameters in two layers, the minimum for the lookup of `a> ?`."""
+def tiny_llama(
+    vocabulary: int, tokenizer: Any, seed: int, *, width: int = 64, positions: int = 128
+) -> LlamaForCausalLM:
+    """Two layers, the minimum for the lookup of `a> ?`; 85,000 parameters with the default width."""
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         initializer_range=0.05,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

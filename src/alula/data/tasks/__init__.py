@@ -5,12 +5,16 @@ from typing import Any
 
 from alula.data.tasks.countdown import Countdown
 from alula.data.tasks.lookup import Lookup
+from alula.data.tasks.machine import Machine
 from alula.data.tasks.pointer import Pointer
+from alula.data.tasks.search import Search
 from alula.data.tasks.symbols import CopyLast, Successor
 from alula.data.tasks.task import Task
 from alula.errors import require, unknown
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (CopyLast, Successor, Pointer, Countdown, Lookup)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (CopyLast, Successor, Pointer, Countdown, Search, Machine, Lookup)
+}
 
 
 def build(name: str, **options: Any) -> Task:

@@ -16,7 +16,7 @@ class Problem:
     prompt: str
     answer: str
     trace: str
-    """A careful, correct solution, for supervised warm-up."""
+    """A careful solution, for supervised warm-up. It is correct; only that of a search may end without an answer."""
     shortcut: str
     """A solution in the right format that skips the work and is mostly wrong."""
 

@@ -1,0 +1,73 @@
+"""Tables of the long beds, from their raw lines."""
+
+from collections.abc import Sequence
+
+import judge
+from judge import Row
+from markdown import markdown
+
+EMPTY = "Not measured yet."
+
+
+def gates_table(rows: Sequence[Row]) -> str:
+    """One row per gate: limit, the value of every seed, and the seeds that passed."""
+    if not rows:
+        return EMPTY
+    seeds = sorted({row["seed"] for row in rows})
+    by_gate: dict[str, list[Row]] = {}
+    for row in rows:
+        by_gate.setdefault(row["gate"], []).append(row)
+    body = []
+    for gate, found in by_gate.items():
+        values = {row["seed"]: f"{row['value']:.3g}" for row in found}
+        cells = [values.get(seed, "") for seed in seeds]
+        body.append(
+            [gate, found[0]["limit"], *cells, f"{sum(r['passed'] for r in found)}/{len(found)}", found[0]["note"]]
+        )
+    return markdown(["gate", "limit", *(f"seed {seed}" for seed in seeds), "passed", "note, first seed"], body)
+
+
+def calibration_table(rows: Sequence[Row]) -> str:
+    """One row per budget: the tail in every length bin, of the first seed."""
+    first = [row for row in rows if row["seed"] == 0]
+    if not first:
+        return EMPTY
+    width, bins = first[0]["width"], len(first[0]["tails"])
+    head = ["budget", *(f"{i * width}–{(i + 1) * width}" for i in range(bins))]
+    body = [[str(row["budget"]), *(tail_cell(tail) for tail in row["tails"])] for row in first]
+    return markdown(head, sorted(body, key=lambda cells: int(cells[0])))
+
+
+def tail_cell(tail: float) -> str:
+    return "" if tail != tail else f"{tail:.3f}"
+
+
+def sparrow_table(rows: Sequence[Row]) -> str:
+    """One row per arm and seed: budgets, KV read, worst tail and vetoes of its own rollouts, outcome."""
+    if not rows:
+        return EMPTY
+    head = ["arm", "seed", "budgets", "KV read, %", "worst tail, start", "end", "vetoed, %, start", "end"]
+    head += ["start, %", "final, %", "fell"]
+    body = []
+    for run in rows:
+        begin, end = (run["own"][when] for when in ("start", "end"))
+        budgets = run["budgets"]
+        body.append(
+            [
+                run["arm"],
+                str(run["seed"]),
+                " ".join(map(str, budgets)) or "all",
+                f"{100 * run['read']:.0f}",
+                *(tail_cell(worst(own)) if own and budgets else "" for own in (begin, end)),
+                *(f"{100 * own['vetoed_rollouts']:.0f}" if own and budgets else "" for own in (begin, end)),
+                f"{100 * judge.start(run):.0f}",
+                f"{100 * judge.final(run):.0f}" + ("" if run["state"] == "finished" else "\\*"),
+                "yes" if judge.fell(run) else "no",
+            ]
+        )
+    return markdown(head, body)
+
+
+def worst(own: Row) -> float:
+    """The lowest tail of a bin that enough prompts reach; the others are NaN."""
+    return min(tail for tail in own["tails"] if tail == tail)
