@@ -3,7 +3,7 @@
     python experiments/gates.py --bed search-tiny --seeds 3
     python experiments/gates.py --bed search --seeds 1 --seconds 1500 --out OUT   # one GPU
 
-Warms the model up, probes compressors over their budgets, trains densely for 16 steps, and prints one row per gate:
+Warms the model up, trains densely for 16 steps, probes compressors over their budgets, and prints one row per gate:
 limit, measured value, passed or not. The gates are those of docs/results/long-bed.md; they were fixed before the beds
 were made. A stopped command goes on where it was. --out receives `gates/<bed>.jsonl` (one line per gate and seed),
 `probe/<bed>.jsonl` (one line per policy and seed) and `long-bed/<bed>.jsonl` (the dense runs).
@@ -32,7 +32,8 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.sparsity.policy import Sparsity
 
-METHODS = ("rkv", "snapkv", "streaming", "block-topk")
+METHODS = ("rkv", "streaming", "block-topk")
+"""Unlike each other: attention and redundancy, position, selection of pages."""
 KEPT, LOST, KV_SHARE = 0.9, 0.5, 0.15
 ENTROPY = 0.1
 """Nat; a token above it is a choice."""
@@ -168,8 +169,8 @@ def main() -> None:
     seeds, found = range(options.seeds), []
     for seed in seeds:
         in_a_child(measure_text, bed, seed, work)
-        in_a_child(probe.run, bed, seed, work, probe.grid(bed, methods))
         run_all([Run(bed, DENSE, seed, work)], 1, deadline)
+        in_a_child(probe.run, bed, seed, work, probe.grid(bed, methods))
         found += [*gates_of(bed, seed, work, methods)]
         head = ["gate", "limit", f"seed {seed}", "passed", "note"]
         print(f"\n{markdown(head, [gate.cells for gate in found if gate.seed == seed])}\n", flush=True)

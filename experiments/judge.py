@@ -42,11 +42,14 @@ def collapsed(run: Row) -> bool:
     return sum(accuracy < start(run) for _, accuracy in later) >= 2
 
 
-def fell(run: Row) -> bool:
-    """Collapse on the long beds: below the start by more than two standard errors at two or more later evaluations."""
+def outcome(run: Row) -> str:
+    """On the long beds, by changes of more than two standard errors: `fell` if two or more later evaluations are below
+    the start, `learned` if the last one is above it, else `stalled`."""
     first, *later = [row for row in run["evals"] if row["policy"] == "dense"]
-    drops = [(first["accuracy"] - row["accuracy"], hypot(first["stderr"], row["stderr"])) for row in later]
-    return sum(drop > 2 * error for drop, error in drops) >= 2
+    gains = [(row["accuracy"] - first["accuracy"]) / hypot(first["stderr"], row["stderr"]) for row in later]
+    if sum(gain < -2 for gain in gains) >= 2:
+        return "fell"
+    return "learned" if gains and gains[-1] > 2 else "stalled"
 
 
 def over_run(run: Row, metric: str) -> float:

@@ -38,8 +38,8 @@ def calibration_table(rows: Sequence[Row]) -> str:
     return markdown(head, sorted(body, key=lambda cells: int(cells[0])))
 
 
-def tail_cell(tail: float) -> str:
-    return "" if tail != tail else f"{tail:.3f}"
+def tail_cell(tail: float | None) -> str:
+    return "" if tail is None else f"{tail:.3f}"
 
 
 def sparrow_table(rows: Sequence[Row]) -> str:
@@ -47,7 +47,7 @@ def sparrow_table(rows: Sequence[Row]) -> str:
     if not rows:
         return EMPTY
     head = ["arm", "seed", "budgets", "KV read, %", "worst tail, start", "end", "vetoed, %, start", "end"]
-    head += ["start, %", "final, %", "fell"]
+    head += ["start, %", "final, %", "outcome"]
     body = []
     for run in rows:
         begin, end = (run["own"][when] for when in ("start", "end"))
@@ -62,12 +62,12 @@ def sparrow_table(rows: Sequence[Row]) -> str:
                 *(f"{100 * own['vetoed_rollouts']:.0f}" if own and budgets else "" for own in (begin, end)),
                 f"{100 * judge.start(run):.0f}",
                 f"{100 * judge.final(run):.0f}" + ("" if run["state"] == "finished" else "\\*"),
-                "yes" if judge.fell(run) else "no",
+                judge.outcome(run),
             ]
         )
     return markdown(head, body)
 
 
 def worst(own: Row) -> float:
-    """The lowest tail of a bin that enough prompts reach; the others are NaN."""
-    return min(tail for tail in own["tails"] if tail == tail)
+    """The lowest tail of a bin that enough prompts reach."""
+    return min(tail for tail in own["tails"] if tail is not None)

@@ -24,6 +24,7 @@ from alula.data import prepare
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.measure import Bins
+from alula.mismatch.tail import MIN_PROMPTS, Tail
 from alula.models.load import load_model
 from alula.objective.veto import REFERENCE_VETO
 from alula.sparsity.policy import Sparsity
@@ -60,19 +61,15 @@ class Probe:
         tail = Bins(width=1 << 20, count=1).tail(rollouts, alphas)
         ratios = [d.logprobs - r.logprobs for d, r in zip(self.engine.score(rollouts), rollouts)]
         vetoed = [int((ratio < VETO).sum()) for ratio in ratios]
-        by_length = {"tails": [float(f"{value:.4g}") for value in bins.tail(rollouts, alphas).value]} if bins else {}
-        return (
-            self.answers(sparsity, rollouts)
-            | by_length
-            | {
-                "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
-                "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
-                "tail": float(tail.value[0]),
-                "tail_low": float(tail.lower[0]),
-                "tail_high": float(tail.upper[0]),
-                "generate_s": generated,
-            }
-        )
+        row = self.answers(sparsity, rollouts) | {
+            "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
+            "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
+            "tail": float(tail.value[0]),
+            "tail_low": float(tail.lower[0]),
+            "tail_high": float(tail.upper[0]),
+            "generate_s": generated,
+        }
+        return row | ({"tails": by_bin(bins.tail(rollouts, alphas))} if bins else {})
 
     def generate(self, policy: Sparsity) -> list[Rollout]:
         prompts = [list(problem.prompt_ids or ()) for problem in self.problems]
@@ -102,6 +99,11 @@ class Probe:
             "kv_saved": 1 - held / whole,
             "kv_unread": 1 - read / whole,
         }
+
+
+def by_bin(tail: Tail) -> list[float | None]:
+    """The tail of every length bin; None where too few prompts reach it."""
+    return [float(f"{t:.4g}") if count >= MIN_PROMPTS else None for t, count in zip(tail.value, tail.prompts)]
 
 
 def mean(values: list[float]) -> float | None:

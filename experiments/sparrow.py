@@ -26,7 +26,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import probe
 from arms import DENSE, Arm
 from beds import prepared
@@ -36,7 +35,6 @@ from raw import raw_run, short
 from run import Run, in_a_child, run_all
 
 from alula.mismatch.measure import Bins, measure_tails
-from alula.mismatch.tail import MIN_PROMPTS
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
 from alula.sparsity.schedule import Schedule
@@ -106,9 +104,7 @@ def calibrate(bed: LongBed, seed: int, work: Path, text: str) -> None:
             "text": text,
             "budget": budget,
             "width": bed.bin,
-            "tails": [short(float(value)) for value in tail.value],
-            "lower": [short(float(value)) for value in tail.lower],
-            "prompts": [int(count) for count in tail.prompts],
+            "tails": probe.by_bin(tail),
             "lengths": [(len(r.prompt_ids), len(r)) for r in dense],
         }
         with path.open("a") as file:
@@ -123,7 +119,7 @@ def length_bins(bed: LongBed) -> Bins:
 def calibrated(bed: LongBed, seed: int, work: Path, text: str) -> Calibrated:
     warm = seed if bed.warm_seeds else 0
     rows = [row for row in read_lines(work / f"calibration-{text}.jsonl") if row["seed"] == warm]
-    bins = sum(count >= MIN_PROMPTS for count in np.min([row["prompts"] for row in rows], axis=0))
+    bins = min(sum(tail is not None for tail in row["tails"]) for row in rows)
     return Calibrated(bed, {row["budget"]: row["tails"][:bins] for row in rows}, rows[0]["lengths"])
 
 
