@@ -8,7 +8,9 @@ from alula import Engine, Evict, Rollout, Sampling, Schedule, Sparsity
 from alula.engine.block_manager import pages_for
 from alula.engine.rollout import NEVER
 from alula.engine.sequence import rollout_key
+from alula.errors import SettingError
 from alula.sparsity.evict import METHODS, build
+from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.policy import budget_at
 from evictor_formulas import (
     dot,
@@ -20,8 +22,10 @@ from evictor_formulas import (
     snapkv_scores,
     softmax,
     splitmix64,
+    triattention_logits,
     vase_dkv_scores,
     vase_scores,
+    z_scores,
 )
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]
@@ -130,6 +134,17 @@ def literal_scores(rollout: Rollout, seen: oracle.Pass, layer: int, head: int, t
             budget = budget_at(evict.budget, t)
             limits = {"budget": budget, "sinks": evict.sinks, "protected": protected(rollout)}
             return vase_scores(keys, values, recent, scaling, evict.window, draw, **limits, **dict(evict.options))
+        case "triattention":  # every layer's heads of this number hold the same tokens
+            known, by_layer = seen.statistics, []
+            assert known is not None
+            for other, rotated in enumerate(seen.keys):
+                own = [rotated[head, j].tolist() for j in held]
+                lines = []
+                for g in members:
+                    numbers = known.mean[other, g].tolist(), known.size[other, g].tolist(), known.frequencies.tolist()
+                    lines.append(z_scores(triattention_logits(own, held, t, *numbers), protected(rollout)))
+                by_layer.append([max(column) for column in zip(*lines)])
+            return [mean(column) for column in zip(*by_layer)]
     raise NotImplementedError(f"{evict.method}: write its formula here")
 
 
@@ -157,13 +172,16 @@ def assert_kept_are_the_best(rollout: Rollout, seen: oracle.Pass, scaling: float
                 assert worst_kept >= best_dropped - 1e-5 * max(1.0, abs(best_dropped))
 
 
-def assert_oracle_agrees(loaded, rollouts: list[Rollout], page: int, *, formulas: bool = True) -> None:
+def assert_oracle_agrees(
+    loaded, rollouts: list[Rollout], page: int, *, formulas: bool = True, statistics: QueryStatistics | None = None
+) -> None:
     head_dim = loaded.model.config.head_dim
     for rollout in rollouts:
         seen = oracle.replay(loaded.model, rollout, page)
         torch.testing.assert_close(rollout.logprobs, oracle.logprobs(seen, rollout), rtol=0, atol=2e-5)
         assert_events(rollout)
         if formulas:
+            seen.statistics = statistics
             assert_kept_are_the_best(rollout, seen, head_dim**-0.5)
 
 
@@ -176,12 +194,12 @@ def test_every_evictor_agrees_with_the_oracle(method, models):
     engine = engine_of(models[3])
     rollouts = engine.generate(PROMPTS, SAMPLING, Sparsity(Evict(method, **SMALL)), record=True)
     assert_oracle_agrees(models[3], rollouts, 4, formulas=False)
-    assert_oracle_agrees(models[3], rollouts[1:6:2], 4)
+    assert_oracle_agrees(models[3], rollouts[1:6:2], 4, statistics=engine.query_statistics)
     assert all(r.kv.evictions >= 2 for r in rollouts)
     histories = [r.history for r in rollouts]
     if method not in ("streaming", "tova", "rkv-code"):
         assert any((h[:, 0] != h[:, 1]).any() for h in histories), "every head chooses for itself"
-    if method not in ("streaming", "rkv-code"):
+    if method not in ("streaming", "rkv-code", "triattention"):
         assert any((h[0] != h[2]).any() for h in histories), "every layer chooses for itself"
     assert engine.pool.in_use == 0
 
@@ -241,7 +259,9 @@ def test_policies_of_every_kind_in_one_call(models):
         torch.testing.assert_close(rollout.logprobs, oracle.logprobs(seen, rollout), rtol=0, atol=2e-5)
         assert_events(rollout)
     for rollout in rollouts[1:-2:2]:
-        assert_kept_are_the_best(rollout, oracle.replay(models[3].model, rollout), 12**-0.5, layers=(1,))
+        seen = oracle.replay(models[3].model, rollout)
+        seen.statistics = engine.query_statistics
+        assert_kept_are_the_best(rollout, seen, 12**-0.5, layers=(1,))
     assert rollouts[-1].history is None
     dense = oracle.logprobs(oracle.replay(models[3].model, rollouts[-1]), rollouts[-1])
     torch.testing.assert_close(rollouts[-1].logprobs, dense, rtol=0, atol=2e-5)
@@ -326,19 +346,8 @@ def test_random_eviction_follows_the_rollouts_seed(models):
 
 
 def test_every_evictor_has_a_formula_here():
-    covered = {
-        "streaming",
-        "snapkv",
-        "rkv",
-        "rkv-code",
-        "knorm",
-        "keydiff",
-        "tova",
-        "h2o",
-        "random",
-        "vase",
-        "vase-dkv",
-    }
+    covered = {"streaming", "snapkv", "rkv", "rkv-code", "knorm", "keydiff", "tova", "h2o", "random"}
+    covered |= {"vase", "vase-dkv", "triattention"}
     assert covered == set(METHODS)
     assert all(build(Evict(m, 64)) for m in METHODS)
 
@@ -359,3 +368,49 @@ def test_a_row_that_ends_with_its_table_full(models):
     evict = Sparsity(Evict("rkv", 12, buffer=4, window=3, sinks=1))
     requests = [engine.requests([[5] * 5], Sampling(max_new_tokens=n, ignore_eos=True), evict)[0] for n in (12, 40)]
     assert [len(rollout) for rollout in engine.stream(requests)] == [12, 40]
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
+def test_statistics_of_queries_are_those_of_the_model_before_rotation(shape, monkeypatch):
+    """Against the plain model: what its rotary embedding is given, caught where transformers calls it."""
+    from importlib import import_module
+
+    from alula.models.load import load_model
+
+    loaded = load_model(f"shape:{shape}")
+    text, seen = [[3, 4, 5, 6, 7] * 5, [9], [8] * 40], []
+    monkeypatch.setattr("alula.engine.measure_queries.PASS_TOKENS", 30)
+    known = engine_of(loaded).measure_queries(text)
+    module = import_module(type(loaded.model).__module__)
+    rotate = module.apply_rotary_pos_emb
+    caught = lambda q, k, *rest: (seen.append(q[0]), rotate(q, k, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", caught)
+    with torch.no_grad():
+        for ids in text:
+            loaded.model(torch.tensor([ids]), use_cache=False)
+    layers, half = loaded.model.config.num_hidden_layers, loaded.model.config.head_dim // 2
+    for layer in range(layers):
+        queries = torch.cat(seen[layer::layers], 1)  # [Hq, tokens, D]
+        pairs = torch.complex(queries[..., :half], queries[..., half:])
+        torch.testing.assert_close(known.mean[layer], pairs.mean(1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(known.size[layer], pairs.abs().mean(1), rtol=1e-4, atol=1e-5)
+    assert [list(sequence) for sequence in known.text] == text
+
+
+def test_statistics_of_queries_follow_the_weights(models):
+    engine, policy = engine_of(oracle.custom_model(2)), Sparsity(Evict("triattention", **SMALL))
+    assert engine.query_statistics is None
+    engine.generate(PROMPTS, SAMPLING, Sparsity(Evict("rkv", **SMALL)))
+    assert engine.query_statistics is None, "only what is needed is measured"
+    engine.generate(PROMPTS, SAMPLING, policy)
+    before = engine.query_statistics
+    engine.generate(PROMPTS, SAMPLING, policy)
+    assert engine.query_statistics is before
+    engine.update_weights([(name, 1.1 * p) for name, p in engine.model.named_parameters()])
+    engine.generate(PROMPTS, SAMPLING, policy)
+    after = engine.query_statistics
+    assert after.text == before.text
+    assert not torch.equal(after.mean, before.mean)
+    assert torch.equal(engine.measure_queries(after.text).mean, after.mean)
+    with pytest.raises(SettingError, match="query_statistics"):
+        engine_of(models[3]).query_statistics = after

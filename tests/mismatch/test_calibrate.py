@@ -39,6 +39,7 @@ from alula.models.geometry import Geometry
 from alula.models.load import load_model
 from alula.models.lora import attach, init_adapter
 from alula.objective.veto import Share
+from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.family import PolicyFamily, parse_families
 from alula.sparsity.policy import DENSE
 
@@ -855,3 +856,16 @@ def test_the_dense_policy_has_no_adapter(loaded, text):
             )
         torch.testing.assert_close(alpha, torch.minimum(p, q).sum(-1), rtol=0, atol=2e-5)
         assert alpha.min() < 0.95
+
+
+def test_calibrate_measures_the_queries_once_and_reads_them_again(tmp_path, capsys):
+    file, out = tmp_path / "queries.safetensors", tmp_path / "verified.json"
+    common = ["shape:tiny-llama", "--data", "task:copy-last", "--length", 64, "--prompts", 20, "--device", "cpu"]
+    policy = ["--verify", "triattention:24+8,window=4", "--statistics", file, "--out", out]
+    alula("calibrate", *common, *policy)
+    assert str(file) in capsys.readouterr().out
+    first = out.read_text()
+    alula("calibrate", *common, *policy)
+    assert str(file) not in capsys.readouterr().out
+    assert out.read_text() == first
+    assert len(QueryStatistics.load(file).text) == 16

@@ -25,7 +25,7 @@ from alula.ops.rkv_score import (
 )
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
 from alula.sparsity.evict import METHODS, Cached, keep
-from evictor_formulas import best_slots, cached, in_pages, only
+from evictor_formulas import best_slots, cached, in_pages, only, some_statistics
 
 pytestmark = pytest.mark.kernels
 
@@ -212,6 +212,7 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
         for state in (cache.keys, cache.values, batch.ring, batch.accumulated):
             state.copy_(torch.rand(state.shape, generator=random) - 0.5)
         batch.key.copy_(torch.randint(2**62, (6,), generator=random))
+        cache.query_statistics = some_statistics(2, 4, 16, 0).to(device)
         tables = upload_tables([first, event], device)
         kept = evict(cache, batch, event, tables[1])
         results.append([kept, cache.keys, cache.values, batch.accumulated, batch.table, batch.ints])
@@ -257,4 +258,5 @@ def on_device(kv: Cached, device: str = DEVICE) -> Cached:
         attention=move(kv.attention),
         row_keys=move(kv.row_keys),
         position=move(kv.position),
+        statistics=kv.statistics and kv.statistics.to(torch.device(device)),
     )

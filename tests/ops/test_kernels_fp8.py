@@ -12,6 +12,7 @@ from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
 from alula.ops.compact import PagedKeys, compact, gather_keys
 from alula.ops.fp8 import DTYPE, dequantise, quantise
+from alula.ops.frequency_score import frequency_score_torch, frequency_score_triton
 from alula.ops.importance import mean_attention_torch, mean_attention_triton
 from alula.ops.paged_attention import paged_attention
 from alula.ops.projected_norm import projected_norm_torch, projected_norm_triton
@@ -180,6 +181,9 @@ def test_evictors_read_the_values(dtype, kernels):
     directions = noise(4, 24, 5, seed=7)
     expected = projected_norm_torch(paged.gathered, directions)
     torch.testing.assert_close(projected_norm_triton(paged, directions), expected, rtol=1e-4, atol=1e-4)
+    query, weights = noise(4, 6, 24, seed=8), noise(4, 6, 12, seed=9)
+    expected = frequency_score_torch(paged.gathered, query, weights)
+    torch.testing.assert_close(frequency_score_triton(paged, query, weights), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scales_move_with_their_tokens(kernels):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from alula.errors import SettingError
 from alula.sparsity.evict import METHODS, Evictor, build, keep
+from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.evict.vase import RESERVED
 from alula.sparsity.policy import Evict
 from evictor_formulas import (
@@ -31,9 +32,12 @@ from evictor_formulas import (
     rkv_scores,
     snapkv_scores,
     softmax,
+    some_statistics,
     splitmix64,
+    triattention_logits,
     vase_dkv_scores,
     vase_scores,
+    z_scores,
 )
 
 
@@ -216,6 +220,51 @@ def test_vase_dkv_follows_its_formula(rank):
         torch.testing.assert_close(scores[r, h], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("protected", "rope_scaling", "horizon"), [(0, 1.0, 65536), (9, 1.3, 5)])
+def test_triattention_follows_its_formula(protected, rope_scaling, horizon):
+    """From keys before their rotation, at any positions: the evictor sees rotated keys and no positions."""
+    rows, layers, heads, group, n, dim = 2, 2, 2, 3, 14, 8
+    evictor, kv = cached("triattention", rows=rows, layers=layers, kv_heads=heads, group=group, n=n)
+    known = some_statistics(layers, heads * group, dim, 5, rope_scaling)
+    kv = replace(kv, statistics=known, protected=protected)
+    scores = replace(evictor, horizon=horizon).score(kv)
+    positions = [3 * j + j % 2 for j in range(n)]
+    for row in range(rows):
+        for h in range(heads):
+            by_layer = []
+            for layer in range(layers):
+                keys, members = kv.keys[row * layers + layer, h].tolist(), range(h * group, (h + 1) * group)
+                logits = [
+                    triattention_logits(
+                        keys,
+                        positions,
+                        int(kv.position[row * layers]),
+                        known.mean[layer, g].tolist(),
+                        known.size[layer, g].tolist(),
+                        known.frequencies.tolist(),
+                        rope_scaling,
+                        horizon,
+                    )
+                    for g in members
+                ]
+                by_layer.append([max(column) for column in zip(*(z_scores(line, protected) for line in logits))])
+            expected = torch.tensor([mean(column) for column in zip(*by_layer)])
+            for layer in range(layers):
+                torch.testing.assert_close(scores[row * layers + layer, h], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_queries_are_saved_and_loaded(tmp_path):
+    known = some_statistics(2, 4, 8, 0, 1.25)
+    known.save(tmp_path / "queries.safetensors")
+    loaded = QueryStatistics.load(tmp_path / "queries.safetensors")
+    for name in ("frequencies", "mean", "size"):
+        assert torch.equal(getattr(loaded, name), getattr(known, name))
+    assert (loaded.text, loaded.rope_scaling) == (known.text, known.rope_scaling)
+    (tmp_path / "other").write_bytes(b"no")
+    with pytest.raises(SettingError, match="statistics="):
+        QueryStatistics.load(tmp_path / "other")
+
+
 def test_directions_of_vase_dkv_are_normal():
     evictor, kv = cached("vase-dkv", rows=200, layers=2, dim=32, n=WINDOW)
     normal = evictor.directions(kv) * 20**0.5
@@ -372,6 +421,7 @@ def test_build_passes_window_and_options():
         ("rkv", {"threshold": 1.0}, "threshold=1.0"),
         ("snapkv", {"kernel": 6}, "kernel=6"),
         ("vase", {"large": 1.5}, "large=1.5"),
+        ("triattention", {"horizon": 0}, "horizon=0"),
         ("vase-dkv", {"rank": 0}, "rank=0"),
         ("snapkv", {"kernel": 7.0}, "kernel=7.0: must be a whole number."),
     ],

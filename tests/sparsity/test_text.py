@@ -17,6 +17,7 @@ PRESET = Schedule.load("qwen3-4b-0.86")
 OPTIONS = {
     "mix": st.floats(0, 1),
     "large": st.floats(0, 1),
+    "horizon": st.integers(1, 1 << 20),
     "rank": st.integers(1, 64),
     "threshold": st.floats(0, 1, exclude_max=True),
     "kernel": st.integers(0, 9).map(lambda n: 2 * n + 1),

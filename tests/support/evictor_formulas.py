@@ -1,5 +1,6 @@
 """Cached keys to score, and the evictors' formulas as loops over Python numbers."""
 
+import cmath
 import math
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from torch.nn.functional import pad
 
 from alula.ops.compact import PagedKeys
 from alula.sparsity.evict import METHODS, Cached
+from alula.sparsity.evict.query_statistics import QueryStatistics
 
 WINDOW = 4
 
@@ -30,10 +32,22 @@ def cached(method: str, *, rows=2, layers=2, kv_heads=2, group=2, n=30, dim=8, s
         scaling=dim**-0.5,
         row_keys=torch.randint(2**62, (rows,), generator=random).repeat_interleave(layers),
         position=torch.randint(n, n + 1000, (rows,), generator=random).repeat_interleave(layers),
+        statistics=some_statistics(layers, kv_heads * group, dim, seed) if evictor.calibrated else None,
         keep=n // 3,
         sinks=0,
         protected=0,
     )
+
+
+def some_statistics(layers: int, heads: int, dim: int, seed: int, rope_scaling: float = 1.0) -> QueryStatistics:
+    """Statistics of random queries around a mean."""
+    random = torch.Generator().manual_seed(seed + 2)
+    real = torch.randn(2, 40, layers, heads, dim // 2, generator=random) + torch.randn(
+        2, 1, layers, heads, dim // 2, generator=random
+    )
+    queries = torch.complex(real[0], real[1])
+    frequencies = 0.3 ** torch.arange(dim // 2, dtype=torch.float64)
+    return QueryStatistics(frequencies, rope_scaling, queries.mean(0), queries.abs().mean(0), ((1, 2),))
 
 
 def in_pages(keys: torch.Tensor, layers: int, page: int = 4) -> PagedKeys:
@@ -155,6 +169,31 @@ def vase_dkv_scores(keys, values, draw, rank=20):
     columns = [[normal(d, i) for d in range(dim)] for i in range(rank)]
     size = lambda x: sum(dot(x, g) ** 2 for g in columns)  # noqa: E731
     return [size(k) * size(v) for k, v in zip(keys, values)]
+
+
+def triattention_logits(rotated, positions, t, mean, size, frequencies, rope_scaling=1.0, horizon=65536):
+    """T_j + E_j of the keys of one head for one query head, from the keys before their rotation and their positions.
+
+    `mean` are complex numbers, `size` the mean |q_f|, both by frequency.
+    """
+    half, offsets = len(frequencies), [2**i for i in range(40) if 2**i <= horizon]
+    scores = []
+    for key, p in zip(rotated, positions):
+        total = 0.0
+        for f, omega in enumerate(frequencies):
+            k = complex(key[f], key[f + half]) / rope_scaling * cmath.exp(-1j * omega * p)
+            angle = cmath.phase(mean[f]) - cmath.phase(k)
+            waves = [math.cos(omega * (t + offset - p) + angle) for offset in offsets]
+            total += abs(mean[f]) * abs(k) * sum(waves) / len(offsets) + (size[f] - abs(mean[f])) * abs(k)
+        scores.append(total * rope_scaling**2)
+    return scores
+
+
+def z_scores(values, protected=0):
+    ranked = values[protected:]
+    centre = mean(ranked)
+    deviation = math.sqrt(mean([(x - centre) ** 2 for x in ranked]))
+    return [(x - centre) / max(deviation, 1e-6) for x in values]
 
 
 def eviction_word(key, position, layer, count, index):

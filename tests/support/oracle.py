@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from alula.engine.rollout import Rollout
 from alula.models.load import LoadedModel
+from alula.sparsity.evict.query_statistics import QueryStatistics
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Pass:
     """per layer [Hkv, T, D], rotated; as attention reads them"""
     values: list[Tensor] = field(default_factory=list)
     """per layer [Hkv, T, D]"""
+    statistics: QueryStatistics | None = None
+    """the engine's, for the evictor that needs them"""
 
 
 _pass: list[Pass] = []

@@ -65,6 +65,13 @@ def calibrate(
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 512,
     out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")] = DEFAULT_OUT,
+    statistics: Annotated[
+        Path | None,
+        typer.Option(
+            help="Statistics of the model's queries, which triattention needs: read if the file exists, else measured "
+            "on dense answers and written."
+        ),
+    ] = None,
     verify: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,6 +97,7 @@ def calibrate(
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
     from alula.mismatch.calibrate.verify import parse_target
     from alula.mismatch.measure import Bins
+    from alula.sparsity.evict import needs_queries
     from alula.sparsity.family import parse_families
 
     check_numbers(length, bin_width, prompts, samples, temperature, tau or [])
@@ -119,6 +127,10 @@ def calibrate(
     text = TextSettings(
         choose(dataset, prompts, seed, from_end=other_prompts), length, samples, temperature, seed + other_prompts
     )
+    measured = [policy for _, _, policy in policies] or [family.template for family in families]
+    if statistics or any(map(needs_queries, measured)):
+        check_output_file(statistics)
+        engines.measure_queries(statistics, text.prompts, text.sampling)
     if vetoed is not None:
         from alula.cli.find_budget import run_vetoed
 

@@ -13,7 +13,9 @@ from alula.errors import SettingError, require
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.engine.engine import Engine
+    from alula.engine.rollout import Sampling
     from alula.models.load import LoadedModel
+    from alula.sparsity.evict.query_statistics import QueryStatistics
     from alula.sparsity.policy import Sparsity
 
 
@@ -81,6 +83,8 @@ class Engines:
         self.loaded, self.length, self.kv_memory, self.max_rows = loaded, length, kv_memory, max_rows
         self.adapter = adapter
         self.engine: Engine | None = None
+        self.statistics: QueryStatistics | None = None
+        """Statistics of the model's queries, passed on to every engine."""
 
     def with_page(self, page: int) -> "Engine":
         from alula.engine.engine import Engine
@@ -96,4 +100,22 @@ class Engines:
                 max_length=self.length + page,
                 sparse_adapter=self.adapter,
             )
+            if self.statistics is not None:
+                self.engine.query_statistics = self.statistics
         return self.engine
+
+    def measure_queries(self, file: Path | None, prompts: "Sequence[Sequence[int]]", sampling: "Sampling") -> None:
+        """Load the statistics of the model's queries from `file`, or measure them on the dense policy's answers and
+        write that file."""
+        from alula.engine.measure_queries import TEXT_PROMPTS, dense_text
+        from alula.sparsity.evict.query_statistics import QueryStatistics
+
+        if file is not None and file.exists():
+            self.statistics = QueryStatistics.load(file)
+            self.engine = None  # the next one gets them
+            return
+        engine = self.with_page(16)
+        self.statistics = engine.measure_queries(dense_text(engine, prompts[:TEXT_PROMPTS], sampling))
+        if file is not None:
+            self.statistics.save(file)
+            typer.echo(f"{file}: statistics of the model's queries.")

@@ -20,6 +20,7 @@ from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.extension import ExtendedTokens, extend
 from alula.engine.input_processor import InputProcessor
 from alula.engine.kv_cache import KVCache, check_kv_dtype, parse_bytes, pool_pages
+from alula.engine.measure_queries import measure_queries, own_text, rope
 from alula.engine.model_runner import DecodedChunk, ModelRunner
 from alula.engine.prefill import FirstTokens, prefill, start_rows
 from alula.engine.results import as_rollout, collect, give
@@ -33,6 +34,8 @@ from alula.models.experts import check_graphs
 from alula.models.geometry import Geometry, attention_scaling
 from alula.models.load import LoadedModel, load_model, share_weights
 from alula.models.lora import Adapter, check_fits, copy_linears, merge
+from alula.sparsity.evict import needs_queries
+from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.policy import Sparsity
 from alula.terminal import progress_bar
 
@@ -141,6 +144,8 @@ class Engine:
         """Launches that the device works on while the host reads the one before."""
         self._session_ids = count()
         self._weights_seen = 0
+        self._queries_seen: tuple[int, int] | None = None
+        """The weights whose queries were measured."""
 
     def _allocate(self, kv_memory: str | int | None, max_rows: int, max_length: int | None) -> None:
         """Allocate the KV pool."""
@@ -230,6 +235,8 @@ class Engine:
     def check(self, sparsity: Sparsity) -> None:
         """Raise for a policy that does not fit this engine."""
         self.inputs.check_policy(sparsity)
+        if needs_queries(sparsity):
+            rope(self.model)
 
     def is_dense(self, sparsity: Sparsity) -> bool:
         """Whether rollouts under this policy are the dense policy's: all KV is read, in the model's dtype."""
@@ -350,6 +357,8 @@ class Engine:
 
     def _submit(self, request: Request, inbox: deque[Rollout]) -> None:
         require(request.id not in self._live, f"request {request.id} is being served; submit a new one.")
+        if needs_queries(request.sparsity):
+            self._refresh_queries()
         request.kind = kind_of(request.sparsity, self.sparse_model is not None and not request.sparsity.dense)
         if not self._live:
             self._check_prefixes()
@@ -549,6 +558,40 @@ class Engine:
         for index, alpha, _ in stream_acceptance(self, rollouts, sparsity, temperature):
             alphas[index] = alpha
         return [alpha for alpha in alphas if alpha is not None]
+
+    # -- statistics of queries ----------------------------------------------------------------------------
+
+    @property
+    def query_statistics(self) -> QueryStatistics | None:
+        """What `triattention` knows of the model's queries; None before it was needed.
+
+        Its text is measured again when the weights have changed. Without a text from `measure_queries` or a file
+        (`QueryStatistics.load`) it is what the dense policy writes by itself.
+        """
+        return self.cache.query_statistics
+
+    @query_statistics.setter
+    def query_statistics(self, statistics: QueryStatistics) -> None:
+        g, layout = self.geometry, tuple(statistics.size.shape)
+        require(
+            layout == (g.layers, g.query_heads, g.head_dim // 2),
+            f"query_statistics: its layers, heads and frequencies are {layout}; this model has "
+            f"{(g.layers, g.query_heads, g.head_dim // 2)}.",
+        )
+        self.cache.query_statistics = statistics.to(self.device)
+        self._queries_seen = (self.policy_version, self._adapter_version)
+
+    def measure_queries(self, text: Many[Many[int]]) -> QueryStatistics:
+        """Measure the queries of the model (with its sparse adapter) over token sequences, and keep the result."""
+        measured = measure_queries(self.runner, text)
+        self.query_statistics = measured
+        return measured
+
+    def _refresh_queries(self) -> None:
+        """Measure the queries if the weights are new."""
+        if (self.policy_version, self._adapter_version) != self._queries_seen:
+            known = self.query_statistics
+            self.measure_queries(own_text(self) if known is None else known.text)
 
     # -- weights and memory -------------------------------------------------------------------------------
 

@@ -58,7 +58,10 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
         attention=attention_sums,
         scaling=cache.scaling,
         row_keys=state.key[row].repeat_interleave(geometry.layers) if evictor.seeded else None,
-        position=state.position[row].long().repeat_interleave(geometry.layers) if evictor.seeded else None,
+        position=state.position[row].long().repeat_interleave(geometry.layers)
+        if evictor.seeded or evictor.calibrated
+        else None,
+        statistics=cache.query_statistics if evictor.calibrated else None,
         keep=event.keep,
         sinks=settings.sinks,
         protected=protected,

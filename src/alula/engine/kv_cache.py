@@ -11,6 +11,7 @@ from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
 from alula.ops import fp8
 from alula.ops.compact import PagedKeys
+from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.select import METHODS as SELECTORS
 
 SUMMARISED_BYTES = 1 << 28
@@ -46,6 +47,8 @@ class KVCache:
             self.scales = self._allocate("scales", (2, *layout[:-1]), torch.uint8)
             self.parts = [part.view(torch.uint8) for part in self.parts] + [*self.scales]
         self.summaries: dict[str, Tensor] = {}
+        self.query_statistics: QueryStatistics | None = None
+        """What TriAttention knows of the model's queries."""
 
     def prepare(self, selector: str | None) -> None:
         """Allocate the summaries of a selector."""

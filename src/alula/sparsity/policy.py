@@ -62,7 +62,8 @@ class Evict:
     """
 
     method: str
-    """`rkv`, `snapkv`, `streaming`, `h2o`, `tova`, `keydiff`, `knorm`, `vase`, `vase-dkv` or `random`."""
+    """`rkv`, `snapkv`, `streaming`, `h2o`, `tova`, `keydiff`, `knorm`, `vase`, `vase-dkv`,
+    `triattention` or `random`."""
     budget: BudgetField
     """KV tokens kept per layer and head, or a schedule: a file or a preset's name."""
     buffer: Count = 128

@@ -12,6 +12,8 @@ from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
 from alula.data.load import load_source
 from alula.distributed import World
+from alula.engine.measure_queries import TEXT_PROMPTS, dense_text
+from alula.engine.rollout import Sampling
 from alula.errors import require
 from alula.learner.learner import Learner, trains_in_place
 from alula.mismatch.control.monitor import Monitor
@@ -21,11 +23,14 @@ from alula.models.lora import Adapter
 from alula.rollouts.build import build_engine, build_episodes
 from alula.rollouts.local_rollouts import LocalRollouts
 from alula.rollouts.rollouts import Rollouts
+from alula.sparsity.evict import needs_queries
 
 if TYPE_CHECKING:
     from alula.distill.distiller import Distiller
     from alula.distill.run_stage import RunDistiller
 
+TEXT_TOKENS = 512
+"""Tokens of an answer that the model's queries are measured on."""
 Data = tuple[Dataset, tuple[Dataset, ...]]
 """Training examples, and the held-out sets."""
 
@@ -150,6 +155,24 @@ def build_rollouts(
         rollouts = RayRollouts(config, world, learner, longest, adapter, copied, say=say, check_stop=check_stop)
     rollouts.check(config.sparsity)
     return rollouts
+
+
+def query_text(config: RunConfig, rollouts: Rollouts, training: Dataset) -> list[list[int]] | None:
+    """The text that the model's queries are measured on: dense answers to the first training prompts, the same on all
+    ranks. None if no policy of the run needs it."""
+    if not any(map(needs_queries, config.policies())):
+        return None
+    assert isinstance(rollouts, LocalRollouts)
+    prompts = [list(example.prompt_ids or ()) for example in training.take(TEXT_PROMPTS)]
+    tokens = min(config.most_generated(max(map(len, prompts))), TEXT_TOKENS)
+    return dense_text(rollouts.engine, prompts, Sampling(max_new_tokens=tokens, seed=config.seed))
+
+
+def measure_queries(rollouts: Rollouts, text: list[list[int]] | None) -> None:
+    """Let the engine measure the text now, and again after every update."""
+    if text is not None:
+        assert isinstance(rollouts, LocalRollouts)
+        rollouts.engine.measure_queries(text)
 
 
 def first_adapter(config: RunConfig) -> Adapter | None:

@@ -36,6 +36,8 @@ from alula.trainer.build import (
     check_shares,
     load_data,
     measure_matrix_rate,
+    measure_queries,
+    query_text,
 )
 from alula.trainer.collector import Collector
 from alula.trainer.evaluation import EvalSummary, Score, add_score, describe_score, evaluate_policy
@@ -156,10 +158,15 @@ class Trainer:
         """Last and best accuracy of the dense policy, by data set."""
         self.position = self.stream.state_dict()
         """The prompt stream's position after this step."""
+        self.query_text: list[list[int]] | None = None
+        """The text that the model's queries are measured on, if the evictor needs that."""
         self.checkpoint_state: dict[str, Any] = {}
         """The state after the last finished action; a run that is stopped inside the next one saves this."""
         if self.resumed:
             self._load(self.resumed)
+        else:
+            self.query_text = query_text(self.config, self.rollouts, self.stream.dataset)
+        measure_queries(self.rollouts, self.query_text)
         self.logger.start(self.stream.dataset, self.held_out)
         if self.resumed:
             self.logger.message(f"continuing after step {self.step}.")
@@ -399,7 +406,7 @@ class Trainer:
 
     def _take_snapshot(self) -> None:
         """Remember the state for the next checkpoint. Called whenever an action is complete."""
-        names = ("step", "evaluated", "best", "scores", "accuracy", "position")
+        names = ("step", "evaluated", "best", "scores", "accuracy", "position", "query_text")
         self.checkpoint_state = {name: getattr(self, name) for name in names} | {
             "lines": self.logger.lines,
             "learner": self.learner.state(),

@@ -18,13 +18,14 @@ from alula.sparsity.evict.rkv_code import RKVCode
 from alula.sparsity.evict.snapkv import SnapKV
 from alula.sparsity.evict.streaming import Streaming
 from alula.sparsity.evict.tova import TOVA
+from alula.sparsity.evict.triattention import TriAttention
 from alula.sparsity.evict.vase import VaSE
 from alula.sparsity.evict.vase_dkv import VaSEDKV
 
 if TYPE_CHECKING:
-    from alula.sparsity.policy import Evict
+    from alula.sparsity.policy import Evict, Sparsity
 
-__all__ = ["METHODS", "Cached", "Evictor", "build", "check_settings", "keep", "option_names"]
+__all__ = ["METHODS", "Cached", "Evictor", "build", "check_settings", "keep", "needs_queries", "option_names"]
 
 METHODS: dict[str, type[Evictor]] = {
     "streaming": Streaming,
@@ -38,6 +39,7 @@ METHODS: dict[str, type[Evictor]] = {
     "random": Random,
     "vase": VaSE,
     "vase-dkv": VaSEDKV,
+    "triattention": TriAttention,
 }
 COMMON = ("buffer", "window", "sinks", "protect_prompt")
 """Settings that every method has, besides its budget."""
@@ -47,6 +49,11 @@ def build(evict: "Evict") -> Evictor:
     """The evictor for these settings."""
     check_settings(evict.method, (name for name, _ in evict.options))
     return METHODS[evict.method](window=evict.window, **dict(evict.options))
+
+
+def needs_queries(sparsity: "Sparsity") -> bool:
+    """Whether a policy's evictor needs statistics of the model's queries."""
+    return sparsity.evict is not None and METHODS[sparsity.evict.method].calibrated
 
 
 def check_settings(method: str, names: Iterable[str], *, common: Sequence[str] = COMMON, kind: str = "setting") -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from alula.errors import require
 from alula.ops.compact import PagedKeys
+from alula.sparsity.evict.query_statistics import QueryStatistics
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Cached:
     row_keys: Tensor | None
     """int64 [R] a random key per rollout, the same in all of its layers; None unless `Evictor.seeded`"""
     position: Tensor | None
-    """int64 [R] the sequence's length, evicted tokens included; None unless `Evictor.seeded`"""
+    """int64 [R] the sequence's length, evicted tokens included; None unless `Evictor.seeded` or `calibrated`"""
+    statistics: QueryStatistics | None
+    """statistics of the model's queries; None unless `Evictor.calibrated`"""
     keep: int
     """tokens that the eviction keeps"""
     sinks: int
@@ -63,6 +66,9 @@ class Evictor:
 
     seeded = False
     """Whether it draws random numbers, which needs the rollout's key and length."""
+
+    calibrated = False
+    """Whether it needs statistics of the model's queries, and the sequence's length."""
 
     @property
     def queries(self) -> int:
