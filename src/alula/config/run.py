@@ -149,8 +149,8 @@ class RunConfig(Section):
         evict = self.sparsity.evict
         require(
             rollouts.backend == "local" or evict is None or evict.method != "triattention",
-            "sparsity.evict.method=triattention with rollouts.backend=ray: the text that its statistics are measured on "
-            "is not sent to workers; use another evictor, or rollouts.backend=local.",
+            "sparsity.evict.method=triattention with rollouts.backend=ray: the text that its statistics are measured "
+            "on is not sent to workers; use another evictor, or rollouts.backend=local.",
         )
         require(
             rollouts.min_workers <= rollouts.workers,
