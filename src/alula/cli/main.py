@@ -16,6 +16,7 @@ from alula.errors import RunFailed, SettingError
 COMMANDS = {
     "generate": ("alula.cli.generate:generate", "Generate with a model, dense or under any sparsity."),
     "train": ("alula.cli.train:train", "Train a model with sparse rollouts, from a recipe."),
+    "estimate": ("alula.cli.estimate:estimate", "Estimate a recipe's step on GPUs that you do not have yet."),
     "eval": ("alula.cli.eval:evaluate", "Evaluate models on data sets, dense or under any sparsity."),
     "recipes": ("alula.cli.recipes:recipes", "List the recipes that come with Alula, or print one."),
     "report": ("alula.cli.report:report", "Compare runs in one self-contained HTML page."),

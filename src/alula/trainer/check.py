@@ -17,7 +17,7 @@ from alula.run.sinks import check_sinks
 from alula.sparsity.policy import DENSE
 from alula.trainer.check_environment import check_environment
 from alula.trainer.host_plan import host_rows, traffic_rows
-from alula.trainer.memory_plan import USABLE, MemoryPlan, dtype_of, free_memory, plan_memory, totals
+from alula.trainer.memory_plan import USABLE, MemoryPlan, dtype_of, free_memory, plan_memory, separate_workers, totals
 from alula.trainer.preflight import (
     OTHER_MODEL_ADVICE,
     Preflight,
@@ -30,10 +30,9 @@ from alula.trainer.preflight import (
 from alula.trainer.speed_plan import SpeedPlan, kv_memory, measure, plan_speed
 
 
-def print_plan(config: RunConfig, console: Console | None = None, *, resume: Resume = False, workers: int = 0) -> None:
-    """Check the run and print its plan. Raises whatever the run would reject. `workers` are rollout workers beside the
-    ranks of torchrun."""
-    console = console or Console()
+def print_plan(config: RunConfig, console: Console | None = None, *, resume: Resume = False) -> None:
+    """Check the run and print its plan. Raises whatever the run would reject."""
+    console, workers = console or Console(), separate_workers(config)
     preflight = Preflight(config)
     ranks, nodes = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
     plan = plan_memory(config, ranks, preflight.tokenized, nodes=nodes, workers=workers)
@@ -45,7 +44,8 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: Res
     console.print(host_table(config, plan))
     free = free_memory(config)
     kv_bytes = 0.0 if free is None or plan.learning > USABLE * free else kv_memory(config, plan, free)
-    if kv_bytes > plan.kv_dense / plan.running:  # otherwise the run does not fit, as the table of memory says
+    # otherwise the run does not fit, as the table of memory says; `alula estimate` covers workers
+    if not workers and kv_bytes > plan.kv_dense / plan.running:
         speed = plan_speed(config, plan, measure(config), kv_bytes, ranks)
         console.print(speed_table(config, speed, torch.cuda.get_device_name()))
     console.print(sparsity_table(config))

@@ -144,7 +144,7 @@ def plan_memory(
     longest = prompt + config.most_generated(prompt)
     if config.control.enabled:
         resolve_control(config.control, sparsity, longest)
-    shares_weights = ranks == 1 and lora is None
+    shares_weights = ranks == 1 and lora is None and config.rollouts.backend == "local"
     has_copy = config.distill is not None if workers else not shares_weights  # the distiller needs whole weights
     is_master = width == 4
     shards = ranks // nodes if config.learner.shard == "node" else ranks
@@ -177,6 +177,12 @@ def plan_memory(
         most_tokens=rollouts * config.most_sampled(),
         update_tokens=-(-rollouts // config.learner.updates) * longest,
     )
+
+
+def separate_workers(config: RunConfig) -> int:
+    """Rollout workers on GPUs of their own."""
+    rollouts = config.rollouts
+    return rollouts.workers if rollouts.backend == "ray" and not rollouts.colocated else 0
 
 
 def longest_prompt(data: Data | None) -> int | None:
@@ -225,7 +231,7 @@ def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[
     """The last rows of the memory table."""
     rows = [
         ("total, learning (KV pool released)", size_text(plan.learning)),
-        ("total, generating", size_text(plan.generating(config.engine.kv_memory))),
+        ("total, generating" + (", a worker" if plan.workers else ""), size_text(plan.generating(config.engine.kv_memory))),
     ]
     if not config.learner.activation_checkpointing:
         rows.append(("  activations not counted: learner.activation_checkpointing is off", ""))

@@ -4,6 +4,7 @@ The cost of a decode step is the roofline of its work on the measured matrix rat
 layer. All answers are assumed to have full length. Time for rewards, evaluations and checkpoints is not counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +24,9 @@ EVICTION_LAYER_MS = 0.6
 """The same for an eviction of all rows (SmolLM2-135M, 512 rows, rkv 64+16: 0.3 s for 16 evictions)."""
 PREFILL_SHARE = 0.66
 """Share of the matrix rate that a packed prefill reaches (docs/benchmarks.md)."""
-LEARNER_SHARE, LEARNER_HALF = 0.5, 150e6
-"""The learner reaches this share of the matrix rate, and half of it at that many parameters (docs/benchmarks.md)."""
+UPDATE_SHARE, SCORE_SHARE, LEARNER_EXTRA = 0.5, 0.65, 150e6
+"""Updates and scoring reach these shares of the matrix rate; a token costs as much as with that many parameters more,
+which is what small layers lose (benchmarks/steps.py compares with measured steps)."""
 PAYS = 1.05
 """Sparse rollouts pay if they are this much faster than dense ones."""
 LENGTHS = [round(256 * 2 ** (power / 4)) for power in range(33)]
@@ -88,20 +90,30 @@ def plan_speed(config: RunConfig, plan: MemoryPlan, ceilings: Ceilings, kv_bytes
     cost = RolloutCost(geometry, ceilings, kv_bytes, prompts, per_rank, plan.running)
     sparsity = EXAMPLE if config.sparsity.dense else config.sparsity
     dense, sparse = (cost.of(policy, plan.prompt, answer) for policy in (DENSE, sparsity))
-    length = plan.prompt + answer
-    attention = geometry.layers * geometry.attention_width * length  # causal: half of all pairs
-    forward = 2 * (geometry.parameters + attention) * per_rank * length
-    rate = ceilings.matrix * LEARNER_SHARE * geometry.parameters / (geometry.parameters + LEARNER_HALF)
-    passes = (0 if config.objective.one_update else 1) + (config.objective.kl > 0)
+    score, update = learner_seconds(config, geometry, ceilings, [plan.prompt + answer] * per_rank)
     return SpeedPlan(
         sparsity=sparsity,
         rollouts=dense if config.sparsity.dense else sparse,
         dense=dense,
         sparse=sparse,
-        score=passes * forward / rate,
-        update=3 * forward / rate,
+        score=score,
+        update=update,
         pays_from=pays_from(cost, sparsity, plan.prompt),
     )
+
+
+def learner_seconds(
+    config: RunConfig, geometry: Geometry, ceilings: Ceilings, lengths: Sequence[int]
+) -> tuple[float, float]:
+    """Scoring and updates of one rank, whose sequences have these lengths, prompts included."""
+    attention = geometry.layers * geometry.attention_width * sum(n * n for n in lengths)  # causal: half of all pairs
+    forward = 2 * ((geometry.parameters + LEARNER_EXTRA) * sum(lengths) + attention) / ceilings.matrix
+    return scoring_passes(config) * forward / SCORE_SHARE, 3 * forward / UPDATE_SHARE
+
+
+def scoring_passes(config: RunConfig) -> int:
+    """Forward passes over every rollout before the updates: the policy's, and the reference's."""
+    return (0 if config.objective.one_update else 1) + (config.objective.kl > 0)
 
 
 def pays_from(cost: RolloutCost, sparsity: Sparsity, prompt: int) -> int | None:
