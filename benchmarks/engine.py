@@ -131,8 +131,28 @@ def large(ceilings: Ceilings) -> list[dict]:
     return [decode_step(engine(LARGE, "74GiB", max_rows=64), 64, 8192, DENSE, ceilings)]
 
 
-def kernel(ceilings: Ceilings) -> list[dict]:
+def fp8_kv(ceilings: Ceilings) -> Iterator[dict]:
+    """KV in 8 bits against bfloat16 in one process: decode steps, the tokens of a pool, whole rollouts."""
+    evicting = Sparsity(evict=Evict("rkv", budget=512, buffer=128))
+    selecting = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
+    loaded = load_model(SMALL, device="cuda")
+    for dtype in (None, "fp8"):
+        one = Engine(loaded, kv_memory="62GiB", kv_dtype=dtype, max_rows=64, max_length=32768 + 64)
+        for batch, context in ((64, 8192), (64, 1024), (16, 32768)):
+            yield decode_step(one, batch, context, DENSE, ceilings)
+        yield decode_step(one, 16, 32768, selecting, ceilings)
+        for policy in (DENSE, evicting):
+            rollouts(one, 64, 128, 2048, policy)  # captures its graphs
+            yield rollouts(one, 64, 128, 2048, policy)
+        one.sleep()
+        del one
+        release()
+    yield from kernel(ceilings, fp8=True)
+
+
+def kernel(ceilings: Ceilings, fp8: bool = False) -> list[dict]:
     """The paged decode kernel alone, 64 × 8k, random KV, pages in random order."""
+    from alula.ops.fp8 import quantise
     from alula.ops.paged_attention import paged_attention
 
     batch, context, page, q_heads, kv_heads, dim = 64, 8192, 16, 16, 8, 128
@@ -143,16 +163,21 @@ def kernel(ceilings: Ceilings) -> list[dict]:
     table = (torch.randperm(count, device=DEVICE) + 1).int().view(batch, 1, -1)
     tokens = torch.full((batch, 1), context, device=DEVICE, dtype=torch.int32)
     q = torch.randn(batch, q_heads, dim, device=DEVICE, dtype=torch.bfloat16)
-    run = lambda: paged_attention(q, keys, values, table, tokens, dim**-0.5, context)  # noqa: E731
+    scales = None
+    if fp8:
+        (keys, key_scales), (values, value_scales) = quantise(keys), quantise(values)
+        scales = torch.stack([key_scales, value_scales])
+    run = lambda: paged_attention(q, keys, values, table, tokens, dim**-0.5, context, scales)  # noqa: E731
     timed(run, DEVICE, 5)
     seconds = min(timed(run, DEVICE, 20) for _ in range(3))
-    rate = 2 * keys[1:].numel() * 2 / seconds
+    rate = (2 * keys[1:].nbytes + (scales[:, 1:].nbytes if scales is not None else 0)) / seconds
     return [
         {
             "kind": "paged decode kernel",
             "batch": batch,
             "context": context,
             "kv": "random",
+            "kv_dtype": "fp8" if fp8 else None,
             "us": seconds * 1e6,
             "bytes_per_s": rate,
             "of_copy": rate / ceilings.bandwidth,
@@ -344,6 +369,7 @@ SECTIONS = {
     "kernel": kernel,
     "steps": steps,
     "large": large,
+    "fp8": fp8_kv,
     "transformers": transformers_generate,
     "peak": peak,
     "pool": pool,

@@ -26,6 +26,7 @@ def bench(
     ] = 0,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
+    kv_dtype: shared.KVDtype = None,
     kv_memory: shared.KVMemory = None,
     page: shared.Page = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
@@ -53,7 +54,9 @@ def bench(
     loaded = load_model(model, device=device, dtype=dtype)
     # Random KV is not limited by the model's positions.
     longest = max(getattr(loaded.model.config, "max_position_embeddings", 0), max(contexts) + rollouts + ROOM)
-    engine = Engine(loaded, page=page, kv_memory=kv_memory, max_rows=max(batches), max_length=longest)
+    engine = Engine(
+        loaded, page=page, kv_dtype=kv_dtype, kv_memory=kv_memory, max_rows=max(batches), max_length=longest
+    )
     ceilings = measure_ceilings(engine.device)
     records: list[dict[str, Any]] = []
     for policy in policies:
@@ -71,7 +74,7 @@ def bench(
         for record in records:
             typer.echo(json.dumps(record))
         return
-    show(records, engine.name, ceilings.bandwidth)
+    show(records, engine.name + (f", {kv_dtype} KV" if kv_dtype else ""), ceilings.bandwidth)
 
 
 def show(records: list[dict[str, Any]], name: str, bandwidth: float) -> None:

@@ -62,6 +62,7 @@ def calibrate(
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
+    kv_dtype: shared.KVDtype = None,
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 512,
     out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")] = DEFAULT_OUT,
@@ -103,7 +104,8 @@ def calibrate(
     check_numbers(length, bin_width, prompts, samples, temperature, tau or [])
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
-    policies = [(name, *parse_target(name, width, length)) for name in verify or []]  # raises before anything is loaded
+    # raises before anything is loaded
+    policies = [(name, *parse_target(name, width, length, kv_dtype)) for name in verify or []]
     require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders, grid = [], None
     families = parse_families(methods, numbers("pages", pages))
@@ -121,7 +123,7 @@ def calibrate(
     loaded, dataset = load_model_and_prompts(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
     )
-    engines = Engines(loaded, length, kv_memory, max_rows, adapter)
+    engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
     other_prompts = bool(policies) or vetoed is not None
     text = TextSettings(

@@ -78,10 +78,16 @@ class Engines:
     """Holds one engine at a time, and rebuilds it for another page size."""
 
     def __init__(
-        self, loaded: "LoadedModel", length: int, kv_memory: str | None, max_rows: int, adapter: Path | None
+        self,
+        loaded: "LoadedModel",
+        length: int,
+        kv_dtype: str | None,
+        kv_memory: str | None,
+        max_rows: int,
+        adapter: Path | None,
     ) -> None:
-        self.loaded, self.length, self.kv_memory, self.max_rows = loaded, length, kv_memory, max_rows
-        self.adapter = adapter
+        self.loaded, self.length, self.kv_dtype, self.kv_memory = loaded, length, kv_dtype, kv_memory
+        self.max_rows, self.adapter = max_rows, adapter
         self.engine: Engine | None = None
         self.statistics: QueryStatistics | None = None
         """Statistics of the model's queries, passed on to every engine."""
@@ -95,6 +101,7 @@ class Engines:
             self.engine = Engine(
                 self.loaded,
                 page=page,
+                kv_dtype=self.kv_dtype,
                 kv_memory=self.kv_memory,
                 max_rows=self.max_rows,
                 max_length=self.length + page,

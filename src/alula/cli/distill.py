@@ -43,6 +43,7 @@ def distill(
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
     page: shared.Page = 16,
+    kv_dtype: shared.KVDtype = None,
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 256,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("distilled"),
@@ -80,7 +81,12 @@ def distill(
         out,
         save_every,
         resume,
-        {"page": policy.select.block if policy.select else page, "kv_memory": kv_memory, "max_rows": max_rows},
+        {
+            "page": policy.select.block if policy.select else page,
+            "kv_dtype": kv_dtype,
+            "kv_memory": kv_memory,
+            "max_rows": max_rows,
+        },
         {
             "data": data,
             "split": split,
@@ -150,7 +156,7 @@ def run(
     made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options", "residual")}
     made_with |= {name: getattr(settings, name) for name in ("rank", "alpha")}
     made_with |= {"targets": ",".join(settings.targets), "data_dir": path_text(input_options["data_dir"])}
-    made_with |= {"adapter": path_text(adapter)}
+    made_with |= {"adapter": path_text(adapter), "kv_dtype": engine_options["kv_dtype"]}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
     last = checkpoints.begin(resume)
     done, before = 0, None

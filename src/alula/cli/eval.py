@@ -63,6 +63,7 @@ def evaluate(
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
+    kv_dtype: shared.KVDtype = None,
     kv_memory: shared.KVMemory = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all results to this JSON file.")] = None,
 ) -> None:
@@ -101,6 +102,7 @@ def evaluate(
             device=device,
             dtype=dtype,
             residual=residual,
+            kv_dtype=kv_dtype,
             kv_memory=kv_memory,
             page=page,
             sparse_adapter=sparse_adapter,
@@ -197,6 +199,7 @@ def evaluate_one(
         raise SettingError(f"model {model!r} has no tokenizer, which data sets of text need; use a model that has one.")
     prepared = prepare(dataset, engine.tokenizer, chat=chat)
     adapted = "" if policy.dense or engine.sparse_model is None else ", with its adapter"
+    quantised = f", {engine.geometry.kv_dtype} KV" if engine.geometry.kv_dtype else ""
     with Rewards([RewardTerm(name=reward)]) as rewards:
         return run(
             lambda prompts, n: engine.generate(prompts, sampling, policy),
@@ -205,5 +208,5 @@ def evaluate_one(
             sampling.n,
             answer_of=None if reward == "code" else final_answer,
             model=model,
-            sparsity=policy.describe() + adapted,
+            sparsity=policy.describe() + adapted + quantised,
         )

@@ -38,6 +38,7 @@ def generate(
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
+    kv_dtype: shared.KVDtype = None,
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 256,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; by default standard output.")] = None,
@@ -71,6 +72,7 @@ def generate(
         dtype=dtype,
         residual=residual,
         page=page,
+        kv_dtype=kv_dtype,
         kv_memory=kv_memory,
         max_rows=max_rows,
     )

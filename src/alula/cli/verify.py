@@ -39,7 +39,7 @@ def run_verify(
         out.write_text(json.dumps(records if len(named) > 1 else records[0], indent=1) + "\n")
         heading = f"{name}\n\n" if len(named) > 1 else ""
         typer.echo(f"{heading}{result.table()}\n{result.kv.describe()}\n{describe_vetoes(result)}")
-        if result.kv.sparse == 0:
+        if not result.tested:
             typer.echo(result.kv.never_sparse(name, policy))
         typer.echo(f"{out}: {verdict(result)}")
         code = code if result.holds else 1
@@ -58,7 +58,7 @@ def describe_vetoes(result: Verification) -> str:
             f"\nThat is more than {TOO_MANY:.0%}: too many answers are spoilt, whatever the tail is; use a larger "
             "budget, or objective.correction=reroll."
         )
-    elif upper > TOO_MANY and result.kv.sparse:
+    elif upper > TOO_MANY and result.tested:
         text += f"\n{undecided(share)}"
     return text
 
@@ -76,7 +76,7 @@ def undecided(share: Share) -> str:
 
 def verdict(result: Verification) -> str:
     """Whether tau holds in the bins that have enough prompts."""
-    if result.kv.sparse == 0:
+    if not result.tested:
         return "nothing was tested, since the policy was never sparse."
     if result.tau is None:
         return "no tau was given, so the tail is not tested."

@@ -119,8 +119,8 @@ class KVCache:
             buffer.restore()
 
 
-def check_kv_dtype(kv_dtype: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise for a KV dtype that the model or the device cannot have."""
+def check_kv_dtype(kv_dtype: str | None, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Raise for a KV dtype that the model's dtype or the device does not allow."""
     require(kv_dtype in (None, "fp8"), f"kv_dtype={kv_dtype}: must be fp8, or left out for the model's dtype.")
     if kv_dtype is not None:
         require(
@@ -128,7 +128,7 @@ def check_kv_dtype(kv_dtype: str | None, dtype: torch.dtype, device: torch.devic
             f"kv_dtype={kv_dtype}: its scales exceed the range of a float16 model; load it with dtype=bfloat16.",
         )
         require(
-            device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9),
+            device is None or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9),
             f"kv_dtype={kv_dtype}: this GPU has no 8-bit floats (compute capability 8.9 or above); leave it out.",
         )
 

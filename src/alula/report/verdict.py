@@ -49,7 +49,8 @@ def verdict(run: Run, reference: Run | None = None) -> Verdict:
 
 
 def is_dense(run: Run) -> bool:
-    """Whether the run's settings say that its rollouts keep and read all KV."""
-    return bool(run.settings) and not any(
-        name.startswith(("sparsity.evict.", "sparsity.select.")) for name in run.settings
+    """Whether the run's settings say that its rollouts keep and read all KV, in the model's dtype."""
+    quantised = run.settings.get("engine.kv_dtype", "null") != "null"
+    return bool(run.settings) and not (
+        quantised or any(name.startswith(("sparsity.evict.", "sparsity.select.")) for name in run.settings)
     )

@@ -37,6 +37,7 @@ def build_engine(config: RunConfig, loaded: LoadedModel, longest: int, adapter: 
         loaded,
         page=config.page,
         kv_memory=e.kv_memory,
+        kv_dtype=e.kv_dtype,
         max_rows=e.max_rows,
         max_length=e.max_length or longest,
         lookahead=e.lookahead,

@@ -70,7 +70,9 @@ class RunLogger:
         run any more: a rejected resume must leave the folder's settings as they are."""
         c, sparsity = self.config, self.config.sparsity
         preset = c.objective.correction.preset
-        rollouts = "dense" if sparsity.dense else f"{sparsity.describe()}, correction {preset}"
+        quantised = f" with {c.engine.kv_dtype} KV" if c.engine.kv_dtype else ""
+        exact = sparsity.dense and not quantised
+        rollouts = "dense" if exact else f"{sparsity.describe()}{quantised}, correction {preset}"
         batch = f"{c.sampling.prompts} × {c.sampling.n} rollouts"
         self.message(f"{self.out}: {c.model.source}, {c.steps:,} steps of {batch}, {rollouts}.")
         dropped = "; left out: " + ", ".join(f"{n:,} ({why})" for why, n in training.dropped.items())

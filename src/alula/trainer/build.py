@@ -210,6 +210,7 @@ def build_monitor(config: RunConfig, rollouts: Rollouts, training: Dataset, worl
         rollouts.acceptance,
         longest,
         config.control,
+        kv_dtype=config.engine.kv_dtype,
         gather=world.all_gather,
     )
 

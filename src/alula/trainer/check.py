@@ -92,7 +92,8 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
             table.add_row(what, size_text(size))
     longest, sparsity = plan.prompt + config.most_generated(plan.prompt), config.sparsity
     pool = config.engine.kv_memory or "twice what its rows need, if available"
-    table.add_row(f"KV pool (engine.kv_memory: {pool})", "")
+    stored = f"; engine.kv_dtype: {config.engine.kv_dtype}" if config.engine.kv_dtype else ""
+    table.add_row(f"KV pool (engine.kv_memory: {pool}{stored})", "")
     table.add_row(f"  {plan.running} rollouts of {longest:,} tokens, dense", size_text(plan.kv_dense))
     if not sparsity.dense:
         table.add_row(f"  the same under {sparsity.describe()}", size_text(plan.kv_sparse))
@@ -146,6 +147,8 @@ def sparsity_table(config: RunConfig) -> Table:
             "  read",
             f"{select.budget} KV tokens in blocks of {select.block}; dense layers: {select.dense_layers}",
         )
+    if config.engine.kv_dtype:
+        table.add_row("  stored", f"in 8 bits ({config.engine.kv_dtype}), in evaluations and rerolls too")
     for message in schedules_of_other_models(config.policies(), load_model_config(config.model.source)):
         table.add_row("  other model", f"{message} {OTHER_MODEL_ADVICE}")
     table.add_row("correction", config.objective.correction.preset)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from alula.config.run import RunConfig
 from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
-from alula.engine.kv_cache import parse_bytes
+from alula.engine.kv_cache import check_kv_dtype, parse_bytes
 from alula.errors import SettingError
 from alula.files import size_text
 from alula.mismatch.control.monitor import resolve_control
@@ -132,8 +132,9 @@ def plan_memory(
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
     text = model_config.get_text_config()
     check_positions(config, model_config, data)
+    check_kv_dtype(config.engine.kv_dtype, getattr(torch, dtype_of(config)))
     width = 4 if dtype_of(config) == "float32" else 2
-    geometry = replace(Geometry.of(model), value_bytes=width)
+    geometry = replace(Geometry.of(model, config.engine.kv_dtype), value_bytes=width)
     kv_token = geometry.kv_token_bytes
     layer_inputs = geometry.layers * text.hidden_size * (4 if config.model.residual else width)
 

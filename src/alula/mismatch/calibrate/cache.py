@@ -110,6 +110,7 @@ def calibration_settings(engine: Engine, text: "TextSettings", bins: Bins) -> di
         "adapter": "none" if engine.sparse_model is None else fingerprint(engine.sparse_model.parameters()),
         "dtype": str(engine.dtype).removeprefix("torch."),
         "residual": residual_of(engine.model),
+        "kv_dtype": engine.geometry.kv_dtype,
         "device": engine.device.type,
         "prompts": len(text.prompts),
         "prompt_ids": prompts,

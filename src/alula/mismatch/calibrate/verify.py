@@ -31,6 +31,13 @@ class Verification:
     tail: Tail
     vetoed: Share
     kv: Savings
+    kv_dtype: str | None = None
+    dense: bool = False
+    """Whether the policy keeps and reads everything, so that `kv_dtype` alone was tested."""
+
+    @property
+    def tested(self) -> bool:
+        return self.kv.sparse > 0 or (self.dense and self.kv_dtype is not None)
 
     @property
     def violated(self) -> list[int]:
@@ -45,11 +52,11 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """No criterion is violated, and the policy was sparse in some rollout."""
-        return not self.violated and not self.too_many_vetoed and self.kv.sparse > 0
+        """No criterion is violated, and something was tested: the policy was sparse in some rollout."""
+        return not self.violated and not self.too_many_vetoed and self.tested
 
     def verdict(self, bin_: BinTail) -> str:
-        if self.kv.sparse == 0:
+        if not self.tested:
             return "never sparse"
         if not bin_.enough:
             return f"fewer than {MIN_PROMPTS} prompts"
@@ -81,6 +88,7 @@ class Verification:
             "violated": self.violated,
             "vetoed": {"rollouts": self.vetoed.count, "of": self.vetoed.of, "lower": lower, "upper": upper},
             "kv": asdict(self.kv),
+            "kv_dtype": self.kv_dtype,
         }
 
 
@@ -100,22 +108,24 @@ def verify(
     bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
     vetoed = Share.vetoed(rollouts, engine.score(rollouts), text.samples)
     kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
-    return Verification(schedule, tau, bins.tail(rollouts, alphas), vetoed, kv)
+    tail = bins.tail(rollouts, alphas)
+    return Verification(schedule, tau, tail, vetoed, kv, engine.geometry.kv_dtype, policy.dense)
 
 
-def parse_target(text: str, width: int, length: int) -> tuple[Schedule, Sparsity]:
-    """Schedule and policy of a `--verify` argument: a schedule file, a preset, or a policy such as `rkv:512+128`."""
+def parse_target(text: str, width: int, length: int, kv_dtype: str | None = None) -> tuple[Schedule, Sparsity]:
+    """Schedule and policy of a `--verify` argument: a schedule file, a preset, or a policy such as `rkv:512+128`; with
+    a `kv_dtype` also `dense`."""
     is_policy = ":" in text or text.strip() in ("dense", *EVICTORS, *SELECTORS)
     if not is_policy or Path(text).exists():
         schedule = Schedule.load(text)
         return schedule, policy_of(schedule)
     policy = Sparsity.parse(text)
     budget = budget_of(policy, controlled(policy))
-    if budget is None:
+    if budget is None and kv_dtype is None:
         raise SettingError("verify=dense: it is the reference; give a sparse policy, such as rkv:512+128.")
     if isinstance(budget, Schedule):
         return budget, policy
-    return Schedule((budget,) * -(-length // width), width, text), policy
+    return Schedule((budget or length,) * -(-length // width), width, text), policy
 
 
 def policy_of(schedule: Schedule) -> Sparsity:

@@ -43,7 +43,8 @@ class Observation:
 class Monitor:
     """Measures one run's sparse policy. The caller applies what the controller decides (`Observation.sparsity`).
 
-    All ranks see all α and therefore reach the same schedule. `gather` returns the values of all ranks.
+    All ranks see all α and therefore reach the same schedule. `gather` returns the values of all ranks. A dense policy
+    is watched only with a `kv_dtype`, whose rounding makes it another one.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Monitor:
         max_length: int,
         control: ControlSettings | None = None,
         *,
+        kv_dtype: str | None = None,
         gather: Callable[[Any], list[Any]] = lambda value: [value],
     ) -> None:
         self.settings, self.acceptance, self.gather = settings, acceptance, gather
-        self.watched = 0 if sparsity.dense else settings.rollouts
+        self.kv_dtype = kv_dtype
+        self.watched = 0 if sparsity.dense and kv_dtype is None else settings.rollouts
         self.base, self.kind = sparsity, controlled(sparsity)
         self.max_length = max_length
         self.schedule = schedule_of(budget_of(sparsity, self.kind), settings.bin, max_length)
@@ -115,7 +118,7 @@ class Monitor:
 
     def step(self, rollouts: Sequence[Rollout]) -> Observation:
         """Measure the rollouts with hidden states, and free these. Every rank must call it."""
-        if self.base.dense:
+        if self.base.dense and self.kv_dtype is None:
             return Observation()
         if not self.settings.rollouts:
             return Observation(self._schedule_metrics() if self.controller else {})
@@ -196,6 +199,8 @@ class Monitor:
 
     def _schedule_metrics(self) -> dict[str, float]:
         """The budgets in force: one for every bin where the budget changes."""
+        if self.base.dense:  # watched because its KV is quantised
+            return {}
         budgets = self.controller.schedule.budgets if self.controller else self.schedule.budgets
         changes = [j for j, budget in enumerate(budgets) if j == 0 or budget != budgets[j - 1]]
         metrics: dict[str, float] = {f"schedule/budget/{j * self.schedule.width}": budgets[j] for j in changes}
