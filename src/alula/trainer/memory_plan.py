@@ -230,9 +230,10 @@ def free_memory(config: RunConfig) -> int | None:
 
 def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[str, str]]:
     """The last rows of the memory table."""
+    place = ", a worker" if plan.workers else ""
     rows = [
         ("total, learning (KV pool released)", size_text(plan.learning)),
-        ("total, generating" + (", a worker" if plan.workers else ""), size_text(plan.generating(config.engine.kv_memory))),
+        (f"total, generating{place}", size_text(plan.generating(config.engine.kv_memory))),
     ]
     if not config.learner.activation_checkpointing:
         rows.append(("  activations not counted: learner.activation_checkpointing is off", ""))
