@@ -30,7 +30,8 @@ def decode_seconds(
 ) -> float:
     """Decode time of answers of these lengths to prompts of `prompt` tokens, with at most `rows` at a time."""
     use = footprint(sparsity, prompt, max(lengths), cost.geometry.layers)
-    held = (use.held + use.summaries) * cost.geometry.kv_token_bytes
+    geometry = cost.geometry
+    held = (use.held + use.summaries / geometry.kv_share) * geometry.kv_token_bytes  # summaries are never quantised
     left, done = np.asarray(lengths), np.zeros(len(lengths), dtype=int)
     seconds = 0.0
     while len(left):

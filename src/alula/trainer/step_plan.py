@@ -113,6 +113,7 @@ class StepPlanner:
             f"{plan.parameters / 1e9:.1f} B parameters: steps were measured up to 1.7": plan.parameters > 1.8e9,
             f"answers of {self.most:,} tokens: steps were measured up to 8,192": self.most > 8192,
             "block selection: no whole step was measured": self.config.sparsity.select is not None,
+            "KV in 8 bits: no whole step was measured": self.config.engine.kv_dtype is not None,
             "an environment's own time is not counted": self.config.environment is not None,
         }
         return [text for text, applies in parts.items() if applies]
