@@ -32,10 +32,10 @@ $(MODEL): | $(READY)
 	rm -r .cache/unpacked
 
 fast: $(READY)  ## run the unit tests: no whole runs, no real model
-	$(BIN)/python -m pytest -n 2 --ignore tests/integration -m "not slow and not real"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore tests/integration -m "not slow and not real"
 
 test: $(READY) $(MODEL)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(READY)  ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

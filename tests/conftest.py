@@ -55,14 +55,24 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_model(smollm2: Path) -> "LoadedModel":
-    """That model, loaded once per worker in float32. Do not change its weights or its config."""
+    """That model, loaded once in float32. Do not change its weights or its config."""
     from alula.models.load import load_model
 
     return load_model(smollm2)
 
 
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_model: "LoadedModel", tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That model as a Hugging Face folder, which loads much faster than GGUF."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    smollm2_model.model.save_pretrained(folder)
+    smollm2_model.tokenizer.save_pretrained(folder)
+    return folder
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("real"):
+            item.add_marker(pytest.mark.xdist_group("real"))  # one worker loads the model, which takes long
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -365,12 +365,11 @@ def test_a_step_through_the_kernel_is_the_same(checkpointing, models, monkeypatc
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("method", ["rkv", "block-topk"])
 @pytest.mark.slow
-def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, models, monkeypatch):
+def test_one_compiled_layer_serves_all_and_changes_nothing(kernels, models, monkeypatch):
     """Through dynamo and autograd's own graphs; the compiler behind them is left out to save its time. The eager one
-    never runs through the kernels."""
-    loaded, policy, graphs = models[3], METHODS[method], []
+    never runs through the kernels. Prompts with an evictor and with a selector take turns."""
+    loaded, graphs = models[1], []
 
     def both():
         for distiller in (eager, compiled):
@@ -386,7 +385,8 @@ def test_one_compiled_layer_serves_all_and_changes_nothing(method, kernels, mode
     torch._dynamo.reset()
     adapter = random_adapter(loaded.model)
     engine = engine_of(loaded, sparse_adapter=adapter)
-    rollouts = engine.generate(PROMPTS, SAMPLING, policy, record=policy.evict is not None)
+    policies = [METHODS["rkv"], METHODS["block-topk"]] * 2
+    rollouts = engine.generate(PROMPTS, SAMPLING, policies, record=[policy.evict is not None for policy in policies])
     eager, compiled = (
         distiller_of(loaded.model, adapter, lr=1e-2, activation_checkpointing=True, compile=on) for on in (False, True)
     )

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from alula.cli.main import app
+from alula.config.load import load_config
 from alula.demo.problems import HintedPointer
 from alula.demo.run import ARMS, Arm, run_demo
 from alula.demo.tiny_model import WarmUp
@@ -21,7 +22,9 @@ def test_share_of_correct_hints():
 
 
 @pytest.mark.slow
-def test_the_demo_runs_from_start_to_end(tmp_path):
+def test_the_demo_runs_from_start_to_end(tmp_path, monkeypatch):
+    smaller = ["sampling.prompts=4", "eval.size=16"]
+    monkeypatch.setattr("alula.demo.run.load_config", lambda path, settings: load_config(path, [*settings, *smaller]))
     lines: list[str] = []
     warm = WarmUp(problems=64, batch=8, careful_steps=3, mixture_steps=2)
     arms = run_demo(tmp_path, steps=1, warm=warm, say=lines.append)

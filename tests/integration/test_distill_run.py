@@ -15,7 +15,7 @@ from alula.models.lora import Adapter
 from alula.trainer.trainer import Trainer
 from distill_runs import FIRST, RECIPE, distilling_run, trained, watched
 from toy import without_clocks
-from two_ranks import run_on_two_ranks
+from two_ranks import fork_two_ranks
 
 
 def test_run_distils_moves_to_the_sparser_policy_and_resumes(tmp_path):
@@ -309,7 +309,7 @@ def test_distill_first_on_two_ranks(tmp_path):
     """Each rank trains φ on its share of a batch; afterwards both hold the same φ and θ."""
     script = tmp_path / "worker.py"
     script.write_text(FIRST_ON_A_RANK)
-    run_on_two_ranks(script, tmp_path, timeout=180)
+    fork_two_ranks(script, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert [name for name, holds in report["checks"].items() if not holds] == []
     assert [[len(share) for share in shares] for shares in report["shares"]] == [[3, 3, 3], [2, 2, 2]]

@@ -13,10 +13,9 @@ from alula.errors import SettingError
 from alula.run.checkpoint import Checkpoints
 from distributed_worker import learner, rollouts, step, summary
 from forked_ranks import run_on_nodes
-from two_ranks import run_on_two_ranks
+from two_ranks import fork_two_ranks, run_on_two_ranks
 
-pytestmark = pytest.mark.slow
-
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 LAYOUTS = {"two-ranks": (1, 2), "two-nodes": (2, 1), "two-nodes-of-two": (2, 2)}
 """Nodes and ranks per node: sharded, replicated, and both."""
@@ -172,7 +171,7 @@ def one_and_two_ranks(tmp_path_factory):
     one, two = (tmp_path_factory.mktemp(name) for name in ("one-rank", "two-ranks-keys"))
     for scenario in rank_keys_worker.SCENARIOS:
         rank_keys_worker.train(scenario, one)
-    run_on_two_ranks(Path(rank_keys_worker.__file__), two)
+    fork_two_ranks(rank_keys_worker.__file__, two)
     return one, two
 
 

@@ -12,8 +12,8 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_the_notebook_runs(smollm2, tmp_path, monkeypatch):
-    monkeypatch.setenv("ALULA_NOTEBOOK_MODEL", str(smollm2))
+def test_the_notebook_runs(smollm2_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALULA_NOTEBOOK_MODEL", str(smollm2_folder))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     committed = [picture_count(cell) for cell in notebook.cells]
     assert sum(committed) == 3, "the notebook is committed with its pictures"

@@ -44,10 +44,11 @@ def test_logprobs_equal_a_plain_forward_pass(smollm2_model, text):
 def test_results_are_independent_of_batch_composition_with_a_real_vocabulary(engine, smollm2_model, method):
     """49,152 tokens at temperature 1: the same tokens alone and together, log-probs to 1e-4."""
     sparsity = Sparsity() if method == "dense" else Sparsity(Evict(method, 48, buffer=8))
-    sampling = Sampling(n=3, max_new_tokens=24, ignore_eos=True, seed=3)
+    sampling = Sampling(n=2, max_new_tokens=20, ignore_eos=True, seed=3)
     together = engine.generate([CHAT], sampling, sparsity)
     alone = Engine(smollm2_model, page=16, kv_memory="64MiB", max_rows=1).generate([CHAT], sampling, sparsity)
     for a, b in zip(together, alone, strict=True):
+        assert (a.kv.evictions > 0) == (method != "dense")
         assert a.token_ids == b.token_ids
         torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-4)
 
@@ -84,7 +85,7 @@ def test_an_open_engine_with_sessions_and_shared_prompts_is_as_alone(smollm2_mod
     to 1e-4."""
     evict = Evict("rkv", 48, buffer=8)
     policies = [Sparsity(), Sparsity(evict), Sparsity(select=Select("quest", 64, 16)), Sparsity(evict)]
-    sampling, given = Sampling(max_new_tokens=24, ignore_eos=True, seed=5), [198, 28, 253, 11, 264]
+    sampling, given = Sampling(max_new_tokens=16, ignore_eos=True, seed=5), [198, 28, 253, 11, 264]
 
     def play(engine, indices):
         session = {}
@@ -99,7 +100,7 @@ def test_an_open_engine_with_sessions_and_shared_prompts_is_as_alone(smollm2_mod
         return {second[rollout.request_id]: rollout for rollout in engine.drain()}, first
 
     page = 16 * smollm2_model.model.config.num_hidden_layers * 2 * 3 * 64 * 4
-    together, first = play(Engine(smollm2_model, page=16, kv_memory=18 * page, max_rows=4, lookahead=3), range(4))
+    together, first = play(Engine(smollm2_model, page=16, kv_memory=14 * page, max_rows=4, lookahead=3), range(4))
     assert sum(rollout.kv.cached_prompt_tokens for rollout in first) > 0
     assert sum(rollout.kv.swaps for rollout in together.values()) > 0
     for index in range(4):

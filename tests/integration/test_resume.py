@@ -16,7 +16,10 @@ from alula.trainer.trainer import train
 KILLS = int(os.environ.get("ALULA_KILLS", "3"))
 SETTINGS = (*toy.QUICK, "steps=8", "eval.sparse=true", "sampling.dynamic=true", "sampling.max_rounds=2")
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.xdist_group("resume"),
+]
 
 
 def start(out: Path, resume: checkpoint.Resume, before=lambda: None) -> int:

@@ -22,6 +22,8 @@ SIZES = ["--length", "64", "--prompts", "32", "--kv-memory", "16MiB", "--max-row
 MODEL = "shape:tiny-llama"
 RECIPES = Path(__file__).parents[2] / "recipes"
 
+pytestmark = pytest.mark.xdist_group("sparrow")
+
 
 def alula(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:

@@ -25,7 +25,7 @@ from alula.trainer.host_plan import host_rows, network_bytes, traffic_rows
 from alula.trainer.memory_plan import plan_memory
 from alula.trainer.reroll import spliced_kv
 from alula.trainer.step_metrics import Clock
-from two_ranks import run_on_two_ranks
+from two_ranks import fork_two_ranks
 
 CALM = "learner.eps=1e-4"
 """Adam would turn a gradient that is zero but for rounding into a full step."""
@@ -817,7 +817,7 @@ with open("/dev/null", "w") as silent:
 def test_two_ranks_train_and_resume(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    run_on_two_ranks(script, tmp_path)
+    fork_two_ranks(script, tmp_path)
     uninterrupted, resumed = (toy.files(tmp_path / name) for name in ("uninterrupted", "resumed"))
     assert uninterrupted == resumed
     rows = uninterrupted["metrics.jsonl"]
