@@ -52,7 +52,7 @@ def predicted(row: Measured) -> StepPlan:
         f"data.max_prompt_tokens={row.prompt}",
         f"engine={{max_rows: {row.rollouts}}}",
         "objective.kl=0",
-        "objective.one_update=false",
+        "objective.skip_scoring=false",
         "control.enabled=false",
         *([f"engine.kv_memory={row.kv_memory}"] if row.kv_memory else []),
     ]

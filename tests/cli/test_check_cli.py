@@ -155,8 +155,8 @@ def test_check_prints_what_is_scored(recipe, capsys, monkeypatch):
         return row
 
     assert "every rollout" in scoring()
-    one_update = scoring("objective.one_update=true", "learner.updates=1", "objective.kl=0.1")
-    assert "only rollouts the update leaves out + reference (KL)" in one_update
+    skipped = scoring("objective.skip_scoring=true", "objective.kl=0.1")
+    assert "only rollouts that the first optimizer step does not compute + reference (KL)" in skipped
 
 
 def test_check_reports_whether_the_run_fits_into_memory(recipe):

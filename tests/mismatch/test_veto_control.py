@@ -209,7 +209,7 @@ def test_ranks_count_each_others_rollouts(engine):
 
 @pytest.mark.slow
 def test_a_run_raises_its_budget_and_reports_it(tmp_path):
-    """From the command line: a sharp model, a budget that breaks it, one update without a dense scoring pass too."""
+    """From the command line: a sharp model, a budget that breaks it, without a dense scoring pass too."""
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     warm = WarmUp(problems=64, batch=8, careful_steps=8, mixture_steps=2)
     folder = build_warm_model(tmp_path / "model", task, warm, 0, lambda *_: None)
@@ -222,7 +222,7 @@ def test_a_run_raises_its_budget_and_reports_it(tmp_path):
     objectives = {
         "naive": "{correction: none}",
         "reroll": "{correction: reroll}",
-        "one-update": "{one_update: true, correction: none}",
+        "unscored": "{skip_scoring: true, correction: none}",
     }
     for name, objective in objectives.items():
         out = tmp_path / name

@@ -262,7 +262,7 @@ def test_equal_policies_give_the_uncorrected_loss_bit_for_bit(loss, correction, 
 @pytest.mark.parametrize("loss", CASES)
 @QUICK
 @given(batch=batches())
-def test_one_update_mode_is_the_loss_with_old_equal_to_new(loss, batch):
+def test_skipped_scoring_is_the_loss_with_old_equal_to_new(loss, batch):
     mine, theirs = leaves(batch)
     result, metrics = ours(batch, CASES[loss], Correction.none(), mine, old="new")
     weights, _ = by_hand("none", batch.log_ratios())
@@ -331,7 +331,7 @@ def test_a_step_with_nothing_accepted_is_a_zero_loss():
 
 
 @pytest.mark.parametrize(
-    ("loss", "correction", "one_update"),
+    ("loss", "correction", "skip_scoring"),
     [
         (Loss("gspo"), Correction.sparse_rl(), False),
         (Loss("gspo"), Correction.named("icepop", weight="none"), False),
@@ -344,15 +344,15 @@ def test_a_step_with_nothing_accepted_is_a_zero_loss():
         (Loss("dapo"), Correction.named("sparse-rl", inner="accepted"), True),
     ],
 )
-def test_meaningless_combinations_raise(loss, correction, one_update):
+def test_meaningless_combinations_raise(loss, correction, skip_scoring):
     with pytest.raises(SettingError):
-        check(loss, correction, one_update=one_update)
+        check(loss, correction, skip_scoring=skip_scoring)
 
 
 def test_meaningful_combinations_pass():
     check(Loss("gspo"), Correction.named("geometric", veto=1e-4))
     check(Loss("gspo"), Correction.mis())
-    check(Loss("grpo"), Correction.sparse_rl(), one_update=True)
+    check(Loss("grpo"), Correction.sparse_rl(), skip_scoring=True)
     assert len(PAIRS) == 5 * 10 + 9 + 4  # token losses with all, dr_grpo without the released code's, gspo with 4
 
 

@@ -77,8 +77,16 @@ def test_ranks_share_the_work_and_settings_change_it(tmp_path):
     four = estimate(config_of(tmp_path, "qwen2.5-1.5b", "rkv:512+128", 2048), ranks=4)
     assert four.update == pytest.approx(alone.update / 4)
     assert four.rollouts.seconds < alone.rollouts.seconds
-    with_kl = estimate(config_of(tmp_path, "qwen2.5-1.5b", "rkv:512+128", 2048, "objective.kl=0.1"))
-    assert with_kl.score == pytest.approx(2 * alone.score)
+
+    def score(*settings: str) -> float:
+        return estimate(config_of(tmp_path, "qwen2.5-1.5b", "rkv:512+128", 2048, *settings)).score
+
+    one = score("objective.skip_scoring=false")
+    assert 0 < one < alone.update
+    assert score("learner.updates=1") == 0, "the only update gives the scores"
+    assert score("learner.updates=4") == pytest.approx(3 / 4 * one)
+    assert score("objective.correction=strict") == one
+    assert score("objective.kl=0.1", "objective.skip_scoring=false") == pytest.approx(2 * one)
 
 
 def test_memory_for_kv_is_what_the_rest_of_the_run_leaves(tmp_path):

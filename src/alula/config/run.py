@@ -100,12 +100,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         """Reject sections that do not go together, before anything is loaded."""
-        one_update, updates = self.objective.one_update, self.learner.updates
-        require(
-            not one_update or updates == 1,
-            f"objective.one_update=true with learner.updates={updates}: after the first update the old log-probs "
-            "are gone; set learner.updates=1 or objective.one_update=false.",
-        )
+        updates = self.learner.updates
         unit = self.sampling.prompts * (self.sampling.n if self.learner.minibatch == "rollouts" else 1)
         require(
             updates <= unit,

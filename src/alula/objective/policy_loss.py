@@ -94,7 +94,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a (micro-)batch of complete rollouts, all tensors [T], and its detached metrics.
 
-    `old_logprobs` are the learner's dense ones; in one-update mode `logprobs.detach()`. A token of weight 0 adds
+    `old_logprobs` are the learner's dense ones; `logprobs.detach()` if scoring is skipped. A token of weight 0 adds
     exactly nothing to the policy term, whatever its ratio. `kl_mask` is `Corrected.token_keep` if the correction sets
     `mask_kl`. The metrics are means over the batch's tokens before masking, named as in docs/metrics.md (`policy/`),
     and `tokens`; `merge_metrics` joins those of several micro-batches.

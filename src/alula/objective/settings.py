@@ -230,8 +230,9 @@ class ObjectiveSettings(Loss):
     correction: Correction = PRESETS["sparse-rl"]
     """Correction of the mismatch between sparse and dense policy: a preset's name, or `preset` and the settings that
     differ from it."""
-    one_update: bool = False
-    """Take old log-probs from the training forward itself and save the scoring pass; one update per batch."""
+    skip_scoring: bool | None = None
+    """Take the old log-probs of the first optimizer step from its training forward, and save their scoring pass; by
+    default on a GPU, if the correction allows it."""
     skip_no_signal: bool = True
     """Leave rollouts that contribute exactly nothing (equal rewards, all tokens dropped) out of the update. The
     divisors still count them. Without effect if `kl` is above 0."""
@@ -240,14 +241,17 @@ class ObjectiveSettings(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, self.correction, one_update=self.one_update)
+        check(self, self.correction, skip_scoring=bool(self.skip_scoring))
+
+    def skips_scoring(self, device: str) -> bool:
+        """Whether a run on a `device` of this type does."""
+        if self.skip_scoring is not None:
+            return self.skip_scoring
+        return device == "cuda" and not needs_scores(self, self.correction)
 
 
-def check(loss: Loss, correction: Correction, *, one_update: bool = False) -> None:
-    """Reject a loss and a correction that do not go together.
-
-    `one_update`: old log-probs are the training forward's own, so ξ is not known before the update.
-    """
+def check(loss: Loss, correction: Correction, *, skip_scoring: bool = False) -> None:
+    """Reject a loss and a correction that do not go together, or need what `skip_scoring` leaves out."""
     kind = LOSSES[loss.loss]
     if kind.ratio == "geometric":
         for setting, per_token in (
@@ -264,16 +268,22 @@ def check(loss: Loss, correction: Correction, *, one_update: bool = False) -> No
         raise SettingError(
             f"loss {loss.loss} with inner=accepted: it divides by max_length, not by tokens; set inner to all."
         )
-    if one_update:
-        for setting, needed in (
-            ("batch_normalise=true", correction.batch_normalise),
-            ("outer=accepted", correction.outer == "accepted"),
-            ("inner=accepted", correction.inner == "accepted" and kind.divisor == "step"),
-            ("vetoed_in_baseline=false", not correction.vetoed_in_baseline),
-            ("reroll=true", correction.reroll),
-        ):
-            if needed:
-                raise SettingError(
-                    f"{setting} needs every ξ of the step before the update, which one-update mode does not "
-                    "have; turn one-update mode off, or change the setting."
-                )
+    if skip_scoring and (setting := needs_scores(loss, correction)):
+        raise SettingError(
+            f"skip_scoring=true with {setting}, which needs every ξ of the step before the first update; set "
+            "skip_scoring to false, or change the other."
+        )
+
+
+def needs_scores(loss: Loss, correction: Correction) -> str | None:
+    """The setting that needs every ξ of a step before its first update, if there is one."""
+    for setting, needed in (
+        ("batch_normalise=true", correction.batch_normalise),
+        ("outer=accepted", correction.outer == "accepted"),
+        ("inner=accepted", correction.inner == "accepted" and LOSSES[loss.loss].divisor == "step"),
+        ("vetoed_in_baseline=false", not correction.vetoed_in_baseline),
+        ("reroll=true", correction.reroll),
+    ):
+        if needed:
+            return setting
+    return None

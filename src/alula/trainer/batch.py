@@ -29,7 +29,7 @@ class RolloutBatch:
     failures: list[list[str]] = field(default_factory=list)
     """Per rollout: why it could not be graded, one reason for every reward that failed."""
     dense: list[Tensor] = field(default_factory=list)
-    """Old log-probs [sampled tokens] of each rollout under the dense policy. In one-update mode the update fills in
+    """Old log-probs [sampled tokens] of each rollout under the dense policy. If scoring is skipped the update fills in
     what it computes."""
     reference: list[Tensor] = field(default_factory=list)
     """Log-probs under the initial policy. Empty without a KL."""

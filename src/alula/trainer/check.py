@@ -17,7 +17,16 @@ from alula.run.sinks import check_sinks
 from alula.sparsity.policy import DENSE
 from alula.trainer.check_environment import check_environment
 from alula.trainer.host_plan import host_rows, traffic_rows
-from alula.trainer.memory_plan import USABLE, MemoryPlan, dtype_of, free_memory, plan_memory, separate_workers, totals
+from alula.trainer.memory_plan import (
+    USABLE,
+    MemoryPlan,
+    device_type,
+    dtype_of,
+    free_memory,
+    plan_memory,
+    separate_workers,
+    totals,
+)
 from alula.trainer.preflight import (
     OTHER_MODEL_ADVICE,
     Preflight,
@@ -58,7 +67,9 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: Res
 
 def work_table(config: RunConfig, plan: MemoryPlan, preflight: Preflight, environment: list[tuple[str, str]]) -> Table:
     s, objective = config.sampling, config.objective
-    scoring = "only rollouts the update leaves out" if objective.one_update else "dense, every rollout"
+    scoring = "dense, every rollout"
+    if objective.skips_scoring(device_type(config)):
+        scoring = "dense, only rollouts that the first optimizer step does not compute"
     table = new_table("work per step")
     for name, text in (*preflight.describe_data(), *environment):
         table.add_row(name, text)

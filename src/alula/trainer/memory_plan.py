@@ -212,9 +212,12 @@ def adapter_parameters(model: Any, distill: DistillSettings | None, first: Adapt
     return sum(a.numel() + b.numel() for a, b in first.weights.values())
 
 
+def device_type(config: RunConfig) -> str:
+    return (torch.device(config.model.device) if config.model.device else resolve_device()).type
+
+
 def dtype_of(config: RunConfig) -> str:
-    device = config.model.device or resolve_device().type
-    return config.model.dtype or ("bfloat16" if device == "cuda" else "float32")
+    return config.model.dtype or ("bfloat16" if device_type(config) == "cuda" else "float32")
 
 
 # -- does it fit? ------------------------------------------------------------------------------------------------------

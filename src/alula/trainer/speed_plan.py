@@ -111,9 +111,10 @@ def learner_seconds(
     return scoring_passes(config) * forward / SCORE_SHARE, 3 * forward / UPDATE_SHARE
 
 
-def scoring_passes(config: RunConfig) -> int:
+def scoring_passes(config: RunConfig) -> float:
     """Forward passes over every rollout before the updates: the policy's, and the reference's."""
-    return (0 if config.objective.one_update else 1) + (config.objective.kl > 0)
+    scored = 1 - 1 / config.learner.updates if config.objective.skips_scoring("cuda") else 1
+    return scored + (config.objective.kl > 0)
 
 
 def pays_from(cost: RolloutCost, sparsity: Sparsity, prompt: int) -> int | None:

@@ -29,8 +29,9 @@ class LossBatch:
     sampled: list[Tensor]
     """Log-probs under the policy that sampled."""
     dense: list[Tensor]
-    """Old log-probs under the dense policy; unused in one-update mode, like the next two."""
+    """Old log-probs under the dense policy; unused in the first optimizer step if its scoring is skipped."""
     weights: list[Tensor]
+    """Unused if scoring is skipped, like the next: the loss then corrects each micro-batch."""
     token_keep: list[Tensor]
     reference: list[Tensor]
 
@@ -69,22 +70,24 @@ class StepResult:
 class Updater:
     """Applies the run's objective to a batch of rollouts.
 
-    In one-update mode the training forward itself gives the old log-probs. Then ξ is not known before the update: the
-    loss corrects each micro-batch, and only rollouts that the update does not compute are scored, for the metrics.
+    With `skip_scoring` the training forward of the first optimizer step gives its old log-probs. Then ξ is not known
+    before the update: the loss corrects each micro-batch. Scored are the rollouts of later optimizer steps and, for the
+    metrics, those that the first one does not compute.
     """
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self.config, self.learner, self.world = config, learner, learner.world
         self.loss, self.correction = config.objective, config.objective.correction
-        self.one_update = config.objective.one_update
+        self.skip_scoring = config.objective.skips_scoring(self.world.device.type)
 
     def score(self, batch: RolloutBatch) -> None:
         """Fill in the old log-probs under the dense policy, and those under the reference."""
         temperature = self.config.sampling.temperature
-        if self.one_update:
+        if self.skip_scoring:
             uncorrected = self._uncorrected(batch)
             computed = self._computed(batch, uncorrected, self.advantages(batch, uncorrected))
-            rows = (~computed).nonzero().squeeze(-1).tolist()
+            skipped = computed & (self.assign_minibatches(batch) == 0)
+            rows = (~skipped).nonzero().squeeze(-1).tolist()
             batch.dense = [torch.empty(0, device=self.world.device)] * len(batch.rollouts)
             for i, logprobs in zip(rows, self.learner.score([batch.rollouts[i] for i in rows], temperature)):
                 batch.dense[i] = logprobs
@@ -99,8 +102,8 @@ class Updater:
         return assign_minibatches(batch, settings.updates, settings.minibatch, seed, self.world).to(self.world.device)
 
     def correct(self, batch: RolloutBatch, minibatch: Tensor) -> Corrected:
-        """Weights and keep mask of all tokens; no correction yet in one-update mode."""
-        return self._uncorrected(batch) if self.one_update else self._correct(batch, minibatch)
+        """Weights and keep mask of all tokens; no correction yet if scoring is skipped."""
+        return self._uncorrected(batch) if self.skip_scoring else self._correct(batch, minibatch)
 
     def advantages(self, batch: RolloutBatch, corrected: Corrected) -> Tensor:
         """[N]: against the group; 0 for rollouts that are not trainable."""
@@ -120,15 +123,15 @@ class Updater:
         for number in range(self.config.learner.updates):
             rows = (computed & (minibatch == number)).nonzero().squeeze(-1)
             mini = loss_batch.select(rows)
-            update = self.learner.update(
-                mini.rollouts, partial(self._micro_batch_loss, mini), self.config.sampling.temperature
-            )
+            unscored = self.skip_scoring and number == 0
+            loss = partial(self._micro_batch_loss, mini, unscored=unscored)
+            update = self.learner.update(mini.rollouts, loss, self.config.sampling.temperature)
             updates.append(update)
             flops += self.learner.flops(mini.rollouts).total
-            if self.one_update:
+            if unscored:
                 for i, logprobs in zip(rows.tolist(), update.logprobs):
                     batch.dense[i] = logprobs
-        if self.one_update:  # now ξ of the whole step is known
+        if self.skip_scoring:  # now ξ of the whole step is known
             corrected = self._correct(batch, minibatch)
         return StepResult(
             updates=updates,
@@ -194,19 +197,19 @@ class Updater:
         )
 
     def _micro_batch_loss(
-        self, mini: LossBatch, logprobs: Tensor, entropy: Tensor, packed: Packed
+        self, mini: LossBatch, logprobs: Tensor, entropy: Tensor, packed: Packed, *, unscored: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """A `LossFn` of the learner, for the optimizer step on `mini`."""
         counts = mini.divisors.rows(torch.tensor(packed.index, device=logprobs.device))
-        if self.one_update:
-            old = logprobs.detach()
+        old = logprobs.detach() if unscored else packed.flat(mini.dense)
+        if self.skip_scoring:
             corrected = correct(
                 old, packed.flat(mini.sampled), packed.sequence, self.correction, sequences=len(packed.index)
             )
             weights, token_keep = corrected.weights, corrected.token_keep
             counts = self._count_accepted(counts, corrected, packed)
         else:
-            old, weights, token_keep = (packed.flat(each) for each in (mini.dense, mini.weights, mini.token_keep))
+            weights, token_keep = packed.flat(mini.weights), packed.flat(mini.token_keep)
         return policy_loss(
             logprobs,
             old,
@@ -221,7 +224,7 @@ class Updater:
         )
 
     def _count_accepted(self, counts: Divisors, corrected: Corrected, packed: Packed) -> Divisors:
-        """In one-update mode the divisors were counted before the correction: |o_i| becomes the accepted tokens."""
+        """If scoring is skipped the divisors were counted before the correction: |o_i| becomes the accepted tokens."""
         if self.correction.inner != "accepted":
             return counts
         accepted = ragged.total(corrected.token_keep.double(), packed.sequence, len(packed.index)).clamp(min=1)
