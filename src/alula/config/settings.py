@@ -278,12 +278,14 @@ class LearnerSettings(Section):
     """Final learning rate of the decay, as a share of `lr`."""
     max_skipped: Count = 5
     """The run stops after this many updates in a row with a loss or gradient that is not finite."""
-    token_budget: Count = 16384
-    """Tokens per micro-batch, prompts included; a longer sequence is a micro-batch by itself."""
+    token_budget: Count | None = None
+    """Tokens per micro-batch, prompts included; a longer sequence is a micro-batch by itself. By default 16384, or less
+    where a GPU's memory demands it."""
     logprob_chunk: Count = 2048
     """Positions whose logits are in memory at the same time."""
-    activation_checkpointing: bool = True
-    """Keep only each layer's input and recompute the rest in the backward pass: a third more work."""
+    activation_checkpointing: bool | None = None
+    """Keep only each layer's input and recompute the rest in the backward pass: a third more work. By default on, but
+    off on a GPU whose memory allows it."""
     compile: bool | None = None
     """Compile the decoder layers; by default on a single GPU."""
     shard: Shard = "node"
@@ -294,6 +296,15 @@ class LearnerSettings(Section):
     another; torch's own limit on GPUs is 600."""
     lora: LoRASettings | None = None
     """Train low-rank adapters (LoRA) instead of the weights."""
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        return self.activation_checkpointing is not False
+
+    @property
+    def tokens(self) -> int:
+        """The token budget."""
+        return self.token_budget or 16384
 
     def check_decay(self, total_steps: int) -> None:
         """A decay needs steps after the warm-up; `total_steps` are the optimizer steps of the run."""

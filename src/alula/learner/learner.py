@@ -107,7 +107,7 @@ class Learner:
         elif keep_reference:
             self.reference = Policy(copy.deepcopy(model).requires_grad_(False), settings.logprob_chunk)
         self.policy = Policy(model, settings.logprob_chunk)
-        if settings.activation_checkpointing:
+        if settings.checkpoints_activations:
             checkpoint_activations(model)
         compiled = settings.compile
         if compiled is None:
@@ -228,7 +228,7 @@ class Learner:
         """(packed sequences with responses, True, whether it is the last). All ranks must run the same number of
         forwards, so ranks with fewer micro-batches add dummy ones that count for nothing (False)."""
         useful = [i for i, sequence in enumerate(sequences) if sequence.token_ids]
-        batches = pack([_length(sequences[i]) for i in useful], self.settings.token_budget)
+        batches = pack([_length(sequences[i]) for i in useful], self.settings.tokens)
         count = self.world.all_max(len(batches))
         for number, members in enumerate(batches, start=1):
             yield collate(sequences, [useful[m] for m in members], self.world.device), True, number == count

@@ -268,9 +268,10 @@ def check(loss: Loss, correction: Correction, *, skip_scoring: bool = False) -> 
         raise SettingError(
             f"loss {loss.loss} with inner=accepted: it divides by max_length, not by tokens; set inner to all."
         )
-    if skip_scoring and (setting := needs_scores(loss, correction)):
+    needed = needs_scores(loss, correction) if skip_scoring else None
+    if needed is not None:
         raise SettingError(
-            f"skip_scoring=true with {setting}, which needs every ξ of the step before the first update; set "
+            f"skip_scoring=true with {needed}, which needs every ξ of the step before the first update; set "
             "skip_scoring to false, or change the other."
         )
 

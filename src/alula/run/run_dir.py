@@ -7,6 +7,7 @@
     events.jsonl       health warnings and other notes: step, kind, message, advice
     status.json        state of the run (running, finished, stopped, failed) and its total number of steps
     config.yaml        all settings; environment.json: versions, machine and command line of the last start
+    learner.json       on a GPU: the learner's settings that were chosen by what fits
 
 A line is written in one call. A run that resumes from the checkpoint of step k first drops all lines after step k, and
 all lines that were written after that checkpoint: an evaluation of step k that came later is repeated. Its files then

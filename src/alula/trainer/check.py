@@ -17,6 +17,7 @@ from alula.run.sinks import check_sinks
 from alula.sparsity.policy import DENSE
 from alula.trainer.check_environment import check_environment
 from alula.trainer.host_plan import host_rows, traffic_rows
+from alula.trainer.learner_fit import choose, open_settings, with_choice
 from alula.trainer.memory_plan import (
     USABLE,
     MemoryPlan,
@@ -44,14 +45,17 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: Res
     console, workers = console or Console(), separate_workers(config)
     preflight = Preflight(config)
     ranks, nodes = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    free = free_memory(config)
     plan = plan_memory(config, ranks, preflight.tokenized, nodes=nodes, workers=workers)
+    if free is not None and open_settings(config.learner):
+        config = with_choice(config, choose(config.learner, plan, free))
+        plan = plan_memory(config, ranks, preflight.tokenized, nodes=nodes, workers=workers)
     preflight.try_rewards()
     environment = list(check_environment(config, preflight.training, preflight.tokenizer))
     check_sinks(config.logging.sinks)
     console.print(work_table(config, plan, preflight, environment))
     console.print(memory_table(config, plan, preflight.tokenized is not None))
     console.print(host_table(config, plan))
-    free = free_memory(config)
     kv_bytes = 0.0 if free is None or plan.learning > USABLE * free else kv_memory(config, plan, free)
     # otherwise the run does not fit, as the table of memory says; `alula estimate` covers workers
     if not workers and kv_bytes > plan.kv_dense / plan.running:
@@ -77,7 +81,7 @@ def work_table(config: RunConfig, plan: MemoryPlan, preflight: Preflight, enviro
     table.add_row("generated tokens", f"at most {plan.most_tokens:,} ({config.most_sampled():,} each)")
     table.add_row("scoring", scoring + (" + reference (KL)" if objective.kl else ""))
     table.add_row("optimizer steps", f"{config.learner.updates}, each at most {plan.update_tokens:,} tokens")
-    table.add_row("micro-batches", f"{config.learner.token_budget:,} tokens")
+    table.add_row("micro-batches", f"{config.learner.tokens:,} tokens")
     table.add_row("run", f"{config.steps:,} steps, {config.steps * plan.rollouts:,} rollouts")
     return table
 
@@ -86,6 +90,7 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
     sharded = f", {plan.ranks} ranks in shards of {plan.shards}" if plan.ranks > 1 else ""
     title = f"memory per rank, {plan.parameters / 1e6:,.1f} M parameters, {dtype_of(config)}{sharded}"
     table = new_table(title, justify="right")
+    kept = "layer inputs" if config.learner.checkpoints_activations else "activations"
     for what, size in (
         ("weights", plan.weights),
         ("weights, the engine's copy", plan.engine_copy),
@@ -97,7 +102,7 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
         ("gradients", plan.gradients),
         ("reference policy", plan.reference),
         (f"logits of {config.learner.logprob_chunk:,} positions", plan.logits),
-        (f"layer inputs of {config.learner.token_budget:,} tokens", plan.activations),
+        (f"{kept} of {config.learner.tokens:,} tokens", plan.activations),
     ):
         if size:
             table.add_row(what, size_text(size))

@@ -35,7 +35,7 @@ def traffic_rows(config: RunConfig, plan: MemoryPlan) -> list[tuple[str, str]]:
 
 def micro_batches(config: RunConfig, plan: MemoryPlan) -> int:
     """Micro-batches per rank and optimizer step, if every answer had full length."""
-    return -(-plan.update_tokens // (plan.ranks * config.learner.token_budget))
+    return -(-plan.update_tokens // (plan.ranks * config.learner.tokens))
 
 
 def network_bytes(config: RunConfig, plan: MemoryPlan) -> float:

@@ -17,11 +17,13 @@ from alula.distributed import resolve_device
 from alula.engine.kv_cache import check_kv_dtype, parse_bytes
 from alula.errors import SettingError
 from alula.files import size_text
+from alula.learner.activations import activation_bytes
 from alula.mismatch.control.monitor import resolve_control
 from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
 from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
+from alula.models.residual import widen_residual
 from alula.rewards.scoring import check as check_rewards
 from alula.sparsity.footprint import most_held
 from alula.sparsity.policy import check_schedules
@@ -67,7 +69,13 @@ class MemoryPlan:
     logits: int
     """One chunk of positions, and their gradient."""
     activations: int
-    """Inputs of all layers for one micro-batch, which activation checkpointing keeps; 0 without it."""
+    """Kept for the backward pass of one micro-batch; not counted (0) for a mixture without checkpointing."""
+    layer_inputs: int
+    """Activations per token that checkpointing keeps."""
+    all_activations: int | None
+    """Activations per token without checkpointing; None for a mixture, whose routing decides."""
+    longest: int
+    """Tokens of the longest sequence."""
     prompt: int
     """Tokens assumed per prompt."""
     geometry: Geometry
@@ -98,6 +106,12 @@ class MemoryPlan:
             + self.logits
             + self.activations
         )
+
+    def activations_of(self, checkpointing: bool, token_budget: int) -> int | None:
+        """Kept for the backward pass of one micro-batch; None if that is not known."""
+        if checkpointing:
+            return self.layer_inputs * token_budget
+        return None if self.all_activations is None else self.all_activations * max(token_budget, self.longest)
 
     def generating(self, kv_memory: str | int | None) -> int:
         """Total while the run generates, after the learner has freed what only it needs; with workers, that of one."""
@@ -149,13 +163,17 @@ def plan_memory(
     has_copy = config.distill is not None if workers else not shares_weights  # the distiller needs whole weights
     is_master = width == 4
     shards = ranks // nodes if config.learner.shard == "node" else ranks
-    return MemoryPlan(
+    experts = expert_parameters(model)
+    model.to(getattr(torch, dtype_of(config)))
+    if config.model.residual:
+        widen_residual(model)
+    plan = MemoryPlan(
         ranks=ranks,
         nodes=nodes,
         workers=workers,
         shards=shards,
         parameters=parameters,
-        experts=expert_parameters(model),
+        experts=experts,
         weights=parameters * width if ranks == 1 else parameters * 4 // shards,
         engine_copy=parameters * width if has_copy else 0,
         worker_weights=parameters * width * (2 if lora else 1) if workers else 0,
@@ -168,7 +186,10 @@ def plan_memory(
         reference=parameters * width // shards if config.objective.kl > 0 and not lora else 0,
         published=0 if shares_weights and not workers else (trained if lora and workers else parameters) * width,
         logits=2 * 4 * config.learner.logprob_chunk * text.vocab_size,
-        activations=layer_inputs * config.learner.token_budget if config.learner.activation_checkpointing else 0,
+        activations=0,
+        layer_inputs=layer_inputs,
+        all_activations=None if experts else activation_bytes(model),
+        longest=longest,
         prompt=prompt,
         geometry=geometry,
         kv_dense=running * longest * kv_token,
@@ -178,6 +199,8 @@ def plan_memory(
         most_tokens=rollouts * config.most_sampled(),
         update_tokens=-(-rollouts // config.learner.updates) * longest,
     )
+    learner = config.learner
+    return replace(plan, activations=plan.activations_of(learner.checkpoints_activations, learner.tokens) or 0)
 
 
 def separate_workers(config: RunConfig) -> int:
@@ -238,8 +261,8 @@ def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[
         ("total, learning (KV pool released)", size_text(plan.learning)),
         (f"total, generating{place}", size_text(plan.generating(config.engine.kv_memory))),
     ]
-    if not config.learner.activation_checkpointing:
-        rows.append(("  activations not counted: learner.activation_checkpointing is off", ""))
+    if not plan.activations:
+        rows.append(("  activations of a mixture not counted: learner.activation_checkpointing is off", ""))
     if free is not None:
         rows.append((f"  {verdict(config, plan, free)}", f"{size_text(free)} free"))
     elif config.model.dtype is None:

@@ -181,7 +181,7 @@ class StepPlanner:
         score, update = learner_seconds(config, plan.geometry, self.cluster.ceilings, lengths)
         if plan.ranks == 1:
             return score, update
-        passes = max(config.learner.updates, -(-sum(lengths) // config.learner.token_budget))
+        passes = max(config.learner.updates, -(-sum(lengths) // config.learner.tokens))
         others, spans_nodes = (plan.shards - 1) / plan.shards, plan.shards > self.cluster.gpus
         rate = self.cluster.network / self.cluster.gpus if spans_nodes else NVLINK[self.cluster.gpu]
         gather, scatter = (others * size / rate for size in (plan.parameters * width, 4 * plan.trained))

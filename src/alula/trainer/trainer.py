@@ -43,6 +43,7 @@ from alula.trainer.collector import Collector
 from alula.trainer.evaluation import EvalSummary, Score, add_score, describe_score, evaluate_policy
 from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
 from alula.trainer.health_checks import HealthWarning
+from alula.trainer.learner_fit import describe_choice, fit_learner
 from alula.trainer.preflight import (
     OTHER_MODEL_ADVICE,
     LongestPrompt,
@@ -105,7 +106,9 @@ class Trainer:
         rewards = config.rewards
         self.rewards = Rewards(rewards.use, timeout=rewards.timeout, workers=rewards.workers, memory=rewards.memory)
         longest = longest_sequence(config, self.loaded.model.config, training, self.held_out)
-        self.learner, for_engine, distiller = build_learner(config, self.loaded, world)
+        self.fitted = fit_learner(config, world, self.resumed is not None, (training, self.held_out))
+        """The settings with the learner's choices filled in."""
+        self.learner, for_engine, distiller = build_learner(self.fitted, self.loaded, world)
         self.stop = StopRequest(world)
         self.rollouts = build_rollouts(
             config,
@@ -168,6 +171,8 @@ class Trainer:
             self.query_text = query_text(self.config, self.rollouts, self.stream.dataset)
         measure_queries(self.rollouts, self.query_text)
         self.logger.start(self.stream.dataset, self.held_out)
+        if self.fitted is not self.config:
+            self.logger.message(describe_choice(self.fitted.learner))
         if self.resumed:
             self.logger.message(f"continuing after step {self.step}.")
         else:
