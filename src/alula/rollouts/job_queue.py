@@ -65,7 +65,10 @@ class JobQueue:
         """The next jobs for a worker with these weights: until `room` rollouts are reached, but at least one."""
         taken: list[Task] = []
         while self._waiting and room > 0:
-            task = self.tasks[self._waiting[0][1]]
+            task = self.tasks.get(self._waiting[0][1])
+            if task is None or task.done:  # given back, and finished after all
+                heapq.heappop(self._waiting)
+                continue
             if not task.needs.met_by(shipments, version):
                 break
             heapq.heappop(self._waiting)
@@ -111,4 +114,5 @@ class JobQueue:
     @property
     def waiting(self) -> int:
         """Rollouts of jobs that nobody works on."""
-        return sum(self.tasks[number].job.rollouts for _, number in self._waiting)
+        tasks = [self.tasks[number] for _, number in self._waiting if number in self.tasks]
+        return sum(task.job.rollouts for task in tasks if not task.done)

@@ -83,7 +83,7 @@ class RayRollouts(Rollouts):
         if gpus is None:
             gpus = float(self.world.device.type == "cuda")
         actor = ray.remote(RolloutWorker).options(num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD")
-        arguments = (config.model_dump(), longest, torch.get_num_threads(), ray.get, [os.getcwd()])
+        arguments = (config, longest, torch.get_num_threads(), ray.get, [os.getcwd()])
         timeout = max(settings.timeout, 2 * config.environment.timeout if config.environment else 0.0)
         self.pool = WorkerPool(
             lambda: actor.remote(*arguments), settings.workers, settings.min_workers, timeout, config.engine.max_rows

@@ -73,20 +73,20 @@ class RolloutWorker:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: RunConfig,
         longest: int,
         threads: int,
         fetch: Callable[[list[Any]], list[Bytes]],
         paths: list[str] | None = None,
     ) -> None:
-        self.settings, self.longest, self.threads, self.fetch = config, longest, threads, fetch
+        self.config, self.longest, self.threads, self.fetch = config, longest, threads, fetch
         self.paths = paths or []
 
     def start(self) -> None:
         """Load the model. Its weights are not used before the first shipment has come."""
         sys.path += [path for path in self.paths if path not in sys.path and os.path.isdir(path)]
         torch.set_num_threads(self.threads)
-        config = RunConfig.model_validate(self.settings)
+        config = self.config
         loaded = load_policy(config, resolve_device(config.model.device))
         empty = Adapter(1, 1.0) if config.distill else None
         self.engine = build_engine(config, loaded, self.longest, empty)
