@@ -1,0 +1,243 @@
+"""Rollouts on a simulated Ray cluster, a head and two nodes: equal to the local run, and death is normal.
+
+`ALULA_KILLS=20` kills workers and nodes at twenty random moments instead of one.
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import toy
+from alula.config.load import load_config
+from alula.engine.rollout import Sampling
+from alula.errors import RunFailed, SettingError
+from alula.rollouts.job import Job
+from alula.rollouts.worker_pool import WorkerPool
+from alula.trainer.trainer import Trainer
+from hostile_programs import below
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+RECIPES = Path(__file__).parents[2] / "src" / "alula" / "recipes"
+KILLS = int(os.environ.get("ALULA_KILLS", "1"))
+PINNED = ("engine={buckets: [8], kv_memory: 16MiB}", "sampling={prompts: 6, n: 4}", "eval={every: 2, size: 8}")
+CONTROLLED = (
+    "control={enabled: true, tau: 0.95, on_violation: adapt, ladder: [3, 4, 6]}",
+    "monitor.rollouts=4",
+    "logging.rollouts=2",
+)
+RUNS = {
+    "controlled": ("toy", ("steps=4", *CONTROLLED)),
+    "reroll": ("toy", ("steps=2", "objective={correction: {preset: reroll, veto: 0.9}, kl: 0}")),
+    "distill": ("distill-toy", ("steps=3", "distill.move={at: 2, prompts: 8}", "distill.first={steps: 2, prompts: 8}")),
+    "turns": ("turns-toy", ("steps=2",)),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, num_gpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def settings_of(name, out, *more):
+    recipe, settings = RUNS[name]
+    return load_config(RECIPES / f"{recipe}.yaml", [f"out={out}", *PINNED, *settings, *more])
+
+
+def on_workers(count):
+    return ("rollouts.backend=ray", f"rollouts.workers={count}")
+
+
+def comparable(out):
+    """All that a run wrote, without times and without what depends on the number of engines."""
+    engines = ("kv/bytes", "workers/")
+    return {
+        name: [{key: value for key, value in row.items() if not key.startswith(engines)} for row in rows]
+        for name, rows in toy.files(out).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """What a run writes with a local engine."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            out = tmp_path_factory.mktemp("local") / name
+            assert toy.trainer(settings_of(name, out)).run()
+            found[name] = comparable(out)
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("controlled", 1), ("controlled", 2), ("controlled", 4), *((name, 2) for name in RUNS if name != "controlled")],
+)
+def test_a_run_on_workers_equals_the_local_one(cluster, local, tmp_path, name, workers):
+    run = toy.trainer(settings_of(name, tmp_path / "run", *on_workers(workers)))
+    assert run.run()
+    assert comparable(tmp_path / "run") == local(name)
+    last = toy.rows(tmp_path / "run", "metrics.jsonl")[-1]
+    assert (last["workers/ready"], last["workers/lost"]) == (workers, 0)
+    assert f"{workers} of {workers} rollout workers are ready." in toy.printed(run)
+
+
+def rollout_processes():
+    return [pid for pid in below(os.getpid()) if b"RolloutWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_worker_or_node_costs_only_time(cluster, local, tmp_path, seed):
+    run = toy.trainer(settings_of("controlled", tmp_path / "run", *on_workers(2), "rollouts.gpus_per_worker=1"))
+    moment = random.Random(seed).uniform(0.0, 3.0)
+
+    def kill():
+        time.sleep(moment)
+        if seed % 2 == 0:
+            os.kill(random.Random(seed).choice(rollout_processes()), signal.SIGKILL)
+        else:
+            cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+            cluster.add_node(num_cpus=2, num_gpus=1)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert run.run()
+    killer.join()
+    assert comparable(tmp_path / "run") == local("controlled")
+
+
+def test_below_min_workers_the_run_waits_for_a_late_joiner(cluster, local, tmp_path):
+    """One of two nodes goes, and returns only after the run has said that it waits."""
+    settings = (*on_workers(2), "rollouts.min_workers=2", "rollouts.gpus_per_worker=1")
+    run = toy.trainer(settings_of("controlled", tmp_path / "run", *settings))
+    cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+
+    def bring_back():
+        while "waiting for others" not in toy.printed(run):
+            time.sleep(0.05)
+        cluster.add_node(num_cpus=2, num_gpus=1)
+
+    helper = threading.Thread(target=bring_back)
+    helper.start()
+    assert run.run()
+    helper.join()
+    assert "1 of 2 rollout workers are left, and rollouts.min_workers is 2: waiting for others." in toy.printed(run)
+    assert "2 rollout workers are ready: going on." in toy.printed(run)
+    assert comparable(tmp_path / "run") == local("controlled")
+
+
+def test_a_run_that_was_stopped_goes_on_with_other_workers(cluster, local, tmp_path):
+    stopped = toy.trainer(settings_of("controlled", tmp_path / "run", *on_workers(2), "checkpoint.every=1"))
+    train_step = stopped.train_step
+
+    def twice():
+        train_step()
+        stopped.stop.requested = stopped.step == 2
+
+    stopped.train_step = twice
+    assert not stopped.run()
+    resumed = toy.trainer(settings_of("controlled", tmp_path / "run", *on_workers(1)), resume=True)
+    assert resumed.run()
+    assert comparable(tmp_path / "run") == local("controlled")
+
+
+def test_rollouts_ahead_of_the_learner(cluster, tmp_path):
+    settings = (*on_workers(2), "rollouts.stale=1", "steps=5", "checkpoint.every=2")
+    run = toy.trainer(settings_of("controlled", tmp_path / "run", *settings))
+    drawn = []
+    submit = run.rollouts.submit
+
+    def watched(jobs, *, least=None):
+        if least is not None:
+            drawn.append((run.step, jobs[0].prompt_index // 6, least))
+        return submit(jobs, least=least)
+
+    run.rollouts.submit = watched
+    assert run.run()
+    assert drawn == [(0, 0, 0), (0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 4, 3)], "one batch ahead, and none past the end"
+    rows = toy.rows(tmp_path / "run", "metrics.jsonl")
+    assert [row["data/epoch"] * len(run.stream.dataset) for row in rows] == pytest.approx([6, 12, 18, 24, 30])
+    assert all(0 <= row["workers/age_mean"] <= row["workers/age_max"] <= 1 for row in rows)
+    assert rows[0]["mismatch/current_tokens"] == 1
+    assert any(row["mismatch/current_tokens"] < 1 for row in rows)
+    assert run.position == run.collector.position
+
+
+# -- the pool, with actors that do nothing ----------------------------------------------------------------
+
+
+class Odd:
+    """A worker that hangs, dies or raises."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def start(self):
+        if self.what == "dies at the start":
+            os._exit(1)
+
+    def work(self, orders):
+        if self.what == "hangs":
+            time.sleep(3600)
+        if self.what == "dies":
+            os._exit(1)
+        raise SettingError("prompts: too long.")
+
+
+def wait_for(pool, numbers):
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not pool.done(numbers):
+        pool.finished(numbers, set(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("hangs", RunFailed, "has ended 5 rollout workers"),
+        ("dies", RunFailed, "has ended 5 rollout workers"),
+        ("dies at the start", RunFailed, "workers die while they start"),
+        ("raises", SettingError, "prompts: too long"),
+    ],
+)
+def test_a_pool_of_odd_workers_ends_with_a_reason(cluster, what, error, message):
+    from alula.rollouts.worker import Shipment
+
+    actor = ray.remote(Odd).options(num_cpus=0)
+    pool = WorkerPool(lambda: actor.remote(what), 1, 1, timeout=1.5, rows=8)
+    try:
+        pool.ship_weights(Shipment(0, 0, []))
+        numbers = pool.submit([(Job([1], Sampling()), None)])
+        with pytest.raises(error, match=message):
+            wait_for(pool, numbers)
+        assert len(pool.messages) >= (0 if what == "raises" else 2)
+    finally:
+        pool.close()
+
+
+def test_too_many_workers_for_the_cluster(cluster, tmp_path):
+    settings = (*on_workers(3), "rollouts.min_workers=3", "rollouts.gpus_per_worker=1", "rollouts.timeout=12")
+    with pytest.raises(RunFailed, match=r"rollouts\.workers=3: 2 were ready .* 3 nodes, 6 CPUs and 2 GPUs"):
+        Trainer(settings_of("controlled", tmp_path / "run", *settings))
+
+
+def test_recipes_stay_local_by_default():
+    for recipe in RECIPES.glob("*.yaml"):
+        assert "rollouts" not in yaml.safe_load(recipe.read_text())
