@@ -1,6 +1,7 @@
 """Builds what generates a run's rollouts from its settings: model, engine, episodes."""
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from alula.environments.registry import load_environment
 from alula.errors import require
 from alula.models.load import SHAPE, LoadedModel, load_model
 from alula.models.lora import Adapter
+
+
+def check_backend(config: RunConfig) -> None:
+    """Raise if the package behind `rollouts.backend` is not installed."""
+    require(
+        config.rollouts.backend == "local" or find_spec("ray") is not None,
+        "rollouts.backend=ray: Ray is not installed; pip install 'alula[ray]', or set rollouts.backend=local.",
+    )
 
 
 def load_policy(config: RunConfig, device: torch.device) -> LoadedModel:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
+import ray
 import torch
 from torch import Tensor, nn
 
@@ -22,14 +23,8 @@ from alula.rollouts.job import Job
 from alula.rollouts.rollouts import Idle, OnRollout, Rollouts
 from alula.rollouts.weights import pack
 from alula.rollouts.worker import RolloutWorker, Shipment, lora_tensors
-from alula.sparsity.policy import Sparsity
-
-try:
-    import ray
-except ImportError as error:
-    raise SettingError("rollouts.backend=ray: Ray is not installed; pip install 'alula[ray]'.") from error
-
 from alula.rollouts.worker_pool import WorkerPool
+from alula.sparsity.policy import Sparsity
 
 WAIT = 0.5
 """Seconds between two looks for a stop signal."""

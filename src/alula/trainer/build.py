@@ -20,7 +20,7 @@ from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.models.load import LoadedModel
 from alula.models.lora import Adapter
-from alula.rollouts.build import build_engine, build_episodes
+from alula.rollouts.build import build_engine, build_episodes, check_backend
 from alula.rollouts.local_rollouts import LocalRollouts
 from alula.rollouts.rollouts import Rollouts
 from alula.sparsity.evict import needs_queries
@@ -145,6 +145,7 @@ def build_rollouts(
     check_stop: Callable[[], None],
 ) -> Rollouts:
     """Where the run's rollouts come from: an engine on this rank, or workers on a Ray cluster."""
+    check_backend(config)
     if config.rollouts.backend == "local":
         engine = build_engine(config, for_engine, longest, adapter)
         rollouts: Rollouts = LocalRollouts(engine, build_episodes(config, engine), check_stop)

@@ -11,6 +11,7 @@ from rich.text import Text
 from alula.config.run import RunConfig
 from alula.config.settings import ControlSettings
 from alula.files import size_text
+from alula.rollouts.build import check_backend
 from alula.run.checkpoint import Resume
 from alula.run.console import duration, seconds
 from alula.run.sinks import check_sinks
@@ -53,6 +54,7 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: Res
     preflight.try_rewards()
     environment = list(check_environment(config, preflight.training, preflight.tokenizer))
     check_sinks(config.logging.sinks)
+    check_backend(config)
     console.print(work_table(config, plan, preflight, environment))
     console.print(memory_table(config, plan, preflight.tokenized is not None))
     console.print(host_table(config, plan))
