@@ -1,8 +1,8 @@
 """Settings of `rollouts:` that do not go together."""
 
 import pytest
-import toy
 
+import toy
 from alula.errors import SettingError
 from alula.rollouts import build
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import ray_ranks_worker
 import toy
 from alula.config.load import load_config
 from alula.engine.rollout import Sampling
@@ -20,6 +21,7 @@ from alula.errors import RunFailed, SettingError
 from alula.rollouts.job import Job
 from alula.rollouts.worker_pool import WorkerPool
 from alula.trainer.trainer import Trainer
+from forked_ranks import run_on_nodes
 from hostile_programs import below
 
 ray = pytest.importorskip("ray")
@@ -36,7 +38,10 @@ CONTROLLED = (
 RUNS = {
     "controlled": ("toy", ("steps=4", *CONTROLLED)),
     "reroll": ("toy", ("steps=2", "objective={correction: {preset: reroll, veto: 0.9}, kl: 0}")),
-    "distill": ("distill-toy", ("steps=3", "distill.move={at: 2, prompts: 8}", "distill.first={steps: 2, prompts: 8}")),
+    "distill": (
+        "distill-toy",
+        ("steps=3", "distill.move.at=2", "distill.move.prompts=8", "distill.first={steps: 2, prompts: 8}"),
+    ),
     "turns": ("turns-toy", ("steps=2",)),
 }
 
@@ -45,6 +50,7 @@ RUNS = {
 def cluster():
     from ray.cluster_utils import Cluster
 
+    os.environ["RAY_worker_niceness"] = "0"  # workers are what is tested, and other tests run beside them
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=2, num_gpus=1)
@@ -52,6 +58,7 @@ def cluster():
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+    del os.environ["RAY_worker_niceness"]
 
 
 def settings_of(name, out, *more):
@@ -157,6 +164,18 @@ def test_a_run_that_was_stopped_goes_on_with_other_workers(cluster, local, tmp_p
     resumed = toy.trainer(settings_of("controlled", tmp_path / "run", *on_workers(1)), resume=True)
     assert resumed.run()
     assert comparable(tmp_path / "run") == local("controlled")
+
+
+def test_two_learner_ranks_share_one_pool(cluster, tmp_path, monkeypatch):
+    """Ranks draw the same tokens as one, and their numbers differ by rounding."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    run_on_nodes("ray_ranks_worker", {(1, 2): tmp_path / "two"})
+    assert toy.trainer(toy.toy(tmp_path / "one", *ray_ranks_worker.PINNED)).run()
+    one, two = (comparable(tmp_path / ranks) for ranks in ("one", "two"))
+    assert one["completions.jsonl"] == two["completions.jsonl"]
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        for mine, theirs in zip(one[name], two[name], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 def test_rollouts_ahead_of_the_learner(cluster, tmp_path):
