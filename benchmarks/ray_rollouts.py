@@ -3,8 +3,8 @@
     python benchmarks/ray_rollouts.py --out benchmarks/results/ray-rollouts.json
     python benchmarks/ray_rollouts.py --only weights --device cuda
 
-Weights: packed into buckets, put, fetched by another process and copied into parameters there, against one plain copy of
-the same tensors inside a process.
+Weights: packed into buckets, put, fetched by another process and copied into parameters there, against one plain
+copy of the same tensors inside a process.
 """
 
 import argparse

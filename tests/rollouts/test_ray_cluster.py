@@ -29,12 +29,14 @@ pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "src" / "alula" / "recipes"
 KILLS = int(os.environ.get("ALULA_KILLS", "1"))
+NICENESS = "RAY_worker_niceness"
 PINNED = ("engine={buckets: [8], kv_memory: 16MiB}", "sampling={prompts: 6, n: 4}", "eval={every: 2, size: 8}")
 CONTROLLED = (
     "control={enabled: true, tau: 0.95, on_violation: adapt, ladder: [3, 4, 6]}",
     "monitor.rollouts=4",
     "logging.rollouts=2",
 )
+DISTILLED = ("distill.move.at=2", "distill.move.prompts=8", "distill.first={steps: 2, prompts: 8}")
 RUNS = {
     "controlled": ("toy", ("steps=4", *CONTROLLED)),
     "reroll": ("toy", ("steps=2", "objective={correction: {preset: reroll, veto: 0.9}, kl: 0}")),
@@ -50,7 +52,7 @@ RUNS = {
 def cluster():
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_worker_niceness"] = "0"  # workers are what is tested, and other tests run beside them
+    os.environ[NICENESS] = "0"  # workers are what is tested, and other tests run beside them
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=2, num_gpus=1)
@@ -58,7 +60,7 @@ def cluster():
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-    del os.environ["RAY_worker_niceness"]
+    del os.environ[NICENESS]
 
 
 def settings_of(name, out, *more):
