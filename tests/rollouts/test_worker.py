@@ -12,6 +12,7 @@ from alula.rollouts.worker import Orders, RolloutWorker, Shipment, lora_tensors
 from alula.sparsity.evict import METHODS
 from alula.sparsity.policy import DENSE, Evict, Sparsity
 
+TEXT = [[4, 5, 6, 7, 4, 5, 6, 7], [5, 5, 4, 7, 6]]
 PROMPTS = [[4, 5, 6, 7, 4, 5, 6, 7, 5], [7, 6, 5], [4, 4, 4, 4, 4, 4]]
 
 
@@ -49,12 +50,11 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_a_worker_generates_what_the_local_engine_does(run, method, worker):
-    if method == "triattention":
-        pytest.skip("needs statistics of the model")
     sparsity = DENSE if method is None else Sparsity(Evict(method, 5, buffer=2, window=2, sinks=1))
     jobs = [Job(prompt, Sampling(n=3, max_new_tokens=9, seed=3), sparsity, 10 + i) for i, prompt in enumerate(PROMPTS)]
+    run.rollouts.measure_queries(TEXT)
     expected = run.rollouts.generate(jobs)
-    found = work(worker, jobs, Needs((0, -1)))
+    found = work(worker, jobs, Needs((0, -1)), text=TEXT)
     for one, other in zip(expected, found, strict=True):
         assert one.token_ids == other.token_ids
         assert torch.equal(one.logprobs, other.logprobs)

@@ -1,10 +1,8 @@
 """TriAttention in a run: the queries' statistics follow the weights, and their text is in the checkpoint."""
 
-import pytest
 import torch
 
 import toy
-from alula.errors import SettingError
 
 SPARSITY = "sparsity=triattention:24+8,window=4"
 
@@ -23,11 +21,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_statistics_follow_the_wei
     assert resumed.rollouts.engine.query_statistics.text == first.text
     resumed.run()
     assert toy.files(tmp_path / "parts")["metrics.jsonl"] == toy.files(tmp_path / "whole")["metrics.jsonl"]
-
-
-def test_workers_are_not_sent_the_text(tmp_path):
-    with pytest.raises(SettingError, match="triattention"):
-        toy.quick(tmp_path / "run", SPARSITY, "rollouts.backend=ray")
 
 
 def test_other_runs_measure_no_queries(tmp_path):

@@ -141,12 +141,6 @@ class RunConfig(Section):
             f"rollouts.{given[0] if given else ''} without rollouts.backend=ray: a local engine has no workers, and "
             "generates by turns with the learner; set rollouts.backend=ray.",
         )
-        evict = self.sparsity.evict
-        require(
-            rollouts.backend == "local" or evict is None or evict.method != "triattention",
-            "sparsity.evict.method=triattention with rollouts.backend=ray: the text that its statistics are measured "
-            "on is not sent to workers; use another evictor, or rollouts.backend=local.",
-        )
         require(
             rollouts.min_workers <= rollouts.workers,
             f"rollouts.min_workers={rollouts.min_workers}: there are only rollouts.workers={rollouts.workers}.",

@@ -64,6 +64,9 @@ class LocalRollouts(Rollouts):
     def publish_adapter(self, adapter: Adapter) -> None:
         self.engine.update_sparse_adapter(adapter)
 
+    def measure_queries(self, text: list[list[int]]) -> None:
+        self.engine.measure_queries(text)
+
     def asleep(self) -> AbstractContextManager[None]:
         return self.engine.asleep()
 

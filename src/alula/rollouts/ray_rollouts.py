@@ -182,6 +182,10 @@ class RayRollouts(Rollouts):
 
     # -- the rest -----------------------------------------------------------------------------------------
 
+    def measure_queries(self, text: list[list[int]]) -> None:
+        if self.pool is not None:
+            self.pool.text = text
+
     @contextmanager
     def asleep(self) -> Iterator[None]:
         if self.colocated and self.pool is not None:

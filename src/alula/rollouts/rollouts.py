@@ -51,6 +51,10 @@ class Rollouts(ABC):
         """Use another adapter in sparse rollouts from now on."""
 
     @abstractmethod
+    def measure_queries(self, text: list[list[int]]) -> None:
+        """Measure the model's queries on this text, now and after every update (`triattention`)."""
+
+    @abstractmethod
     def asleep(self) -> AbstractContextManager[None]:
         """Release the KV memory that the learner needs, inside a `with` block."""
 

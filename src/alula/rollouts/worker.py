@@ -52,6 +52,8 @@ class Orders:
     jobs: list[tuple[int, Job, Needs]] = field(default_factory=list)
     weights: Shipment | None = None
     adapter: Shipment | None = None
+    text: list[list[int]] | None = None
+    """The text that the model's queries are measured on, if the worker does not have it."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class RolloutWorker:
             self._take_weights(orders.weights)
         if orders.adapter is not None:
             self._take_adapter(orders.adapter)
+        if orders.text is not None:
+            self.engine.measure_queries(orders.text)
         refused = [number for number, job, needs in orders.jobs if not self._add(number, job, needs)]
         finished: list[tuple[int, Rollout]] = []
         while self.runner.unfinished and time.monotonic() < began + SLICE:

@@ -36,6 +36,7 @@ class Worker:
     jobs: set[int] = field(default_factory=set)
     sent: tuple[int, int] = (-1, -1)
     """Shipments of weights and adapter that it has, or has been sent."""
+    has_text: bool = False
     progress: int = -1
 
 
@@ -52,6 +53,8 @@ class WorkerPool:
         self.queue, self.workers = JobQueue(), list[Worker]()
         self.weights: Shipment | None = None
         self.adapter: Shipment | None = None
+        self.text: list[list[int]] | None = None
+        """The text that the model's queries are measured on, if an evictor needs that."""
         self.messages: deque[str] = deque()
         """What a person should know, for the main thread to print."""
         self.lost = self.failed_starts = 0
@@ -248,7 +251,9 @@ class WorkerPool:
             return
         worker.sent = newest
         worker.jobs |= {task.number for task in tasks}
-        orders = Orders([(task.number, task.job, task.needs) for task in tasks], weights, adapter)
+        text = None if worker.has_text else self.text
+        worker.has_text |= text is not None
+        orders = Orders([(task.number, task.job, task.needs) for task in tasks], weights, adapter, text)
         if tasks and len(tasks) == len(worker.jobs):
             worker.since = time.monotonic()  # it had nothing to do until now
         worker.call = worker.actor.work.remote(orders)

@@ -12,7 +12,7 @@ from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
 from alula.data.load import load_source
 from alula.distributed import World
-from alula.engine.measure_queries import TEXT_PROMPTS, dense_text
+from alula.engine.measure_queries import TEXT_PROMPTS
 from alula.engine.rollout import Sampling
 from alula.errors import require
 from alula.learner.learner import Learner, trains_in_place
@@ -21,9 +21,11 @@ from alula.mismatch.tail import MIN_PROMPTS
 from alula.models.load import LoadedModel
 from alula.models.lora import Adapter
 from alula.rollouts.build import build_engine, build_episodes, check_backend
+from alula.rollouts.job import Job
 from alula.rollouts.local_rollouts import LocalRollouts
 from alula.rollouts.rollouts import Rollouts
 from alula.sparsity.evict import needs_queries
+from alula.sparsity.policy import DENSE
 
 if TYPE_CHECKING:
     from alula.distill.distiller import Distiller
@@ -163,17 +165,11 @@ def query_text(config: RunConfig, rollouts: Rollouts, training: Dataset) -> list
     ranks. None if no policy of the run needs it."""
     if not any(map(needs_queries, config.policies())):
         return None
-    assert isinstance(rollouts, LocalRollouts)
     prompts = [list(example.prompt_ids or ()) for example in training.take(TEXT_PROMPTS)]
     tokens = min(config.most_generated(max(map(len, prompts))), TEXT_TOKENS)
-    return dense_text(rollouts.engine, prompts, Sampling(max_new_tokens=tokens, seed=config.seed))
-
-
-def measure_queries(rollouts: Rollouts, text: list[list[int]] | None) -> None:
-    """Let the engine measure the text now, and again after every update."""
-    if text is not None:
-        assert isinstance(rollouts, LocalRollouts)
-        rollouts.engine.measure_queries(text)
+    sampling = Sampling(max_new_tokens=tokens, seed=config.seed)
+    answers = rollouts.generate([Job(prompt, sampling, DENSE, index) for index, prompt in enumerate(prompts)])
+    return [answer.prompt_ids + answer.token_ids for answer in answers]
 
 
 def first_adapter(config: RunConfig) -> Adapter | None:

@@ -36,7 +36,6 @@ from alula.trainer.build import (
     check_shares,
     load_data,
     measure_matrix_rate,
-    measure_queries,
     query_text,
 )
 from alula.trainer.collector import Collector
@@ -169,7 +168,8 @@ class Trainer:
             self._load(self.resumed)
         else:
             self.query_text = query_text(self.config, self.rollouts, self.stream.dataset)
-        measure_queries(self.rollouts, self.query_text)
+        if self.query_text is not None:
+            self.rollouts.measure_queries(self.query_text)
         self.logger.start(self.stream.dataset, self.held_out)
         if self.fitted is not self.config:
             self.logger.message(describe_choice(self.fitted.learner))
