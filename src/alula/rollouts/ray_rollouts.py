@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -55,11 +55,14 @@ class RayRollouts(Rollouts):
         self.started_ray = False
         self.shipped = [0, 0.0]
         """Bytes and seconds of the last shipment of weights."""
-        if world.rank == 0:
-            self._start(config, longest)
-        self.publish(learner, 0)
-        if adapter is not None:
-            self.publish_adapter(adapter)
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            if world.rank == 0:
+                self._start(config, longest)
+            self.publish(learner, 0)
+            if adapter is not None:
+                self.publish_adapter(adapter)
+            on_failure.pop_all()
 
     def _start(self, config: RunConfig, longest: int) -> None:
         settings = config.rollouts

@@ -84,7 +84,7 @@ class Trainer:
         self.logger = RunLogger(config, world, stream, resume_from=self._resume_from(resume), lines=lines)
         with ExitStack() as on_failure:
             on_failure.push(self.logger)
-            self._build()
+            self._build(on_failure)
             self._start()
             on_failure.pop_all()
 
@@ -94,7 +94,7 @@ class Trainer:
             return None
         return check_steps_left(self.config, self.resumed) if self.resumed else -1
 
-    def _build(self) -> None:
+    def _build(self, on_failure: ExitStack) -> None:
         """Load model and data, and build the parts of the run."""
         config, world = self.config, self.world
         self.matrix_rate = measure_matrix_rate(world)
@@ -119,6 +119,7 @@ class Trainer:
             self.logger.message,
             lambda: self.stop.raise_if_stop_requested(all_ranks=False),
         )
+        on_failure.callback(self.rollouts.close)
         self.monitor = build_monitor(config, self.rollouts, training, world)
         self.distill = build_run_distiller(
             config, distiller, self.rollouts, self.held_out[0] if self.held_out else training
