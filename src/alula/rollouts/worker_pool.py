@@ -249,13 +249,13 @@ class WorkerPool:
         tasks = self.queue.take(room, newest, self.weights.version)
         if not (weights or adapter or tasks or worker.jobs):
             return
+        if not worker.jobs:
+            worker.since = time.monotonic()  # it had nothing to do until now
         worker.sent = newest
         worker.jobs |= {task.number for task in tasks}
         text = None if worker.has_text else self.text
         worker.has_text |= text is not None
         orders = Orders([(task.number, task.job, task.needs) for task in tasks], weights, adapter, text)
-        if tasks and len(tasks) == len(worker.jobs):
-            worker.since = time.monotonic()  # it had nothing to do until now
         worker.call = worker.actor.work.remote(orders)
 
     def _receive(self, worker: Worker) -> None:
