@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
     result: dict[str, object] = {"environment": environment()}
     if given.only != "steps":
         result["weights"] = list(weights(given.device, given.repeat))

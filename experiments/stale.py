@@ -110,7 +110,7 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     import ray
 
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
     for seed in range(given.seeds):
         for arm in ARMS:
             for stale in STALE:

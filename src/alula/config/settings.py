@@ -429,8 +429,8 @@ class RolloutSettings(Section):
     """`local`: every rank has an engine and generates its share. `ray`: workers on a Ray cluster generate for all
     ranks (`pip install 'alula[ray]'`)."""
     address: str | None = None
-    """The Ray cluster to join, such as `auto` or `10.0.0.1:6379`; by default the one that RAY_ADDRESS names, else one
-    is started on this machine."""
+    """The Ray cluster to join, such as `10.0.0.1:6379`; by default the one that RAY_ADDRESS names or that runs on this
+    machine; if there is none, one is started here. `local` always starts one."""
     workers: Count = 1
     """Rollout workers, each with an engine of its own."""
     gpus_per_worker: Annotated[float, Field(ge=0)] | None = None
