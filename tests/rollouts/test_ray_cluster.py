@@ -118,23 +118,39 @@ def rollout_processes():
     return [pid for pid in below(os.getpid()) if b"RolloutWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def add_node(cluster):
+    cluster.add_node(num_cpus=2, num_gpus=1)
+
+
+def remove_node(cluster):
+    cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+
+
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_killed_worker_or_node_costs_only_time(cluster, local, tmp_path, seed):
+    """Even seeds kill a worker's process, odd ones a node, which returns."""
     run = toy.trainer(settings_of("controlled", tmp_path / "run", *on_workers(2), "rollouts.gpus_per_worker=1"))
-    moment = random.Random(seed).uniform(0.0, 3.0)
+    moment, gone = random.Random(seed).uniform(0.0, 3.0), threading.Event()
 
     def kill():
         time.sleep(moment)
         if seed % 2 == 0:
             os.kill(random.Random(seed).choice(rollout_processes()), signal.SIGKILL)
         else:
-            cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
-            cluster.add_node(num_cpus=2, num_gpus=1)
+            remove_node(cluster)
+            gone.set()
 
+    def replace_node():  # Ray starts nodes in the main thread only
+        if gone.is_set():
+            gone.clear()
+            add_node(cluster)
+
+    run.rollouts.check_stop = replace_node
     killer = threading.Thread(target=kill)
     killer.start()
     assert run.run()
     killer.join()
+    replace_node()
     assert comparable(tmp_path / "run") == local("controlled")
 
 
@@ -142,17 +158,15 @@ def test_below_min_workers_the_run_waits_for_a_late_joiner(cluster, local, tmp_p
     """One of two nodes goes, and returns only after the run has said that it waits."""
     settings = (*on_workers(2), "rollouts.min_workers=2", "rollouts.gpus_per_worker=1")
     run = toy.trainer(settings_of("controlled", tmp_path / "run", *settings))
-    cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+    remove_node(cluster)
+    returned = []
 
     def bring_back():
-        while "waiting for others" not in toy.printed(run):
-            time.sleep(0.05)
-        cluster.add_node(num_cpus=2, num_gpus=1)
+        if "waiting for others" in toy.printed(run) and not returned:
+            returned.append(add_node(cluster))
 
-    helper = threading.Thread(target=bring_back)
-    helper.start()
+    run.rollouts.check_stop = bring_back
     assert run.run()
-    helper.join()
     assert "1 of 2 rollout workers are left, and rollouts.min_workers is 2: waiting for others." in toy.printed(run)
     assert "2 rollout workers are ready: going on." in toy.printed(run)
     assert comparable(tmp_path / "run") == local("controlled")
