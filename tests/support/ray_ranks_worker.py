@@ -5,7 +5,7 @@ from pathlib import Path
 
 import toy
 
-PINNED = ("steps=2", "engine={buckets: [8], kv_memory: 16MiB}", "sampling={prompts: 6, n: 4}", "eval.every=0")
+PINNED = ("steps=2", "engine={buckets: [8], kv_memory: 16MiB}", "sampling.prompts=6", "sampling.n=4", "eval.every=0")
 
 
 def main(out: Path) -> None:

@@ -1,5 +1,6 @@
 """The pool of rollout workers on a Ray cluster. A thread keeps them busy and replaces those that are lost."""
 
+import re
 import threading
 import time
 from collections import deque
@@ -265,7 +266,7 @@ class WorkerPool:
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
-            self._lose(worker, str(error).strip().splitlines()[0])
+            self._lose(worker, first_line(error))
             return
         if report is None:  # it has started
             worker.ready, worker.since, self.failed_starts = True, time.monotonic(), 0
@@ -310,6 +311,11 @@ class WorkerPool:
 
     def _newest(self) -> tuple[int, int]:
         return (self.weights.number if self.weights else -1, self.adapter.number if self.adapter else -1)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of Ray's message, without its colours."""
+    return re.sub(r"\x1b\[\d*m", "", str(error)).strip().partition("\n")[0]
 
 
 def resources() -> str:
