@@ -230,15 +230,16 @@ def wait_for(pool, numbers):
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("hangs", RunFailed, "has ended 5 rollout workers"),
-        ("dies", RunFailed, "has ended 5 rollout workers"),
+        ("hangs", RunFailed, "has ended 2 rollout workers"),
+        ("dies", RunFailed, "has ended 2 rollout workers"),
         ("dies at the start", RunFailed, "workers die while they start"),
         ("raises", SettingError, "prompts: too long"),
     ],
 )
-def test_a_pool_of_odd_workers_ends_with_a_reason(cluster, what, error, message):
+def test_a_pool_of_odd_workers_ends_with_a_reason(cluster, monkeypatch, what, error, message):
     from alula.rollouts.worker import Shipment
 
+    monkeypatch.setattr("alula.rollouts.job_queue.MOST_LOSSES", 2)
     actor = ray.remote(OddWorker).options(num_cpus=0)
     pool = WorkerPool(lambda: actor.remote(what), 1, 1, timeout=1.5 if what == "hangs" else 60, rows=8)
     try:
