@@ -24,16 +24,19 @@ def calibrate(
     model: shared.Model,
     data: shared.Prompts,
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Selectors and evictors, METHOD[:setting=value...], separated by commas; EVICTOR:budget=N&SELECTOR "
-            "combines an evictor of fixed budget with a selector."
+            "combines an evictor of fixed budget with a selector. By default block-topk; with --leaderboard, all."
         ),
-    ] = "block-topk",
+    ] = None,
     budgets: Annotated[
         str | None, typer.Option(help="KV tokens, separated by commas; by default Sparrow's grid below the length.")
     ] = None,
-    pages: Annotated[str, typer.Option(help="Block sizes of selectors, separated by commas.")] = "16",
+    pages: Annotated[
+        str,
+        typer.Option(help="Block sizes of selectors, separated by commas; the first is --leaderboard's page size."),
+    ] = "16",
     length: Annotated[int, typer.Option(help="Longest sequence, prompt included.")] = 4096,
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 64,
     samples: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
@@ -79,6 +82,14 @@ def calibrate(
             help="Measure this schedule or policy (rkv:512+128) on its own rollouts, on other prompts (repeatable)."
         ),
     ] = None,
+    leaderboard: Annotated[
+        bool,
+        typer.Option(
+            "--leaderboard",
+            help="Compare methods at equal bytes held and at equal bytes read: those of --budgets tokens, by default a "
+            "quarter and a half of the length.",
+        ),
+    ] = False,
     vetoed: Annotated[
         float | None,
         typer.Option(
@@ -93,7 +104,8 @@ def calibrate(
     With --verify nothing is searched: each schedule or policy generates its own rollouts. The exit code is 1 if, for
     one of them, some bin's tail is confidently below tau, confidently more than 15 % of the rollouts contain a token
     that the dense policy would not have sampled, or no rollout exceeded the budget, so that nothing was tested. With
-    --vetoed, budgets are measured in the same way, and the exit code is 1 if no method has one.
+    --vetoed, budgets are measured in the same way, and the exit code is 1 if no method has one. With --leaderboard,
+    methods are compared at equal bytes, each on its own rollouts and on the dense policy's text.
     """
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
     from alula.mismatch.calibrate.verify import parse_target
@@ -108,8 +120,10 @@ def calibrate(
     policies = [(name, *parse_target(name, width, length, kv_dtype)) for name in verify or []]
     require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders, grid = [], None
-    families = parse_families(methods, numbers("pages", pages))
-    if vetoed is not None:
+    families = parse_families(methods or "block-topk", numbers("pages", pages))
+    if leaderboard:
+        require(not policies and not tau and vetoed is None, "--leaderboard: drop --verify, --vetoed and --tau.")
+    elif vetoed is not None:
         from alula.cli.find_budget import ladders_of
 
         require(not policies and not tau, "--vetoed searches by vetoed rollouts; drop --verify and --tau.")
@@ -117,8 +131,8 @@ def calibrate(
     elif not policies:
         allowed = numbers("budgets", budgets) if budgets else default_budgets(length)
         grid = Grid(tuple(families), allowed, tuple(tau or ()), sweep, forward)
-    if out == DEFAULT_OUT and (policies or ladders):
-        out = Path("verified.json" if policies else "vetoed.json")  # keeps the calibration of a planned schedule
+    if out == DEFAULT_OUT and grid is None:  # keeps the calibration of a planned schedule
+        out = Path("verified.json" if policies else "vetoed.json" if ladders else "leaderboard.json")
     check_output_file(out)
     loaded, dataset = load_model_and_prompts(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
@@ -130,9 +144,16 @@ def calibrate(
         choose(dataset, prompts, seed, from_end=other_prompts), length, samples, temperature, seed + other_prompts
     )
     measured = [policy for _, _, policy in policies] or [family.template for family in families]
-    if statistics or any(map(needs_queries, measured)):
+    if statistics or any(map(needs_queries, measured)) or (leaderboard and methods is None):
         check_output_file(statistics)
         engines.measure_queries(statistics, text.prompts, text.sampling)
+    if leaderboard:
+        from alula.cli.leaderboard import run_leaderboard
+
+        targets = numbers("budgets", budgets) if budgets else (length // 4, length // 2)
+        page = numbers("pages", pages)[0]
+        run_leaderboard(engines, text, families if methods else None, targets, page, out, progress)
+        raise typer.Exit(0)
     if vetoed is not None:
         from alula.cli.find_budget import run_vetoed
 

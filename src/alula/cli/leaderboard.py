@@ -1,0 +1,156 @@
+"""`alula calibrate --leaderboard`: compares methods at equal bytes held and at equal bytes read."""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from alula.bench.decode import rollouts as time_rollouts
+from alula.errors import SettingError, require
+from alula.files import write_atomically
+from alula.mismatch.leaderboard.kv_bytes import KVBytes, fit_budget, kv_bytes
+from alula.mismatch.leaderboard.row import measure_row
+from alula.mismatch.leaderboard.table import tables
+from alula.run.environment import environment
+from alula.sparsity.evict import METHODS as EVICTORS
+from alula.sparsity.family import PolicyFamily, parse_families
+from alula.sparsity.footprint import is_ever_sparse
+from alula.sparsity.policy import DENSE, Sparsity
+from alula.sparsity.select import METHODS as SELECTORS
+
+if TYPE_CHECKING:
+    from alula.cli.common import Engines
+    from alula.engine.engine import Engine
+    from alula.mismatch.calibrate.calibrate import TextSettings
+
+Measure = Callable[[str, int | None, Sparsity, int], dict[str, Any]]
+LEFT_OUT = ("rkv-code",)
+"""Evictors that are another one's accident."""
+
+
+def default_families(target: int, page: int) -> list[PolicyFamily]:
+    """All methods; evictors collect an eighth of the target before they evict."""
+    evictors = [f"{name}:buffer={max(target // 8, 1)}" for name in EVICTORS if name not in LEFT_OUT]
+    return parse_families(",".join([*evictors, *SELECTORS]), (page,))
+
+
+def run_leaderboard(
+    engines: "Engines",
+    text: "TextSettings",
+    families: Sequence[PolicyFamily] | None,
+    targets: Sequence[int],
+    page: int,
+    out: Path,
+    progress: bool,
+) -> None:
+    """Measure every method at every target, write after each row, print both tables. `families` default to all."""
+    engine = engines.with_page(page)
+    record = opened(out, engine, text)
+    typer.echo(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
+    dense = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
+    scores = engine.score(dense)
+    lengths = [(len(r.prompt_ids), len(r)) for r in dense]
+    known = {row["policy"]: row for row in [*record["held"], *record["read"]]}
+
+    def measure(family: str, target: int | None, policy: Sparsity, page: int) -> dict[str, Any]:
+        name = policy.describe()
+        if name in known:
+            return known[name] | {"target": target}
+        typer.echo(f"{name}: at the bytes of {target} tokens" if target else name)
+        own = engines.with_page(page)
+        step_ms = milliseconds(own, policy, lengths)
+        row = measure_row(
+            own, policy, text, dense, scores, family=family, target=target, step_ms=step_ms, progress=progress
+        )
+        known[name] = row.to_dict()
+        return known[name]
+
+    record["dense"] = record["dense"] or measure("dense", None, DENSE, page)
+    write_atomically(out, json.dumps(record) + "\n")
+    record["held"], record["read"], record["left_out"] = [], [], []
+    for target in targets:
+        for table, family, policy in entries(
+            engine, families or default_families(target, page), target, lengths, record
+        ):
+            record[table].append(measure(family.describe(), target, policy, family.block or page))
+            write_atomically(out, json.dumps(record) + "\n")
+    typer.echo("\n" + tables(record) + "\n")
+    for reason in record["left_out"]:
+        typer.echo(reason)
+    typer.echo(f"{out}: methods are ranked apart only where the paired interval of their vetoed shares excludes 0.")
+
+
+def entries(
+    engine: "Engine",
+    families: Sequence[PolicyFamily],
+    target: int,
+    lengths: Sequence[tuple[int, int]],
+    record: dict[str, Any],
+) -> Iterator[tuple[str, PolicyFamily, Sparsity]]:
+    """The policies whose bytes come closest to the target's from below: peak bytes held, or mean bytes read."""
+    limit, longest = target * record["token_bytes"], max(map(sum, lengths))
+    kinds: dict[str, Callable[[KVBytes], float]] = {"held": lambda kv: kv.peak, "read": lambda kv: kv.read}
+    for table, bytes_of in kinds.items():
+        for family in families:
+            if table == "held" and not family.evicts:
+                continue  # a selector holds everything
+            page = family.block or engine.page
+
+            def used(policy: Sparsity, page: int = page, bytes_of: Callable[[KVBytes], float] = bytes_of) -> float:
+                return bytes_of(kv_bytes(engine.geometry, page, policy, lengths))
+
+            budget = fit_budget(family, limit, longest, used)
+            reason = None
+            if budget is None:
+                reason = "its smallest budget takes more"
+            elif not any(is_ever_sparse(family.policy(budget), *length, engine.geometry.layers) for length in lengths):
+                reason = "it would never be sparse"
+            if reason is None and budget is not None:
+                yield table, family, family.policy(budget)
+            else:
+                record["left_out"].append(
+                    f"{family.describe()} is left out of the table of bytes {table} at {target} tokens: {reason}."
+                )
+
+
+def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int, int]]) -> float:
+    """Milliseconds per decode step of as many rows as there are rollouts, all of the mean length."""
+    prompt, generated = round(fmean(p for p, _ in lengths)), max(round(fmean(n for _, n in lengths)), 2)
+    rows = min(len(lengths), engine.max_rows)
+    if engine.device.type == "cuda":
+        time_rollouts(engine, rows, prompt, generated, policy)  # captures graphs
+    return 1e3 * time_rollouts(engine, rows, prompt, generated, policy)["seconds"] / generated
+
+
+def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
+    """The file's record if it was written with the same settings, else a new one."""
+    most = text.sampling.max_new_tokens
+    settings = {
+        "model": engine.name,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "device": engine.device.type,
+        "prompts": len(text.prompts),
+        "prompts_crc32": zlib.crc32(json.dumps(text.prompts).encode()),
+        "samples": text.samples,
+        "page": engine.page,
+        "max_new_tokens": most,
+        "temperature": text.temperature,
+        "seed": text.seed,
+        "lengths": [max(most // 8, 1), max(most // 4, 1), max(most // 2, 1)],
+    }
+    if out.exists():
+        try:
+            record = json.loads(out.read_text())
+        except json.JSONDecodeError:
+            raise SettingError(f"--out {out}: is no leaderboard; choose another file.") from None
+        require(
+            isinstance(record, dict) and record.get("settings") == settings,
+            f"--out {out}: was measured with other settings or is no leaderboard; choose another file.",
+        )
+        return record
+    record = {"settings": settings, "environment": environment(), "dense": None, "held": [], "read": [], "left_out": []}
+    return record | {"token_bytes": engine.geometry.kv_token_bytes}

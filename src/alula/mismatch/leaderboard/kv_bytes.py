@@ -1,0 +1,101 @@
+"""Bytes of KV that a policy holds and reads, with all that belongs to it, and budgets of equal bytes.
+
+    held = pages · page · token bytes + ring of queries + attention sums + page summaries      peak and mean over steps
+    read = tokens that attention reads · token bytes + page summaries that a selector scores   mean over steps
+
+A page counts whole, however few of its slots are filled. Window, sinks and a protected prompt are tokens like others.
+An 8-bit cache counts its scales. Not counted: what is once per engine (TriAttention's statistics), what an eviction
+reads and copies between two steps, and the prompt's pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alula.errors import SettingError
+from alula.models.geometry import Geometry
+from alula.sparsity.evict import build
+from alula.sparsity.family import PolicyFamily
+from alula.sparsity.footprint import footprint, selecting_layers, tokens_read
+from alula.sparsity.policy import Sparsity
+from alula.sparsity.select import METHODS as SELECTORS
+
+Lengths = Sequence[tuple[int, int]]
+"""Prompt and generated tokens of every rollout."""
+
+
+@dataclass(frozen=True)
+class KVBytes:
+    """Bytes of one sequence, over all layers and heads."""
+
+    held: float
+    """Mean over the decode steps."""
+    peak: float
+    """Most of any decode step, mean over the sequences."""
+    read: float
+    """Mean over the decode steps."""
+
+
+def kv_bytes(geometry: Geometry, page: int, sparsity: Sparsity, lengths: Lengths) -> KVBytes:
+    """The bytes of rollouts of these lengths."""
+    held, read, peaks = [], [], []
+    for prompt, generated in lengths:
+        steps = max(generated - 1, 1)  # the first token comes with the prompt
+        use = _steps(geometry, page, sparsity, prompt, steps)
+        held.append(use[0])
+        read.append(use[1])
+        peaks.append(use[0].max())
+    return KVBytes(float(np.concatenate(held).mean()), float(np.mean(peaks)), float(np.concatenate(read).mean()))
+
+
+def _steps(geometry: Geometry, page: int, sparsity: Sparsity, prompt: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes held and read in every decode step, the token of the step included."""
+    tokens = footprint(sparsity, prompt, steps, geometry.layers).held.astype(np.int64) + 1
+    pages = -(-tokens // page)
+    vector = geometry.kv_heads * geometry.vector_bytes  # of one layer
+    held, read = pages * page * geometry.kv_token_bytes, tokens * geometry.kv_token_bytes
+    if sparsity.evict is not None:
+        evictor = build(sparsity.evict)
+        ring = evictor.queries * geometry.layers * geometry.query_heads * geometry.vector_bytes
+        sums = 4 * geometry.layers * geometry.kv_heads * int(tokens.max()) if evictor.accumulates else 0
+        held = held + ring + sums
+    if select := sparsity.select:
+        vectors = pages * SELECTORS[select.method].vectors
+        held = held + vectors * geometry.layers * vector
+        selecting = selecting_layers(select, geometry.layers)
+        chosen = tokens_read(select, np.arange(prompt, prompt + steps) + 1, tokens)
+        per_layer = geometry.kv_token_bytes // geometry.layers
+        scored = np.where(chosen < tokens, vectors * vector, 0)
+        read = (geometry.layers - selecting) * tokens * per_layer + selecting * (chosen * per_layer + scored)
+    return held, read
+
+
+def fit_budget(family: PolicyFamily, limit: float, longest: int, measure: Callable[[Sparsity], float]) -> int | None:
+    """The largest budget below `longest` with `measure(policy) <= limit`; None if the smallest has more."""
+    low, high = smallest_budget(family), longest
+    if low >= high or measure(family.policy(low)) > limit:
+        return None
+    while high - low > 1:  # `low` fits; `high` does not, or covers everything
+        middle = (low + high) // 2
+        low, high = (middle, high) if measure(family.policy(middle)) <= limit else (low, middle)
+    return low
+
+
+def smallest_budget(family: PolicyFamily) -> int:
+    """The smallest budget that the method allows."""
+    low, high = 0, 1
+    while not _allowed(family, high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _allowed(family, middle) else (middle, high)
+    return high
+
+
+def _allowed(family: PolicyFamily, budget: int) -> bool:
+    try:
+        family.policy(budget)
+    except SettingError:
+        return False
+    return True
