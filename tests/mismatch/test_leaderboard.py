@@ -135,6 +135,7 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys):
     assert tables(record) in printed
     assert [row["family"] for row in record["held"]] == ["rkv:buffer=2:window=2:sinks=1"]
     assert {row["family"].split(":")[0] for row in record["read"]} == {"rkv", "quest"}
+    assert record["token_bytes"] == 2 * 3 * 4 * 16 * 4, "keys and values of tiny-llama in fp32"
     limit = 16 * record["token_bytes"]
     assert all(row["kv"]["peak"] <= limit for row in record["held"])
     assert "streaming:buffer=2:window=30 is left out" in printed

@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,7 @@ def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
         "prompts_crc32": zlib.crc32(json.dumps(text.prompts).encode()),
         "samples": text.samples,
         "page": engine.page,
+        "kv_dtype": engine.geometry.kv_dtype,
         "max_new_tokens": most,
         "temperature": text.temperature,
         "seed": text.seed,
@@ -153,4 +155,4 @@ def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
         )
         return record
     record = {"settings": settings, "environment": environment(), "dense": None, "held": [], "read": [], "left_out": []}
-    return record | {"token_bytes": engine.geometry.kv_token_bytes}
+    return record | {"token_bytes": replace(engine.geometry, kv_dtype=None).kv_token_bytes}
