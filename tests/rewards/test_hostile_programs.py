@@ -89,7 +89,7 @@ def observed(sandbox: Bubblewrap, program: str, wall: float | None, host: dict[s
     watch.stopped.set()
     watch.join()
     all_gone(1)  # a process that was told to end may take a moment
-    return Evidence(run, duration, watch.processes, watch.threads, watch.peak_bytes, len(programs()))
+    return Evidence(run, duration, watch.processes, watch.peak_bytes, len(programs()))
 
 
 def test_there_are_forty_kinds():
