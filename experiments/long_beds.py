@@ -41,7 +41,7 @@ def tiny(task: Any, seed: int) -> tuple[Any, Any]:
 
 SEARCH_TINY = LongBed(
     name="search-tiny",
-    task=Search(numbers=3, largest=9, limit=30, tries=10),
+    task=Search(numbers=3, largest=9, limit=30, tries=14),
     fresh=tiny,
     warm=WarmUp(
         batch=48,
@@ -56,14 +56,14 @@ SEARCH_TINY = LongBed(
     evict="+4,window=4,sinks=8",
     budgets=(16, 24, 32, 48, 64),
     select=",block=4,dense_layers=0",
-    read_budgets=(12, 16, 20, 24, 28, 32, 40, 48, 64),
+    read_budgets=(12, 16, 20, 24, 32, 40, 56),
     distill=TINY.distill,
     distill_first=TINY.distill_first,
     train_problems=2048,
     held_out=256,
     probe_prompts=64,
-    longest=224,
-    bin=32,
+    longest=320,
+    bin=48,
 )
 MACHINE_TINY = LongBed(
     name="machine-tiny",
@@ -85,7 +85,7 @@ MACHINE_TINY = LongBed(
 )
 SEARCH = LongBed(
     name="search",
-    task=Search(numbers=5, largest=30, limit=120, tries=90),
+    task=Search(numbers=5, largest=30, limit=120, tries=96),
     fresh=smollm2,
     warm=WarmUp(
         batch=32,

@@ -1,6 +1,7 @@
 """Tables of the long beds, from their raw lines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import correlation, fmean
 
 import judge
 from judge import Row
@@ -66,6 +67,34 @@ def sparrow_table(rows: Sequence[Row]) -> str:
             ]
         )
     return markdown(head, body)
+
+
+PREDICTORS: dict[str, Callable[[Row], float]] = {
+    "worst tail": lambda run: worst(run["own"]["start"]),
+    "share of rollouts not vetoed": lambda run: -run["own"]["start"]["vetoed_rollouts"],
+    "KV read": lambda run: run["read"],
+}
+"""Known before the first step; each should grow with the last accuracy."""
+
+
+def orders_table(rows: Sequence[Row]) -> str:
+    """How well each predictor orders the last accuracies of a seed's sparse runs: Spearman's rank correlation."""
+    runs = [run for run in rows if run["budgets"] and run["own"]["start"]]
+    seeds = sorted({run["seed"] for run in runs})
+    body = []
+    for name, predictor in PREDICTORS.items():
+        cells = []
+        for seed in seeds:
+            distinct = {tuple(run["budgets"]): run for run in runs if run["seed"] == seed}.values()
+            cells.append(f"{spearman([(predictor(run), judge.final(run)) for run in distinct]):.2f}")
+        body.append([name, *cells])
+    return markdown(["known before training", *(f"seed {seed}" for seed in seeds)], body) if runs else EMPTY
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Correlation of the ranks; equal values share their mean rank."""
+    ranks = [[fmean([i for i, v in enumerate(sorted(values)) if v == x]) for x in values] for values in zip(*pairs)]
+    return correlation(*ranks)
 
 
 def worst(own: Row) -> float:

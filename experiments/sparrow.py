@@ -35,6 +35,8 @@ from raw import raw_run, short
 from run import Run, in_a_child, run_all
 
 from alula.mismatch.measure import Bins, measure_tails
+from alula.mismatch.savings import Savings
+from alula.mismatch.tail import Tail
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
 from alula.sparsity.schedule import Schedule
@@ -94,22 +96,21 @@ def calibrate(bed: LongBed, seed: int, work: Path, text: str) -> None:
         return
     measured, bins = probe.Probe(bed, seed, work), length_bins(bed)
     dense = measured.generate(Sparsity())
-    for budget in left:
-        start, policy = time.perf_counter(), Sparsity.parse(bed.selector(budget))
-        own = dense if text == "dense" else measured.generate(policy)
-        [tail] = measure_tails(measured.engine, own, [policy], bins)
-        row = {
-            "bed": bed.name,
-            "seed": seed,
-            "text": text,
-            "budget": budget,
-            "width": bed.bin,
-            "tails": probe.by_bin(tail),
-            "lengths": [(len(r.prompt_ids), len(r)) for r in dense],
-        }
+    policies = [Sparsity.parse(bed.selector(budget)) for budget in left]
+
+    def write(index: int, tail: Tail, savings: Savings) -> None:
+        row = {"bed": bed.name, "seed": seed, "text": text, "budget": left[index], "width": bed.bin}
+        row |= {"tails": probe.by_bin(tail), "lengths": [(len(r.prompt_ids), len(r)) for r in dense]}
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"budget {budget}: tails {row['tails']}, {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"budget {left[index]}: tails {row['tails']}", flush=True)
+
+    if text == "dense":
+        measure_tails(measured.engine, dense, policies, bins, done=write)
+        return
+    for index, policy in enumerate(policies):
+        own = measured.generate(policy)
+        measure_tails(measured.engine, own, [policy], bins, done=lambda _, tail, kv, i=index: write(i, tail, kv))  # type: ignore[misc]
 
 
 def length_bins(bed: LongBed) -> Bins:

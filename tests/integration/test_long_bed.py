@@ -105,3 +105,10 @@ def test_outcomes_count_changes_of_more_than_two_standard_errors():
     assert judge.outcome(run(0.6, 0.3, 0.6, 0.7)) == "learned"
     assert judge.outcome(run(0.6, 0.3, 0.4, 0.7)) == "fell"
     assert judge.outcome(run(0.6)) == "stalled"
+
+
+def test_rank_correlation_against_the_formula_of_differences():
+    ranks = [(1, 2), (2, 1), (3, 5), (4, 3), (5, 4)]
+    expected = 1 - 6 * sum((a - b) ** 2 for a, b in ranks) / (5 * 24)
+    assert long_tables.spearman([(a**3, 10.0 - 1 / b) for a, b in ranks]) == pytest.approx(expected)
+    assert long_tables.spearman([(1, 1), (1, 2), (2, 3)]) == pytest.approx(0.75**0.5)  # a tie shares rank 1.5

@@ -29,10 +29,10 @@ class Search(Task):
         #3 4 3 2 : 4 + 3 = 7 , 2 7 : 7 * 2 = 14 ? 20 x #2 2 7 : 7 + 2 = 9 ? 20 x
         #1 4 3 2 : 3 + 2 = 5 , 4 5 : 5 * 4 = 20 ? 20 ! answer 3 + 2 = 5 ; 5 * 4 = 20
 
-    It ends with the moves that lead to the target, or with `none` after the last attempt. Each trace draws a heuristic:
-    how often it takes the move whose result is nearest to the target, and how often it stays at the last node instead
-    of returning to one nearer the root. No move is tried twice at a node. The shortcut is one random attempt as the
-    answer.
+    It ends with the moves that lead to the target, or with `none`. Each trace draws a heuristic: how often it takes the
+    move whose result is nearest to the target, how often it stays at the last node instead of returning to one nearer
+    the root, and whether it gives up after all attempts or after a third of them. No move is tried twice at a node. The
+    shortcut is one random attempt as the answer.
     """
 
     name: ClassVar[str] = "search"
@@ -93,10 +93,11 @@ class Search(Task):
 
     def trace(self, root: State, target: int, generator: random.Random) -> str:
         greed, patience = generator.choice((0.0, 0.3, 0.6)), generator.choice((0.3, 0.6, 0.9))
+        attempts = generator.choice((max(1, self.tries // 3), self.tries))
         untried: dict[State, list[Move]] = {}
         path: list[tuple[State, Move]] = []
         lines: list[str] = []
-        for left in range(self.tries, 0, -1):
+        for left in range(self.tries, self.tries - attempts, -1):
             path = self.returned(path, untried, patience, generator)
             state = after(*path[-1]) if path else root
             steps: list[str] = []
