@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from run import Run
 from alula.config.load import load_config
 
 TAILS = {12: [0.9, 0.5, 0.2], 16: [0.95, 0.8, 0.5], 24: [0.99, 0.9, 0.8], 32: [1.0, 0.95, 0.9]}
-FOUND = sparrow.Calibrated(SEARCH_TINY, TAILS, [(7, 89)] * 3)
+FOUND = sparrow.Calibrated(replace(SEARCH_TINY, bin=32), TAILS, [(7, 89)] * 3)
 """Three bins of 32 tokens."""
 
 
