@@ -6,7 +6,7 @@
 Warms the model up, trains densely for 16 steps, probes compressors over their budgets, and prints one row per gate:
 limit, measured value, passed or not. The gates are those of docs/results/long-bed.md; they were fixed before the beds
 were made. A stopped command goes on where it was. --out receives `gates/<bed>.jsonl` (one line per gate and seed),
-`probe/<bed>.jsonl` (one line per policy and seed) and `long-bed/<bed>.jsonl` (the dense runs).
+`budgets/<bed>.jsonl` (one line per policy and seed) and `long-bed/<bed>.jsonl` (the dense runs).
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,10 +22,10 @@ from typing import Any
 import judge
 import probe
 from arms import DENSE
-from lines import read_lines
+from lines import read_lines, write_lines
 from long_beds import LONG_BEDS, LongBed
 from markdown import markdown
-from raw import raw_run, short, write_probe, write_raw
+from raw import raw_run, short, write_raw
 from run import Run, in_a_child, run_all
 
 from alula.engine.engine import Engine
@@ -81,6 +81,30 @@ def measure_text(bed: LongBed, seed: int, work: Path) -> None:
         file.write(json.dumps({name: short(value) for name, value in row.items()}) + "\n")
 
 
+def probe_budgets(bed: LongBed, seed: int, work: Path, methods: Sequence[str]) -> None:
+    """`budgets.jsonl`: accuracy and KV of the warmed-up model under every budget; those of a method in one batch."""
+    path = work / "budgets.jsonl"
+    measured: probe.Probe | None = None
+    for method in methods:
+        done = {row["sparsity"] for row in read_lines(path) if row["seed"] == seed}
+        left = [policy for policy in probe.grid(bed, [method]) if policy not in done]
+        if not left:
+            continue
+        measured = measured or probe.Probe(bed, seed, work)
+        size = len(measured.problems)
+        prompts = [list(problem.prompt_ids or ()) for problem in measured.problems] * len(left)
+        policies = [Sparsity.parse(policy) for policy in left for _ in range(size)]
+        rollouts = measured.engine.generate(prompts, measured.sampling, policies, progress=False)
+        with path.open("a") as file:
+            for place, policy in enumerate(left):
+                own = [
+                    replace(r, prompt_index=r.prompt_index % size) for r in rollouts if r.prompt_index // size == place
+                ]
+                row = {name: short(value) for name, value in measured.answers(policy, own).items()}
+                file.write(json.dumps(row) + "\n")
+                print(f"{policy}: accuracy {row['accuracy']}, KV share {kv_share(row):.3f}", flush=True)
+
+
 def token_entropies(engine: Engine, rollouts: Sequence[Rollout]) -> list[float]:
     top = min(TOP, engine.model.config.vocab_size)
     found: list[float] = []
@@ -101,7 +125,7 @@ def guess_accuracy(measured: probe.Probe) -> float:
 
 def gates_of(bed: LongBed, seed: int, work: Path, compressors: Sequence[str]) -> Iterator[Gate]:
     text = next(row for row in read_lines(work / "text.jsonl") if row["seed"] == seed)
-    probed = [row for row in read_lines(work / "probe.jsonl") if row["seed"] == seed]
+    probed = [row for row in read_lines(work / "budgets.jsonl") if row["seed"] == seed]
 
     def gate(name: str, limit: str, value: float, passed: bool, note: str = "") -> Gate:
         return Gate(bed.name, seed, name, limit, float(short(value)), bool(passed), note)
@@ -170,15 +194,13 @@ def main() -> None:
     for seed in seeds:
         in_a_child(measure_text, bed, seed, work)
         run_all([Run(bed, DENSE, seed, work)], 1, deadline)
-        in_a_child(probe.run, bed, seed, work, probe.grid(bed, methods))
+        in_a_child(probe_budgets, bed, seed, work, methods)
         found += [*gates_of(bed, seed, work, methods)]
         head = ["gate", "limit", f"seed {seed}", "passed", "note"]
         print(f"\n{markdown(head, [gate.cells for gate in found if gate.seed == seed])}\n", flush=True)
-    write_probe(bed, work, options.out)
     write_raw("long-bed", bed, [(DENSE, seed) for seed in seeds], work, options.out)
-    path = options.out / "gates" / f"{bed.name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(gate)) + "\n" for gate in found))
+    write_lines(options.out / "gates" / f"{bed.name}.jsonl", map(asdict, found))
+    write_lines(options.out / "budgets" / f"{bed.name}.jsonl", read_lines(work / "budgets.jsonl"))
 
 
 if __name__ == "__main__":

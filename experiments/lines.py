@@ -1,6 +1,7 @@
 """Files of JSON lines."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,3 +9,9 @@ from typing import Any
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Of a file that may not be there yet."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A whole file, its folder made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

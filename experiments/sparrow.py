@@ -24,12 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import probe
 from arms import DENSE, Arm
 from beds import prepared
-from lines import read_lines
+from lines import read_lines, write_lines
 from long_beds import LONG_BEDS, LongBed
 from raw import raw_run, short
 from run import Run, in_a_child, run_all
@@ -42,7 +41,6 @@ from alula.sparsity.policy import Sparsity
 from alula.sparsity.schedule import Schedule
 
 ARMS = ("a", "b", "c", "d")
-Rows = list[dict[str, Any]]
 Budgets = tuple[int, ...]
 """Of every length bin; one for all of them if there is only one."""
 
@@ -163,9 +161,7 @@ def write_rows(bed: LongBed, planned: Sequence[tuple[Run, float, Budgets, float]
             continue
         own = {when: tails.get((run.arm.name, run.seed, when)) for when in ("start", "end")}
         lines.append(row | {"tau": tau, "budgets": budgets, "width": bed.bin, "read": short(read), "own": own})
-    path = out / "sparrow" / f"{bed.name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(out / "sparrow" / f"{bed.name}.jsonl", lines)
 
 
 def main() -> None:
@@ -205,12 +201,10 @@ def main() -> None:
 
 
 def write_calibration(bed: LongBed, work: Path, text: str, out: Path) -> None:
-    path = out / "calibration" / f"{bed.name}-{text}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows: Rows = read_lines(work / f"calibration-{text}.jsonl")
-    for row in rows:
-        del row["lengths"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {name: row[name] for name in row if name != "lengths"} for row in read_lines(work / f"calibration-{text}.jsonl")
+    ]
+    write_lines(out / "calibration" / f"{bed.name}-{text}.jsonl", rows)
 
 
 if __name__ == "__main__":

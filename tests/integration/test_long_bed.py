@@ -1,6 +1,5 @@
 """The long beds' scripts: schedules of Sparrow's experiment, gates, arms, tables. Trains nothing."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import judge
 import long_arms
 import long_tables
 import sparrow
+from lines import write_lines
 from long_beds import LONG_BEDS, SEARCH_TINY
 from run import Run
 
@@ -72,17 +72,13 @@ def test_the_control_of_strict_takes_as_many_prompts_as_it_kept(tmp_path):
     assert control.settings[-1] == "sampling.prompts=24"
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_gates_from_raw_lines(tmp_path):
     def probed(sparsity, accuracy, saved=0.0, unread=0.0):
         return {"seed": 0, "sparsity": sparsity, "accuracy": accuracy, "kv_saved": saved, "kv_unread": unread}
 
     rows = [probed("dense", 0.6), probed("rkv:16+4", 0.2, 0.9), probed("rkv:32+4", 0.58, 0.86)]
     rows += [probed("block-topk:12", 0.1, 0.0, 0.92), probed("block-topk:16", 0.55, 0.0, 0.84)]
-    write_lines(tmp_path / "probe.jsonl", rows)
+    write_lines(tmp_path / "budgets.jsonl", rows)
     text = {"seed": 0, "prompt_tokens": 7, "answer_tokens": 133, "cut_off": 0.03, "choices": 0.3}
     write_lines(tmp_path / "text.jsonl", [text | {"guess": 0.02, "chance": 0.05}])
     found = {gate.gate: gate for gate in gates.gates_of(SEARCH_TINY, 0, tmp_path, ("rkv", "block-topk"))}
