@@ -24,6 +24,7 @@ import probe
 from arms import DENSE
 from lines import read_lines, write_lines
 from long_beds import LONG_BEDS, LongBed
+from long_tables import kv_share
 from markdown import markdown
 from raw import raw_run, short, write_raw
 from run import Run, in_a_child, run_all
@@ -140,7 +141,7 @@ def gates_of(bed: LongBed, seed: int, work: Path, compressors: Sequence[str]) ->
     dense = next(row["accuracy"] for row in probed if row["sparsity"] == "dense")
     shares = {method: smallest_share(probed, method, KEPT * dense) for method in compressors}
     second = sorted(share for share in shares.values())[1]
-    reached = ", ".join(f"{m} {s:.2f}" if s <= 1 else f"{m} –" for m, s in shares.items())
+    reached = ", ".join(f"{m} {s:.2f}" if s < 1 else f"{m} none" for m, s in shares.items())
     yield gate(
         f"KV share at {KEPT:.0%} of dense, second best", f"at most {KV_SHARE}", second, second <= KV_SHARE, reached
     )
@@ -164,14 +165,9 @@ def of_method(rows: Sequence[dict[str, Any]], method: str) -> list[dict[str, Any
     return [row for row in rows if row["sparsity"].startswith(f"{method}:")]
 
 
-def kv_share(row: dict[str, Any]) -> float:
-    """Of the dense policy's KV, mean over decode steps: held by an evictor, read by a selector."""
-    return 1 - max(row["kv_saved"], row["kv_unread"])
-
-
 def smallest_share(rows: Sequence[dict[str, Any]], method: str, accuracy: float) -> float:
-    """The smallest KV share with at least this accuracy; infinite if no budget reaches it."""
-    return min((kv_share(row) for row in of_method(rows, method) if row["accuracy"] >= accuracy), default=float("inf"))
+    """The smallest KV share with at least this accuracy; all of it if no budget reaches it."""
+    return min((kv_share(row) for row in of_method(rows, method) if row["accuracy"] >= accuracy), default=1.0)
 
 
 def lowest_accuracy(rows: Sequence[dict[str, Any]], method: str) -> float:

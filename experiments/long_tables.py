@@ -28,6 +28,27 @@ def gates_table(rows: Sequence[Row]) -> str:
     return markdown(["gate", "limit", *(f"seed {seed}" for seed in seeds), "passed", "note, first seed"], body)
 
 
+def budgets_table(rows: Sequence[Row]) -> str:
+    """One row per policy, of the first seed: what it does to the warmed-up model."""
+    first = [row for row in rows if row["seed"] == 0]
+    head = ["policy", "KV share, %", "accuracy, %", "tokens"]
+    body = [
+        [
+            row["sparsity"].split(",")[0],
+            f"{100 * kv_share(row):.0f}",
+            f"{100 * row['accuracy']:.0f}",
+            f"{row['length']:.0f}",
+        ]
+        for row in first
+    ]
+    return markdown(head, body) if first else EMPTY
+
+
+def kv_share(row: Row) -> float:
+    """Of the dense policy's KV, mean over decode steps: held by an evictor, read by a selector."""
+    return float(1 - max(row["kv_saved"], row["kv_unread"]))
+
+
 def calibration_table(rows: Sequence[Row]) -> str:
     """One row per budget: the tail in every length bin, of the first seed."""
     first = [row for row in rows if row["seed"] == 0]
