@@ -44,12 +44,14 @@ def collapsed(run: Row) -> bool:
 
 def outcome(run: Row) -> str:
     """On the long beds, by changes of more than two standard errors: `fell` if two or more later evaluations are below
-    the start, `learned` if the last one is above it, else `stalled`."""
+    the start, `learned` if the last one is above it, else `stalled`; `unfinished` before the last step."""
+    if run["state"] != "finished":
+        return "unfinished"
     first, *later = [row for row in run["evals"] if row["policy"] == "dense"]
     gains = [(row["accuracy"] - first["accuracy"]) / hypot(first["stderr"], row["stderr"]) for row in later]
     if sum(gain < -2 for gain in gains) >= 2:
         return "fell"
-    return "learned" if gains and gains[-1] > 2 else "stalled"
+    return "learned" if gains[-1] > 2 else "stalled"
 
 
 def over_run(run: Row, metric: str) -> float:

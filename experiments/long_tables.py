@@ -100,7 +100,7 @@ PREDICTORS: dict[str, Callable[[Row], float]] = {
 
 def orders_table(rows: Sequence[Row]) -> str:
     """How well each predictor orders the last accuracies of a seed's sparse runs: Spearman's rank correlation."""
-    runs = [run for run in rows if run["budgets"] and run["own"]["start"]]
+    runs = [run for run in rows if run["budgets"] and run["own"]["start"] and run["state"] == "finished"]
     seeds = sorted({run["seed"] for run in runs})
     body = []
     for name, predictor in PREDICTORS.items():
