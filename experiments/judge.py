@@ -44,9 +44,7 @@ def collapsed(run: Row) -> bool:
 
 def outcome(run: Row) -> str:
     """On the long beds, by changes of more than two standard errors: `fell` if two or more later evaluations are below
-    the start, `learned` if the last one is above it, else `stalled`; `unfinished` before the last step."""
-    if run["state"] != "finished":
-        return "unfinished"
+    the start, `learned` if the last one is above it, else `stalled`. For finished runs."""
     first, *later = [row for row in run["evals"] if row["policy"] == "dense"]
     gains = [(row["accuracy"] - first["accuracy"]) / hypot(first["stderr"], row["stderr"]) for row in later]
     if sum(gain < -2 for gain in gains) >= 2:

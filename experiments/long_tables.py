@@ -69,7 +69,7 @@ def sparrow_table(rows: Sequence[Row]) -> str:
     if not rows:
         return EMPTY
     head = ["arm", "seed", "budgets", "KV read, %", "worst tail, start", "end", "vetoed, %, start", "end"]
-    head += ["start, %", "final, %", "outcome"]
+    head += ["sparse accuracy, %, start", "dense accuracy, %, start", "end", "outcome"]
     body = []
     for run in rows:
         begin, end = (run["own"][when] for when in ("start", "end"))
@@ -82,9 +82,10 @@ def sparrow_table(rows: Sequence[Row]) -> str:
                 f"{100 * run['read']:.0f}",
                 *(tail_cell(worst(own)) if own and budgets else "" for own in (begin, end)),
                 *(f"{100 * own['vetoed_rollouts']:.0f}" if own and budgets else "" for own in (begin, end)),
-                f"{100 * judge.start(run):.0f}",
-                f"{100 * judge.final(run):.0f}" + ("" if run["state"] == "finished" else "\\*"),
-                judge.outcome(run),
+                f"{100 * begin['accuracy']:.0f}" if begin else "",
+                f"{100 * judge.start(run):.0f}" if run["evals"] else "",
+                f"{100 * judge.final(run):.0f}" if run["state"] == "finished" else "",
+                judge.outcome(run) if run["state"] == "finished" else run["state"],
             ]
         )
     return markdown(head, body)

@@ -152,13 +152,13 @@ def measure_own(bed: LongBed, seed: int, work: Path, runs: Sequence[Run]) -> Non
 
 
 def write_rows(bed: LongBed, planned: Sequence[tuple[Run, float, Budgets, float]], work: Path, out: Path) -> None:
-    """One line per arm and seed that has begun: the run, its budgets, and the tails of its own rollouts."""
+    """One line per arm and seed: the run, its budgets, and the tails of its own rollouts. A run that has not begun is
+    `planned`."""
     tails = {(row["name"], row["seed"], row["when"]): row for row in read_lines(work / "tails.jsonl")}
     lines = []
     for run, tau, budgets, read in planned:
-        row = raw_run(bed, run.arm, run.seed, work, ())
-        if row is None:
-            continue
+        waiting = {"bed": bed.name, "arm": run.arm.label, "seed": run.seed, "state": "planned", "evals": []}
+        row = raw_run(bed, run.arm, run.seed, work, ()) or waiting
         own = {when: tails.get((run.arm.name, run.seed, when)) for when in ("start", "end")}
         lines.append(row | {"tau": tau, "budgets": budgets, "width": bed.bin, "read": short(read), "own": own})
     write_lines(out / "sparrow" / f"{bed.name}.jsonl", lines)
@@ -172,7 +172,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--text", choices=("dense", "own"), default="dense", help="what tails are calibrated on")
     parser.add_argument("--plan", action="store_true", help="calibrate and print the schedules, train nothing")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="0 measures each arm's start, trains nothing"
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
