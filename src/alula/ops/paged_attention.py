@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import power_of_two, power_of_two_triton
+from alula.ops.fp8 import power_of_two
+from alula.ops.paged_attention_fp8 import split_fp8
 
 TORCH_CHUNK = 128
 SPLIT = 512
@@ -100,37 +101,37 @@ def paged_attention_triton(
     table_head = table.stride(1) if table.shape[1] > 1 else 0
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
-    _split[(batch, kv_heads, splits)](
-        q,
-        keys,
-        values,
-        table,
-        tokens,
-        part,
-        part_lse,
-        scales if scales is not None else keys,
-        scales.stride(0) if scales is not None else 0,
-        q.stride(0),
-        q.stride(1),
-        table.stride(0),
-        table_head,
-        tokens.stride(0),
-        tokens_head,
-        scaling * 1.4426950408889634,
-        splits,
-        GROUP=group,
-        HEADS=kv_heads,
-        DIM=dim,
-        DIM_POW2=dim_pow2,
-        PAGE=page,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=64,
-        SPLIT=SPLIT,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        FP8=scales is not None,
-        num_warps=2,
-        num_stages=3,
-    )
+    if scales is not None:
+        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, SPLIT)
+    else:
+        _split[(batch, kv_heads, splits)](
+            q,
+            keys,
+            values,
+            table,
+            tokens,
+            part,
+            part_lse,
+            q.stride(0),
+            q.stride(1),
+            table.stride(0),
+            table_head,
+            tokens.stride(0),
+            tokens_head,
+            scaling * 1.4426950408889634,
+            splits,
+            GROUP=group,
+            HEADS=kv_heads,
+            DIM=dim,
+            DIM_POW2=dim_pow2,
+            PAGE=page,
+            BLOCK_M=max(16, triton.next_power_of_2(group)),
+            BLOCK_N=64,
+            SPLIT=SPLIT,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=2,
+            num_stages=3,
+        )
     _merge[(batch, q_heads)](
         part,
         part_lse,
@@ -159,8 +160,6 @@ def _split(
     tokens,
     part,
     part_lse,
-    scales,
-    value_scales,
     q_row,
     q_head,
     table_row,
@@ -178,7 +177,6 @@ def _split(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
@@ -202,23 +200,15 @@ def _split(
             t = first + tl.arange(0, BLOCK_N)
             valid = t < end
             page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
-            place = (page * HEADS + head) * PAGE + t % PAGE
-            line = place * DIM
+            line = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
             key = tl.load(keys + line[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
-            if FP8:
-                key = key.to(query.dtype)
             logits = tl.dot(query, key, input_precision=PRECISION) * scale_log2
-            if FP8:  # a power of two may be multiplied in anywhere: no bit changes
-                logits *= power_of_two_triton(tl.load(scales + place, mask=valid, other=0))[None, :]
             logits = tl.where(valid[None, :], logits, float("-inf"))
             peak = tl.maximum(top, tl.max(logits, 1))
             weights = tl.exp2(logits - peak[:, None])
             rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(weights, 1)
             value = tl.load(values + line[:, None] + d[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
-            if FP8:
-                value = value.to(query.dtype)
-                weights *= power_of_two_triton(tl.load(scales + value_scales + place, mask=valid, other=0))[None, :]
             acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
             top = peak
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
