@@ -11,7 +11,7 @@ from alula.ops import paged_attention as attention_module
 from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
 from alula.ops.compact import PagedKeys, compact, gather_keys
-from alula.ops.fp8 import DTYPE, dequantise, quantise
+from alula.ops.fp8 import DTYPE, dequantise, quantise, quantise_torch, quantise_triton
 from alula.ops.frequency_score import frequency_score_torch, frequency_score_triton
 from alula.ops.importance import mean_attention_torch, mean_attention_triton
 from alula.ops.paged_attention import paged_attention, paged_attention_torch
@@ -82,6 +82,14 @@ def test_the_stored_values_are_exact_in_bfloat16_and_stay_when_stored_again():
     stored, exponent, values = quantised(200, 32, seed=1, spread=5.0)
     assert torch.equal(values, dequantise(stored, exponent, torch.bfloat16).float())
     assert torch.equal(values, dequantise(*quantise(values), torch.float32))
+
+
+def test_the_kernel_rounds_as_torch_does():
+    """Up to the sign of zero; also views of a joint product, and vectors of any length."""
+    joint = noise(40, 6, 24) * torch.logspace(-6, 6, 40)[:, None, None].to(DEVICE)
+    for x in (torch.tensor(AWKWARD, device=DEVICE)[:, None], joint[:, 2:5], joint.transpose(0, 1)):
+        for actual, expected in zip(quantise_triton(x), quantise_torch(x)):
+            assert torch.equal(actual.float(), expected.float())
 
 
 def test_not_finite_stays_not_finite():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import dequantise, power_of_two_triton, quantise, quantise_triton
+from alula.ops.fp8 import dequantise, power_of_two_triton, quantise, quantise_vector
 
 
 class Summariser(Protocol):
@@ -209,8 +209,8 @@ def _append(
     key = tl.load(k + row * k_row + head * k_head + d, mask=inside, other=0.0)
     value = tl.load(v + row * v_row + head * v_head + d, mask=inside, other=0.0)
     if FP8:
-        key, key_scale = quantise_triton(key)
-        value, value_scale = quantise_triton(value)
+        key, key_scale = quantise_vector(key)
+        value, value_scale = quantise_vector(value)
         home = (page * HEADS + head) * PAGE + slot
         tl.store(scales + home, key_scale)
         tl.store(scales + value_scales + home, value_scale)
