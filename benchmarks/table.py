@@ -282,8 +282,23 @@ SECTIONS: dict[str, dict[str, Callable[[dict], Table]]] = {
 """Tables by raw file and by their name on the page."""
 
 
+def quantised() -> Table:
+    """From the files that `alula calibrate --verify` writes: with fp8, and without."""
+    columns = ("policy", "KV", "tail of α", "95 % band", "vetoed rollouts", "KV tokens saved")
+    lines = []
+    for file, kv in (("fp8-smollm2", "fp8"), ("exact-smollm2", "float32")):
+        results = json.loads((RESULTS / f"{file}.json").read_text())
+        for r in results if isinstance(results, list) else [results]:
+            tail, vetoed = r["tail"], r["vetoed"]
+            band = f"{tail['lower'][0]:.3f}-{tail['upper'][0]:.3f}"
+            counts = f"{vetoed['rollouts']} of {vetoed['of']}"
+            policy = r["policy"].replace(":", " ")
+            lines.append((policy, kv, f"{tail['value'][0]:.3f}", band, counts, percent(r["kv"]["saved"])))
+    return columns, lines
+
+
 def tables() -> dict[str, str]:
-    filled = {}
+    filled = {"quantised": markdown(quantised())}
     for file, named in SECTIONS.items():
         results = json.loads((RESULTS / f"{file}-h200.json").read_text())
         filled |= {name: markdown(table(results)) for name, table in named.items()}
