@@ -135,7 +135,7 @@ class RunConfig(Section):
         return self
 
     def _check_rollouts(self, rollouts: RolloutSettings) -> None:
-        given = sorted(rollouts.model_fields_set - {"backend"})
+        given = [name for name, value in rollouts if value != getattr(RolloutSettings(), name)]
         require(
             rollouts.backend == "ray" or not given,
             f"rollouts.{given[0] if given else ''} without rollouts.backend=ray: a local engine has no workers, and "
