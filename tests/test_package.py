@@ -23,8 +23,8 @@ WITH_ANOTHER = {
 }
 """Packages that a declared dependency always brings along."""
 ASIDE = {"_typeshed"}
-OF_AN_EXTRA = {"integrations", "serve"}
-"""Packages of Alula that are imported only where an extra is installed."""
+OF_AN_EXTRA = {"integrations", "serve", "ray_rollouts.py", "worker_pool.py"}
+"""Packages and modules of Alula that are imported only where an extra is installed."""
 
 
 def normal(name: str) -> str:

@@ -45,8 +45,9 @@ def test_help_lists_every_command(capsys):
         "completion",
         "options",
         "find_budget",
+        "leaderboard",
         "verify",
-    }  # the last two are modes of calibrate
+    }  # the last three are modes of calibrate
     files = {path.stem for path in folder.glob("[!_]*.py")} - helpers
     known = {where.partition(":")[0].rpartition(".")[2] for where, _ in COMMANDS.values()}
     assert files <= known, "a command file that COMMANDS does not list"

@@ -314,10 +314,11 @@ def test_recipe_sets_the_residual_dtype(tmp_path):
     from alula.trainer.trainer import Trainer
 
     overrides = ["model.dtype=bfloat16", "steps=1", "model.device=cpu", f"out={tmp_path}"]
+    overrides += ["learner.activation_checkpointing=true"]  # only the stream is kept then
     configs = [load_config(RECIPE, [*overrides, *more]) for more in ([], ["model.residual=float32"])]
     assert plan_memory(configs[1]).activations == 2 * plan_memory(configs[0]).activations
     trainer = Trainer(configs[1])
     learns = lambda _: seen_by.append(seen(trainer.learner.model, lambda _: trainer.run()))  # noqa: E731
     seen_by = []
-    seen_by.append(seen(trainer.engine.model, learns))
+    seen_by.append(seen(trainer.rollouts.engine.model, learns))
     assert seen_by == [({torch.float32}, {torch.bfloat16})] * 2

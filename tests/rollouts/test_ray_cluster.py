@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def local(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [("controlled", 1), ("controlled", 2), ("controlled", 4), *((name, 2) for name in RUNS if name != "controlled")],
+    [("controlled", 1), ("controlled", 4), *((name, 2) for name in RUNS if name != "controlled")],
 )
 def test_a_run_on_workers_equals_the_local_one(cluster, local, tmp_path, name, workers):
     run = toy.trainer(settings_of(name, tmp_path / "run", *on_workers(workers)))
@@ -122,7 +123,13 @@ def add_node(cluster):
 
 
 def remove_node(cluster):
-    cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+    """A node with all that runs on it, at once: by themselves, its workers would answer for a while."""
+    node = next(iter(cluster.worker_nodes))
+    processes = below(node.all_processes["raylet"][0].process.pid)
+    cluster.remove_node(node, allow_graceful=False)
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
@@ -256,7 +263,7 @@ def test_too_many_workers_for_the_cluster(cluster):
     actor = ray.remote(OddWorker).options(num_cpus=0, num_gpus=1)
     pool = WorkerPool(lambda: actor.remote("waits"), 3, 3, timeout=4, rows=8)
     try:
-        with pytest.raises(RunFailed, match=r"rollouts\.workers=3: [0-2] were ready .* 6 CPUs and 2 GPUs"):
+        with pytest.raises(RunFailed, match=r"rollouts\.workers=3: [0-2] were ready .* CPUs and 2 GPUs"):
             pool.wait_until_ready(lambda: None)
     finally:
         pool.close()

@@ -422,16 +422,17 @@ def namespace(pid: int) -> str:
 
 
 class Watch(threading.Thread):
-    """Watches the sandbox's processes until it is stopped: how many, and their peak memory."""
+    """Watches the sandbox's processes until it is stopped: how many, and their peak memory. `others` do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: set[int]) -> None:
         super().__init__(daemon=True)
+        self.others = others
         self.processes = self.peak_bytes = 0
         self.stopped = threading.Event()
 
     def run(self) -> None:
         while not self.stopped.wait(0.01):
-            seen = programs()
+            seen = set(programs()) - self.others
             self.processes = max(self.processes, len(seen))
             for pid in seen:
                 try:

@@ -23,11 +23,12 @@ _MARK = "alula_wide_residual"
 def widen_residual(model: PreTrainedModel) -> None:
     """Keep the residual stream of a 16-bit model in float32, in place. Raises if the architecture cannot.
 
-    A float32 model is left as it is.
+    A float32 model is left as it is. One without weights (on the meta device) is not tried out.
     """
     if model.dtype != torch.float32:
         _hook(model)
-        _check_dry_run(model)
+        if model.device.type != "meta":
+            _check_dry_run(model)
 
 
 def widen_like(model: PreTrainedModel, twin: PreTrainedModel) -> None:
