@@ -19,6 +19,8 @@ from alula.config.settings import EnvironmentSettings
 from alula.engine.rollout import NEVER
 from alula.environments.conversation import Conversation
 from alula.environments.episodes import Episode, Episodes, Start
+from alula.rollouts.job import Job
+from alula.rollouts.local_rollouts import LocalRollouts
 
 TURNS = (
     "My locker has the code 4711. Remember it. Now name three fruits.",
@@ -45,7 +47,9 @@ def play(model: str, sparsity: str, tokens: int) -> Episode:
     settings = EnvironmentSettings(use="script", max_turns=len(TURNS), max_tokens=engine.max_length)
     episodes = Episodes(settings, Script, engine, Conversation(engine.tokenizer))
     sampling = Sampling(max_new_tokens=tokens, temperature=0.0)
-    [episode] = episodes.play([Start({}, 0, 0, record=True)], sampling, Sparsity.parse(sparsity))
+    job = Job((), sampling, Sparsity.parse(sparsity), start=Start({}, 0, 0, record=True))
+    [episode] = LocalRollouts(engine, episodes).generate([job])
+    assert isinstance(episode, Episode)
     return episode
 
 
