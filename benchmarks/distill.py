@@ -276,8 +276,7 @@ class Bench:
             times: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(3):
                 for adapted in (False, True):
-                    bench = StepBench(engine, min(64, self.options.rows), 1024, policy)
-                    bench.features = replace(bench.features, adapted=adapted)
+                    bench = StepBench(engine, min(64, self.options.rows), 1024, policy, adapted)
                     times[adapted].append(bench.seconds())
             without, with_adapter = min(times[False]), min(times[True])
             yield {

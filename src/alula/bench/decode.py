@@ -48,9 +48,12 @@ def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int
 
 class StepBench:
     """Times decode steps of `batch` rows of `context` tokens on random KV. With an evictor, each row holds the most
-    that the evictor allows at that length."""
+    that the evictor allows at that length. `adapted`: whether the weights with the sparse adapter are used; by default
+    if the policy is sparse and the engine has one."""
 
-    def __init__(self, engine: Engine, batch: int, context: int, sparsity: Sparsity = DENSE) -> None:
+    def __init__(
+        self, engine: Engine, batch: int, context: int, sparsity: Sparsity = DENSE, adapted: bool | None = None
+    ) -> None:
         engine.check(sparsity)
         evict = sparsity.evict
         self.held = min(context, trigger(evict, 0, context)) if evict else context
@@ -65,7 +68,8 @@ class StepBench:
         require(batch <= engine.max_rows, f"batch={batch}: exceeds the engine's max_rows={engine.max_rows}.")
         self.engine, self.batch, self.context, self.sparsity = engine, batch, context, sparsity
         request = Request(0, [0], Sampling(max_new_tokens=1 << 20), sparsity, frozenset())
-        request.kind = kind_of(sparsity, engine.sparse_model is not None and not sparsity.dense)
+        default = engine.sparse_model is not None and not sparsity.dense
+        request.kind = kind_of(sparsity, default if adapted is None else adapted)
         features = BatchFeatures.of([Sequence(request, 0)])
         if features.accumulated:
             features = replace(features, accumulated=self.held + engine.lookahead)
