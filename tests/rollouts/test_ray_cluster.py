@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -134,29 +133,22 @@ def remove_node(cluster):
 
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_killed_worker_or_node_costs_only_time(cluster, local, tmp_path, seed):
-    """Even seeds kill a worker's process, odd ones a node, which returns."""
+    """Even seeds kill a worker's process, odd ones a node, which returns; while the run waits for some rollouts."""
     run = toy.trainer(settings_of("controlled", tmp_path / "run", *on_workers(2), "rollouts.gpus_per_worker=1"))
-    moment, gone = random.Random(seed).uniform(0.0, 3.0), threading.Event()
+    chance = random.Random(seed)
+    left = [chance.randint(1, 10)]
 
-    def kill():
-        time.sleep(moment)
-        if seed % 2 == 0:
-            os.kill(random.Random(seed).choice(rollout_processes()), signal.SIGKILL)
-        else:
+    def kill():  # called whenever the run waits; in the main thread, since Ray starts nodes there only
+        left[0] -= 1
+        if left[0] == 0 and seed % 2 == 0:
+            os.kill(chance.choice(rollout_processes()), signal.SIGKILL)
+        elif left[0] == 0:
             remove_node(cluster)
-            gone.set()
-
-    def replace_node():  # Ray starts nodes in the main thread only
-        if gone.is_set():
-            gone.clear()
             add_node(cluster)
 
-    run.rollouts.check_stop = replace_node
-    killer = threading.Thread(target=kill)
-    killer.start()
+    run.rollouts.check_stop = kill
     assert run.run()
-    killer.join()
-    replace_node()
+    assert left[0] <= 0, "it was killed"
     assert comparable(tmp_path / "run") == local("controlled")
 
 
