@@ -41,8 +41,7 @@ class JobRunner:
     ) -> list[tuple[int, Rollout]]:
         """Advance all jobs by one round of the engine; returns what has finished, with the numbers of the jobs.
         `idle` is entered while only environments work, for at most `wait` seconds."""
-        playing = self.episodes is not None and bool(self.episodes.live)
-        if self.episodes is not None and playing:
+        if self.episodes is not None and self.episodes.live:
             sampling = bool(self._requests or self.episodes.serving)
             with nullcontext() if sampling else idle():
                 self.answers += self.episodes.answer(0.0 if sampling else wait)

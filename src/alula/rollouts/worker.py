@@ -44,7 +44,7 @@ class Shipment:
     """Pieces, and a reference to the bytes."""
     rank: int = 0
     alpha: float = 0.0
-    """Of the LoRA; rank 0 means all parameters."""
+    """Rank and alpha of the LoRA; rank 0 means all parameters."""
 
 
 @dataclass(frozen=True)

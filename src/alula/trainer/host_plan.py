@@ -6,7 +6,7 @@ from alula.files import size_text
 from alula.trainer.memory_plan import MemoryPlan
 
 STATE_BYTES = 12
-"""Of one trained parameter in a checkpoint: float32 master and two moments."""
+"""Bytes of one trained parameter in a checkpoint: float32 master and two moments."""
 
 
 def host_rows(config: RunConfig, plan: MemoryPlan) -> list[tuple[str, str]]:
