@@ -57,7 +57,10 @@ def overlap(text: str, stop: str) -> int:
 
 
 class EventStream(Response):
-    """Server-sent events from JSON objects. The source is closed whatever happens to the connection."""
+    """Server-sent events from JSON objects. The source is closed whatever happens to the connection.
+
+    The JSON is ASCII: many clients end a line at U+0085 or U+2028, too, which a model may well write.
+    """
 
     media_type = "text/event-stream"
 
@@ -71,6 +74,6 @@ class EventStream(Response):
         async with aclosing(self.events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in events:
-                body = b"data: %b\n\n" % to_json(event)
+                body = b"data: %b\n\n" % to_json(event, ensure_ascii=True)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
