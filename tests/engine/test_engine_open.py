@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.engine import engine as engine_module
+from alula.engine import swapping
 from alula.engine.rollout import Span
 from alula.engine.sequence import Sequence
-from alula.engine.swapping import available_memory
+from alula.engine.swapping import available_memory, host_bytes, swap_out
 from alula.errors import SettingError
 from alula.models.load import LoadedModel
 from alula.models.lora import init_adapter
@@ -406,3 +407,24 @@ def test_arrivals_aborts_pauses_updates_sessions_and_swaps(data, versions, monke
             assert rollout.finish == expected.finish
             assert (rollout.history is None) == (expected.history is None)
             assert rollout.history is None or torch.equal(rollout.history, expected.history)
+
+
+def test_host_memory_of_a_swapped_sequence_is_counted_as_it_is_allocated(loaded, monkeypatch):
+    """Pieces of two pages; in pinned memory each takes a power of two."""
+    engine = engine_of(loaded)
+    (request,) = engine.requests([list(range(5, 30))], Sampling(max_new_tokens=8, ignore_eos=True))
+    engine.submit(request)
+    engine.step()
+    (sequence,) = engine._live[request.id]
+    each = engine.cache.parts[0][:, 0].nbytes
+    monkeypatch.setattr(swapping, "PIECE_BYTES", 2 * each)
+    pages, geometry = len(sequence.pages), engine.geometry
+    assert pages % 2
+    (out,) = engine._scheduler.swap_all()
+    swap_out(engine.runner, out)
+    sizes = [piece.nbytes for part in sequence.saved.parts for piece in part]
+    assert sizes == 2 * ((pages // 2) * [2 * each] + [each])
+    sequence.pages = list(range(pages))
+    page, itemsize = engine.page, engine.dtype.itemsize
+    assert host_bytes(sequence, geometry, page, itemsize, pinned=False) == sum(sizes)
+    assert host_bytes(sequence, geometry, page, itemsize, pinned=True) == sum(1 << (n - 1).bit_length() for n in sizes)

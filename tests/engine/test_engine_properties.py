@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.engine import engine as engine_module
+from alula.engine import swapping
 from alula.engine.block_manager import pages_for
 from alula.engine.scheduler import Scheduler
 
@@ -168,8 +169,9 @@ def test_results_are_independent_of_batch_composition_under_random_load(data, lo
     ids=["dense", "block-topk", "quest"],
 )
 @pytest.mark.slow
-def test_swapped_out_and_restored_exactly(sparsity, in_flight, loaded, alone):
+def test_swapped_out_and_restored_exactly(sparsity, in_flight, loaded, alone, monkeypatch):
     """The pool holds fewer than two of five sequences: younger ones are swapped out and restored bit for bit."""
+    monkeypatch.setattr(swapping, "PIECE_BYTES", 3 * 4 * TOKEN[None] // 2)  # three pages
     engine = small_engine(loaded, 26, 4, 8, lookahead=3)
     engine._in_flight = in_flight
     sampling = Sampling(n=3, max_new_tokens=44, ignore_eos=True)

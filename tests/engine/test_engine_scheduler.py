@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alula.engine import scheduler as scheduler_module
 from alula.engine.block_manager import BlockManager
+from alula.engine.rollout import Sampling
+from alula.engine.sequence import Request, kind_of
 from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
 from simulated import Arrival, Simulation
@@ -93,6 +96,38 @@ def test_an_admitted_sequence_is_not_swapped_out_at_once():
     simulation = Simulation(pages=12, page=4, rows=8, lookahead=4, ahead=0)
     simulation.run([Arrival(0, 16, 5, [5] * 6, DENSE)])
     assert simulation.swaps == 0
+
+
+def test_decoding_waits_for_prompts_while_the_batch_would_grow_by_a_quarter():
+    """Eight prompts, one a pass: one chunk of seven rows, then the eighth has its own."""
+    simulation = Simulation(pages=200, page=2, rows=8, lookahead=16, ahead=1, prefill_tokens=1)
+    simulation.run([Arrival(0, 8, 9, [9], DENSE) for _ in range(8)])
+    assert simulation.launches == 2
+
+
+def test_decoding_does_not_wait_for_a_prompt_that_has_no_room():
+    """One row decodes alone: the second prompt would fit neither a pass nor the pool."""
+    scheduler = Simulation(pages=12, page=2, rows=8, lookahead=4, ahead=0, prefill_tokens=1).scheduler
+    for _ in range(2):
+        request = Request(0, list(range(14)), Sampling(max_new_tokens=4), DENSE, frozenset())
+        request.kind = kind_of(DENSE, adapted=False)
+        request.prompt_ids = [len(scheduler.waiting), *request.prompt_ids]
+        scheduler.submit(request)
+    assert len(scheduler.admit().start) == 1
+    assert len(scheduler.plan().chunks) == 1
+
+
+def test_a_swapped_sequence_resumes_when_it_can_stay(monkeypatch):
+    """Sixteen sequences in the room of four at full length: fewer swaps, and hardly more chunks."""
+    counts = []
+    for steps in (scheduler_module.RESUMED_STEPS, 0):
+        monkeypatch.setattr(scheduler_module, "RESUMED_STEPS", steps)
+        simulation = Simulation(pages=400, page=2, rows=16, lookahead=4, ahead=1)
+        simulation.run([Arrival(0, 8, 192, [192 - 4 * i], DENSE) for i in range(16)])
+        counts.append((simulation.swaps, simulation.launches))
+    (swaps, launches), (more_swaps, fewest) = counts
+    assert swaps < 0.9 * more_swaps
+    assert launches < 1.1 * fewest
 
 
 def test_long_and_short_sequences_mixed():

@@ -105,7 +105,7 @@ class Simulation:
             self.check_pages()
             self.swap_out(plan.swap_out)
             launched += [self.launch(chunk) for chunk in plan.chunks]
-            left = self.ahead * len(plan.chunks)
+            left = self.ahead * (len(plan.chunks) or min(1, len(admission.prefill)))
             while len(launched) > left:
                 self.collect(launched.popleft())
                 self.check_pages()

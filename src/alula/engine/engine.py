@@ -318,15 +318,15 @@ class Engine:
         if not self.paused:
             self._close_expired_sessions()
             try:
-                chunks = self._launch()
+                launches = self._launch()
             except BaseException:
                 self._drop_all()
                 raise
-            self._collect(self._in_flight * chunks)
+            self._collect(self._in_flight * launches)
         return bool(self._live)
 
     def _launch(self) -> int:
-        """Launch what the scheduler plans next; returns the number of chunks."""
+        """Launch what the scheduler plans next; returns how many launches may stay unread: the chunks, or a prefill."""
         scheduler, runner, version = self._scheduler, self.runner, self.policy_version
         scheduler.weights = {False: f"{version}", True: f"{version} adapter {self._adapter_version}"}
         admission = scheduler.admit()
@@ -345,7 +345,7 @@ class Engine:
             self._launched.append(extend(runner, extension, version))
         for chunk in plan.chunks:
             self._launched.append(runner.decode(chunk, version))
-        return len(plan.chunks)
+        return len(plan.chunks) or min(1, len(admission.prefill))
 
     def _drop_all(self) -> None:
         """A launch failed (out of memory, an interrupt): end all that was running. Idle sessions stay."""

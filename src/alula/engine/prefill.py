@@ -203,7 +203,7 @@ def start_rows(runner: ModelRunner, starts: list[Start]) -> None:
 
 def end_stopped(state: BatchState, sequences: list[Sequence], rows: Tensor) -> None:
     """Let the rows of sessions end whose newest token was sampled and is a stop token."""
-    state.ended[rows] = 0
+    state.ended.index_fill_(0, rows, 0)  # `ended[rows] = 0` would copy the 0 to the device, and wait
     if state.features.stops:
         stop = np.full((len(sequences), state.features.stops), -1, np.int64)
         for line, s in zip(stop, sequences):

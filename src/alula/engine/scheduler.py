@@ -19,6 +19,11 @@ from alula.engine.schedule_plan import Admission, KVNeed, Plan, Prefill, Start, 
 from alula.engine.sequence import BatchKind, Group, Request, Saved, Sequence
 from alula.errors import require
 
+RESUMED_STEPS = 64
+"""A swapped sequence resumes when the running ones can grow for this many steps beside it. In plans of 96 × (128 +
+8,192) tokens in a pool of 150,000 that saves a fifth of the swaps, with lengths that differ half of them, and costs at
+most 1 % more steps."""
+
 
 class Scheduler:
     """Queues of sequences. `width` is the number of pages of a row's page table.
@@ -54,6 +59,8 @@ class Scheduler:
         """Names the weights, without and with the sparse adapter, in the keys of shared prefixes."""
         self._growing = 0
         """Pages that the sequences running so far need for their next chunk, while others are admitted."""
+        self._cut_short = False
+        """Whether the last admission ended only because its prompts were enough for one pass."""
 
     @property
     def running(self) -> list[Sequence]:
@@ -101,6 +108,7 @@ class Scheduler:
         """Bring back swapped sequences, then start waiting ones, oldest first, as rows and pages allow."""
         admission = Admission()
         started: list[Group] = []
+        self._cut_short = False
         if not (self.swapped or self.waiting):
             return admission
         self._growing = sum(self.rows.growth(s, self.rows.steps(s)) for s in self.running)
@@ -114,7 +122,7 @@ class Scheduler:
         """Fill the admission; groups whose rollouts have all started go to `started`."""
         while self.swapped and len(self.running) < self.rows.rows:
             sequence = self.swapped[0]
-            if not self._make_room(self.rows.claim(sequence), admission.swap_out):
+            if not self._make_room(self.rows.claim(sequence) + self._slack(), admission.swap_out):
                 # if nothing runs, only a waiting prompt can free pages
                 if self.running or not self._release_prompt():
                     return
@@ -160,7 +168,9 @@ class Scheduler:
         claim = pages - len(found) + self.rows.claim(group.pending[0])
         self._place(group.pending[0], [])
         computed = prompt - len(found) * self.page
-        if (limit is not None and computed > limit) or not self._make_room(claim, admission.swap_out):
+        self._cut_short = limit is not None and computed > limit
+        if self._cut_short or not self._make_room(claim, admission.swap_out):
+            self._cut_short &= claim + self._growing <= self.rows.available()
             self.pool.release(found)
             return None
         group.pages, group.prefilled = found + self.pool.allocate(pages - len(found)), True
@@ -212,6 +222,11 @@ class Scheduler:
         self._growing += self.rows.growth(sequence, self.rows.steps(sequence))
         admission.restore.append(sequence)
 
+    def _slack(self) -> int:
+        """Free pages that a swapped sequence leaves when it resumes: with fewer it would soon be swapped out again."""
+        growing = sum(not sequence.evicts for sequence in self.running)
+        return min(growing * pages_for(RESUMED_STEPS, self.page), self.pool.usable // 16)
+
     def _make_room(self, pages: int, swap_out: list[SwapOut], keep: Sequence | None = None) -> bool:
         """Whether this many pages are available for a newcomer, if need be by swapping idle sessions out.
 
@@ -229,6 +244,8 @@ class Scheduler:
         plan = Plan()
         for sequence in [s for s in self.running if s.remaining == 0 and not s.request.session]:
             self.rows.leave(sequence)  # its only token came with the prompt
+        if self._prefills_first():
+            return plan
         for sequence in list(self.running):
             if sequence.row is not None:
                 self._secure(sequence, plan.swap_out)
@@ -249,6 +266,14 @@ class Scheduler:
             sequence.promised = 0
         self.rows.promised = 0
         return plan
+
+    def _prefills_first(self) -> bool:
+        """Whether decoding waits for another pass of prompts: steps of a batch that would grow by a quarter or more are
+        paid twice, for its rows now and for those that start later."""
+        if not self._cut_short:
+            return False
+        coming = sum(len(group.pending) for group in self.waiting)
+        return 4 * min(coming, self.rows.rows - len(self.running)) >= len(self.running)
 
     def _secure(self, sequence: Sequence, swap_out: list[SwapOut]) -> None:
         """Allocate the pages that a sequence needs up to its next eviction or the end of the chunk."""

@@ -106,8 +106,8 @@ class Prefilled:
 class Saved:
     """A rollout's state outside its row: its pages (in host memory), the last queries and attention sums."""
 
-    parts: list[Tensor] = field(default_factory=list)
-    """The contents of its pages (`KVCache.parts`), [layer, pages, ...] each."""
+    parts: list[list[Tensor]] = field(default_factory=list)
+    """The contents of its pages (`KVCache.parts`), each in pieces [layer, pages, ...]."""
     token: Tensor | None = None
     """The input of the next step; None if the host knows it."""
     ring: Tensor | None = None

@@ -13,6 +13,10 @@ from alula.engine.schedule_plan import SwapOut
 from alula.engine.sequence import Saved, Sequence
 from alula.models.geometry import Geometry
 
+PIECE_BYTES = 32 << 20
+"""Swapped pages are copied in pieces of at most this size: pinned memory comes in powers of two, and pieces of one size
+are used again by sequences of any length."""
+
 
 @torch.inference_mode()
 def swap_out(runner: ModelRunner, out: SwapOut) -> None:
@@ -21,7 +25,7 @@ def swap_out(runner: ModelRunner, out: SwapOut) -> None:
     if saved is None:  # it was dropped or ended after the plan
         return
     pages = to_device(np.asarray(out.pages, np.int64), runner.device)
-    saved.parts = [to_host(part[:, pages]) for part in cache.parts]
+    saved.parts = [[to_host(part[:, piece]) for piece in pages.split(piece_pages(part))] for part in cache.parts]
     if out.row is not None:
         state = runner.batches[out.sequence.request.kind]
         save_row(state, out.sequence, out.row, out.kv_len, saved)
@@ -62,7 +66,8 @@ def restore(runner: ModelRunner, sequence: Sequence) -> None:
         pages = to_device(np.asarray(sequence.pages, np.int64), runner.device)
         # a page allocated ahead of its tokens may have been saved: only pages that hold tokens come back
         for part, stored in zip(cache.parts, saved.parts):
-            part[:, pages] = on_device(stored[:, : len(pages)])
+            for held, piece in zip(stored, pages.split(piece_pages(part))):
+                part[:, piece] = on_device(held)[:, : len(piece)]
         if state.kind.selector is not None:
             cache.summarise(state.kind.selector, pages[: sequence.kv_len // cache.page])
     if saved.ring is not None:
@@ -78,16 +83,29 @@ def restore(runner: ModelRunner, sequence: Sequence) -> None:
 
 def host_bytes(sequence: Sequence, geometry: Geometry, page: int, itemsize: int, pinned: bool) -> int:
     """Host memory that a swapped sequence takes. Pinned memory is allocated in powers of two."""
-    evictor = sequence.request.evictor
-    vectors = len(sequence.pages) * page * geometry.layers * geometry.kv_heads
-    parts = 2 * [vectors * geometry.vector_bytes]
+    evictor, pages = sequence.request.evictor, len(sequence.pages)
+    vectors = page * geometry.layers * geometry.kv_heads
+    page_bytes = 2 * [vectors * geometry.vector_bytes]
     if geometry.kv_dtype is not None:
-        parts = 2 * [vectors * geometry.head_dim] + 2 * [vectors]  # values, and their scales
+        page_bytes = 2 * [vectors * geometry.head_dim] + 2 * [vectors]  # values, and their scales
+    parts = []
+    for each in page_bytes:
+        whole, rest = divmod(pages, pages_in_piece(each))
+        parts += whole * [pages_in_piece(each) * each] + [rest * each]
     if evictor is not None and evictor.queries:
         parts.append(geometry.layers * geometry.query_heads * evictor.queries * geometry.head_dim * itemsize)
     if evictor is not None and evictor.accumulates:
         parts.append(geometry.layers * geometry.kv_heads * sequence.kv_len * 4)
-    return sum(1 << max(0, part - 1).bit_length() if pinned else part for part in parts)
+    return sum(1 << (part - 1).bit_length() if pinned else part for part in parts if part)
+
+
+def pages_in_piece(page_bytes: int) -> int:
+    return max(1, PIECE_BYTES // page_bytes)
+
+
+def piece_pages(part: Tensor) -> int:
+    """Pages of one of `KVCache.parts` that are copied at once."""
+    return pages_in_piece(part[:, 0].nbytes)
 
 
 def default_swap_memory() -> int:
