@@ -92,7 +92,7 @@ def poison_what_is_not_held(keys, values, table, tokens):
 @pytest.mark.slow
 def test_paged_attention(group, page, kernels, monkeypatch):
     """Rows of one token, of several splits, at page and split borders; all others' memory is poison."""
-    monkeypatch.setattr(attention_module, "SPLIT", 32 if page == 4 else 64)
+    monkeypatch.setattr(attention_module, "piece_length", lambda row_heads: 32 if page == 4 else 64)
     lengths = ints([[1], [64], [65], [150]])
     width = 160 // page
     table = shuffled_table(4, width)[:, None]
@@ -110,7 +110,7 @@ def test_paged_attention(group, page, kernels, monkeypatch):
 @PAGES
 @pytest.mark.slow
 def test_paged_attention_with_a_list_per_head(group, page, kernels, monkeypatch):
-    monkeypatch.setattr(attention_module, "SPLIT", 32)
+    monkeypatch.setattr(attention_module, "piece_length", lambda row_heads: 32)
     width = 96 // page
     table = torch.stack([shuffled_table(3, width, seed=h) for h in range(2)], 1)
     tokens = ints([[5, 70], [33, 1], [96, 64]])
@@ -141,7 +141,7 @@ def test_paged_attention_takes_views_and_large_logits(kernels):
 
 @pytest.mark.parametrize("on", [False, True])
 def test_attention_of_a_row_does_not_depend_on_how_long_its_neighbours_are(on, kernels, monkeypatch):
-    monkeypatch.setattr(attention_module, "SPLIT", 64)
+    monkeypatch.setattr(attention_module, "piece_length", lambda row_heads: 64)
     monkeypatch.setattr(attention_module, "TORCH_CHUNK", 16)
     kernels(on)
     table = shuffled_table(2, 64)[:, None]
@@ -150,6 +150,29 @@ def test_attention_of_a_row_does_not_depend_on_how_long_its_neighbours_are(on, k
     long = paged_attention(q, keys, values, table, ints([[70], [256]]), 0.25, 256)
     assert torch.equal(short[0][0], long[0][0])
     assert torch.equal(short[1][0], long[1][0])
+
+
+def test_pieces_are_short_for_few_rows():
+    lengths = [attention_module.piece_length(row_heads) for row_heads in (1, 128, 129, 512, 513, 9999)]
+    assert lengths == [128, 128, 256, 512, 1024, 1024]
+
+
+@pytest.mark.parametrize("piece", [128, 256, 1024])
+def test_attention_over_pieces_of_each_length(piece, kernels, monkeypatch):
+    """A row of 300 tokens takes several pieces or one; the bound of 2,000 tokens makes merging necessary or not."""
+    monkeypatch.setattr(attention_module, "piece_length", lambda row_heads: piece)
+    table = shuffled_table(3, 20)[:, None]
+    tokens = ints([[300], [129], [1]])
+    q, keys, values = noise(3, 4, 16), noise(61, 2, 16, 16, seed=1), noise(61, 2, 16, 16, seed=2)
+    expected = paged_attention_torch(q, keys, values, table, tokens, 0.25, 300)
+    kernels(True)
+    bounded = paged_attention(q, keys, values, table, tokens, 0.25, 300)
+    for actual, wanted in zip(bounded, expected):
+        close(actual, wanted)
+    assert all(map(torch.equal, bounded, paged_attention(q, keys, values, table, tokens, 0.25, 2000)))
+    half = [x.bfloat16() for x in (q, keys, values)]
+    one, many = (paged_attention(*half, table, tokens, 0.25, most) for most in (300, 2000))
+    assert all(map(torch.equal, one, many))
 
 
 @GROUPS

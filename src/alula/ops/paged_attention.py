@@ -2,7 +2,8 @@
 
 `table[b, h, i]` is the i-th page that KV head h of row b reads, `tokens[b, h]` the number of tokens in those pages. A
 middle dimension of 1 serves all heads (dense), one of `kv_heads` gives each head its own list (selection). Both
-implementations reduce over fixed pieces of the context, so a row's result is independent of the other rows' lengths.
+implementations reduce over pieces of the context whose length depends on the number of rows and heads only, so a row's
+result is independent of the other rows' lengths.
 """
 
 import torch
@@ -13,8 +14,7 @@ from alula.ops.fp8 import power_of_two
 from alula.ops.paged_attention_fp8 import split_fp8
 
 TORCH_CHUNK = 128
-SPLIT = 512
-"""Tokens reduced by one program before the results of all splits are merged."""
+SHORTEST_PIECE, LONGEST_PIECE = 128, 1024
 
 
 def paged_attention(
@@ -93,16 +93,20 @@ def paged_attention_triton(
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
-    splits = triton.cdiv(most_tokens, SPLIT)
+    piece = piece_length(batch * kv_heads)
+    splits = triton.cdiv(most_tokens, piece)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
-    part = torch.empty(batch, q_heads, splits, dim, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=q.device)
+    if splits == 1:  # merging one piece would change no bit of it
+        part, part_lse = out.unsqueeze(2), lse.unsqueeze(2)
+    else:
+        part = torch.empty(batch, q_heads, splits, dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(batch, q_heads, splits, dtype=torch.float32, device=q.device)
     table_head = table.stride(1) if table.shape[1] > 1 else 0
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
     if scales is not None:
-        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, SPLIT)
+        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece)
     else:
         _split[(batch, kv_heads, splits)](
             q,
@@ -127,28 +131,36 @@ def paged_attention_triton(
             PAGE=page,
             BLOCK_M=max(16, triton.next_power_of_2(group)),
             BLOCK_N=64,
-            SPLIT=SPLIT,
+            PIECE=piece,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=2,
             num_stages=3,
         )
-    _merge[(batch, q_heads)](
-        part,
-        part_lse,
-        tokens,
-        out,
-        lse,
-        tokens.stride(0),
-        tokens_head,
-        splits,
-        GROUP=group,
-        DIM=dim,
-        DIM_POW2=dim_pow2,
-        SPLIT=SPLIT,
-        BLOCK_S=16,
-        num_warps=2,
-    )
+    if splits > 1:
+        together = max(16, 8192 // piece)  # not a function of `splits`: it orders the sum
+        _merge[(batch, q_heads)](
+            part,
+            part_lse,
+            tokens,
+            out,
+            lse,
+            tokens.stride(0),
+            tokens_head,
+            splits,
+            GROUP=group,
+            DIM=dim,
+            DIM_POW2=dim_pow2,
+            PIECE=piece,
+            BLOCK_S=together,
+            num_warps=2 if together == 16 else 4,
+        )
     return out, lse
+
+
+def piece_length(row_heads: int) -> int:
+    """Tokens reduced by one program before the results of all pieces are merged. Few rows need short pieces to occupy
+    the device; with many rows whole contexts do, and merging only costs."""
+    return min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
 
 
 @triton.jit
@@ -175,14 +187,14 @@ def _split(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
-    start = split * SPLIT
+    start = split * PIECE
     if start < count:
-        end = tl.minimum(start + SPLIT, count)
+        end = tl.minimum(start + PIECE, count)
         g = tl.arange(0, BLOCK_M)
         d = tl.arange(0, DIM_POW2)
         in_dim = d < DIM
@@ -214,7 +226,7 @@ def _split(
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
         tl.store(
             part + line_out[:, None].to(tl.int64) * DIM + d[None, :],
-            acc / total[:, None],
+            (acc / total[:, None]).to(part.dtype.element_ty),
             mask=(g < GROUP)[:, None] & in_dim[None, :],
         )
         tl.store(part_lse + line_out, (top + tl.log2(total)) * 0.6931471805599453, mask=g < GROUP)
@@ -233,12 +245,12 @@ def _merge(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PIECE: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     row, q_head = tl.program_id(0), tl.program_id(1)
     count = tl.load(tokens + row * tokens_row + (q_head // GROUP) * tokens_head)
-    used = tl.cdiv(count, SPLIT)
+    used = tl.cdiv(count, PIECE)
     line = (row * tl.num_programs(1) + q_head).to(tl.int64)
     d = tl.arange(0, DIM_POW2)
     top = float("-inf")

@@ -1,4 +1,4 @@
-"""The splits of paged attention over quantised KV (`alula.ops.fp8`); `alula.ops.paged_attention` merges them.
+"""The pieces of paged attention over quantised KV (`alula.ops.fp8`); `alula.ops.paged_attention` merges them.
 
 A 16-bit model multiplies in float16, which holds e4m3 exactly and into which a GPU converts it two at a time; a
 conversion to bfloat16 takes longer than reading the KV. Powers of two keep the other factors inside float16's range:
@@ -27,9 +27,9 @@ def split_fp8(
     part: Tensor,
     part_lse: Tensor,
     scaling: float,
-    split: int,
+    piece: int,
 ) -> None:
-    """Attention over pieces of `split` tokens: part fp32 [B, Hq, splits, D] and part_lse fp32 [B, Hq, splits]."""
+    """Attention over pieces of `piece` tokens: part [B, Hq, splits, D] and part_lse fp32 [B, Hq, splits]."""
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group, splits = q_heads // kv_heads, part.shape[2]
@@ -58,7 +58,7 @@ def split_fp8(
         PAGE=page,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=64,
-        SPLIT=split,
+        PIECE=piece,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         HEADROOM=HEADROOM,
         FACTOR=tl.float32 if q.dtype == torch.float32 else tl.float16,
@@ -98,16 +98,16 @@ def _split_fp8(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADROOM: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
-    start = split * SPLIT
+    start = split * PIECE
     if start < count:
-        end = tl.minimum(start + SPLIT, count)
+        end = tl.minimum(start + PIECE, count)
         g = tl.arange(0, BLOCK_M)
         d = tl.arange(0, 2 * HALF)
         h = tl.arange(0, HALF)
@@ -159,7 +159,7 @@ def _split_fp8(
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
         tl.store(
             part + line_out[:, None].to(tl.int64) * DIM + d[None, :],
-            acc / total[:, None],
+            (acc / total[:, None]).to(part.dtype.element_ty),
             mask=(g < GROUP)[:, None] & in_dim[None, :],
         )
         tl.store(part_lse + line_out, (top + tl.log2(total)) * 0.6931471805599453, mask=g < GROUP)
