@@ -59,6 +59,22 @@ def test_captured_steps_on_quantised_kv_equal_eager_ones(name):
     assert (replayed - torch.cat([r.logprobs for r in eager])).abs().median() < 1e-3
 
 
+@pytest.mark.parametrize("residual", [None, "float32"])
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral"])
+def test_fused_steps_in_bfloat16_say_what_the_modules_say(shape, residual):
+    """Of the same tokens; products of other sizes may round the other way."""
+    policy = Sparsity(evict=Evict("streaming", budget=48, buffer=16))
+    loaded = load_model(f"shape:{shape}", device="cuda", dtype="bfloat16", residual=residual)
+    modules, fused = (Engine(loaded, kv_memory="512MiB", max_rows=8, compiled=c) for c in (False, True))
+    assert fused.runner._fused
+    assert not modules.runner._fused
+    rollouts = modules.generate([[3, 4, 5]], Sampling(n=4, max_new_tokens=200, ignore_eos=True), policy, progress=False)
+    scores = fused.score(rollouts, policy)
+    differences = torch.cat([(r.logprobs - s.logprobs).abs() for r, s in zip(rollouts, scores, strict=True)])
+    assert differences.median() < 0.01
+    assert differences.max() < 0.2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_graphs_equal_eager_at_16k_tokens(name):

@@ -20,6 +20,7 @@ from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
 from alula.ops.packed_attention import packed_attention
 from alula.ops.paged_attention import paged_attention
+from alula.ops.rotary import Rotary
 from alula.ops.select_pages import select_pages
 
 NAME = "alula"
@@ -121,14 +122,17 @@ class DecodeContext:
     selected: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
     """Per layer: pages and token counts that were read; None for a layer that read everything. Filled on request."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, rotary: Rotary | None = None
+    ) -> Tensor:
+        """With `rotary`, queries and keys are still to be rotated."""
         cache, state, bucket = self.cache, self.state, self.bucket
         kind, features, selector = state.kind, state.features, state.selector
         ring = state.ring[layer] if features.ring else None  # type: ignore[index]
         summaries = cache.summaries[kind.selector][layer] if kind.selector else None
         keys, values = cache.keys[layer], cache.values[layer]
         scales = None if cache.scales is None else cache.scales[:, layer]
-        append(
+        query = append(
             query,
             key,
             value,
@@ -143,6 +147,7 @@ class DecodeContext:
             summaries,
             selector,
             scales,
+            rotary,
         )
         table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
         if summaries is not None and selector is not None and layer >= kind.dense_layers:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from alula.engine.attention import AttentionContext, DecodeContext, attention_context, install
 from alula.engine.batch_state import BatchState, PendingResults, copy_to, to_device, to_host
 from alula.engine.eviction import evict, upload_tables
+from alula.engine.fused_decoder import FusedDecoder, fusible
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import Chunk, EvictionEvent
@@ -79,6 +80,10 @@ class ModelRunner:
                 for layer in each.base_model.layers:  # type: ignore[union-attr]
                     fuse_projections(layer)
                     layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
+        self._fused: dict[bool, FusedDecoder] = {}
+        """The decoders of decode steps, for the dense (False) and the sparse (True) weights."""
+        if compiled:
+            self.fuse_decoding()
         self.use_graphs = graphs
         self._graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -96,8 +101,16 @@ class ModelRunner:
 
     # -- the model --------------------------------------------------------------------------------------
 
+    def fuse_decoding(self) -> None:
+        """Run decode steps of models with known layers through `FusedDecoder`."""
+        models = {False: self.model, True: self.sparse_model}
+        self._fused = {adapted: FusedDecoder(m) for adapted, m in models.items() if m is not None and fusible(m)}
+
     def forward(self, ids: Tensor, positions: Tensor, context: AttentionContext, adapted: bool = False) -> Tensor:
         """Last hidden states [T, width] of tokens [T]; attention goes through `context`."""
+        adapted = adapted and self.sparse_model is not None
+        if isinstance(context, DecodeContext) and adapted in self._fused:
+            return self._fused[adapted].forward(ids, positions, context)
         model = self.sparse_model if adapted and self.sparse_model is not None else self.model
         with attention_context(context):
             out = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)

@@ -1,4 +1,7 @@
-"""Writes one new token per row into its page, its query into the ring, and the page's summary when it is full."""
+"""Writes one new token per row into its page, its query into the ring, and the page's summary when it is full.
+
+Queries and keys may come straight from their projections: they are then rotated on the way (`alula.ops.rotary`).
+"""
 
 from typing import ClassVar, Protocol
 
@@ -7,6 +10,7 @@ from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.fp8 import dequantise, power_of_two_triton, quantise, quantise_vector
+from alula.ops.rotary import Rotary, rotate, rotated_vector
 
 
 class Summariser(Protocol):
@@ -32,18 +36,25 @@ def append(
     summaries: Tensor | None,
     selector: Summariser | None,
     scales: Tensor | None = None,
-) -> None:
+    rotary: Rotary | None = None,
+) -> Tensor:
     """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b; inactive rows write to the scratch page 0. ring
     [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size; summaries
     [P, Hkv, vectors, D], as `selector` summarises a full page. With `scales` uint8 [2, P, Hkv, page] (of keys and
-    of values) the token is quantised (`alula.ops.fp8`)."""
+    of values) the token is quantised (`alula.ops.fp8`). With `rotary` q and k are rotated first. Returns the queries.
+    """
     if use_triton(q):
         fused = summaries if selector is not None and selector.fused else None
-        append_triton(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, fused, scales)
+        query = append_triton(
+            q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, fused, scales, rotary
+        )
         if selector is not None and not selector.fused:
             _summarise_full_pages(keys, table[: len(k)], kv_len, live, summaries, selector, scales)
-    else:
-        append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector, scales)
+        return query
+    if rotary is not None:
+        q, k = rotate(q, rotary.query_norm, rotary), rotate(k, rotary.key_norm, rotary)
+    append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector, scales)
+    return q
 
 
 def append_torch(
@@ -122,10 +133,13 @@ def append_triton(
     ring: Tensor | None,
     summaries: Tensor | None,
     scales: Tensor | None = None,
-) -> None:
+    rotary: Rotary | None = None,
+) -> Tensor:
     batch, kv_heads, dim = k.shape
     group = q.shape[1] // kv_heads
     page = keys.shape[2]
+    normed = rotary is not None and rotary.query_norm is not None
+    query = q if rotary is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _append[(batch, kv_heads)](
         q,
         k,
@@ -140,6 +154,11 @@ def append_triton(
         ring if ring is not None else q,
         summaries if summaries is not None else keys,
         scales if scales is not None else keys,
+        query,
+        rotary.cos if rotary is not None else q,
+        rotary.sin if rotary is not None else q,
+        rotary.query_norm if rotary is not None and normed else q,
+        rotary.key_norm if rotary is not None and normed else q,
         scales.stride(0) if scales is not None else 0,
         q.stride(0),
         q.stride(1),
@@ -159,8 +178,12 @@ def append_triton(
         RING=ring is not None,
         VECTORS=summaries.shape[2] if summaries is not None else 0,
         FP8=scales is not None,
+        ROTATE=rotary is not None,
+        NORM=normed,
+        EPSILON=rotary.epsilon if rotary is not None else 0.0,
         num_warps=2 if page * dim <= 2048 else 4,
     )
+    return query
 
 
 @triton.jit
@@ -178,6 +201,11 @@ def _append(
     ring,
     summaries,
     scales,
+    query,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
     value_scales,
     q_row,
     q_head,
@@ -197,6 +225,9 @@ def _append(
     RING: tl.constexpr,
     VECTORS: tl.constexpr,
     FP8: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
+    EPSILON: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DIM_POW2)
@@ -206,7 +237,13 @@ def _append(
     slot = at % PAGE
     page = tl.load(table + row * table_row + at // PAGE, mask=alive, other=0).to(tl.int64)
     base = (page * HEADS + head) * PAGE * DIM
-    key = tl.load(k + row * k_row + head * k_head + d, mask=inside, other=0.0)
+    new_key = k + row * k_row + head * k_head
+    if ROTATE:
+        row_cos = tl.load(cos + row * DIM + d, mask=inside, other=0.0).to(tl.float32)
+        row_sin = tl.load(sin + row * DIM + d, mask=inside, other=0.0).to(tl.float32)
+        key = rotated_vector(new_key, key_norm, row_cos, row_sin, DIM, DIM_POW2, NORM, EPSILON)
+    else:
+        key = tl.load(new_key + d, mask=inside, other=0.0)
     value = tl.load(v + row * v_row + head * v_head + d, mask=inside, other=0.0)
     if FP8:
         key, key_scale = quantise_vector(key)
@@ -218,12 +255,20 @@ def _append(
     tl.store(values + base + slot * DIM + d, value, mask=inside)
     if RING:
         size = tl.load(ring_size + row)
-        if (size > 0) & alive:
-            place = tl.load(position + row) % size
-            for g in tl.static_range(GROUP):
-                query = tl.load(q + row * q_row + (head * GROUP + g) * q_head + d, mask=inside, other=0.0)
-                line = ring + row.to(tl.int64) * ring_row + (head * GROUP + g) * ring_head
-                tl.store(line + place * DIM + d, query, mask=inside)
+        wanted = (size > 0) & alive
+        place = tl.load(position + row) % tl.maximum(size, 1)
+    if ROTATE or RING:
+        for g in tl.static_range(GROUP):
+            q_at = head * GROUP + g
+            source = q + row * q_row + q_at * q_head
+            if ROTATE:
+                turned = rotated_vector(source, query_norm, row_cos, row_sin, DIM, DIM_POW2, NORM, EPSILON)
+                tl.store(query + (row * (HEADS * GROUP) + q_at) * DIM + d, turned, mask=inside)
+            else:
+                turned = tl.load(source + d, mask=inside & wanted, other=0.0)
+            if RING:
+                line = ring + row.to(tl.int64) * ring_row + q_at * ring_head
+                tl.store(line + place * DIM + d, turned, mask=inside & wanted)
     if VECTORS > 0:  # noqa: SIM102 (decided when compiling)
         if slot == PAGE - 1:
             s = tl.arange(0, PAGE_POW2)

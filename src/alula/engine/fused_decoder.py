@@ -1,0 +1,83 @@
+"""Decode steps of Llama- and Qwen-shaped models in few kernels.
+
+A layer takes ten kernels: four products, two sums with their norms, one that rotates and appends, attention in two,
+and the gated activation. The weights are those of the model's own modules, whose joint buffers
+(`alula.engine.fused_linear`) give q, k, v and gate, up in one product each. Every rounding is where the modules round.
+Other models, and all passes besides decode steps, run the modules themselves.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from alula.engine.attention import DecodeContext
+from alula.engine.fused_linear import JointSlice
+from alula.ops.rms_norm import add_norm
+from alula.ops.rotary import Rotary
+from alula.ops.silu_mul import silu_mul
+
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+"""Layers that compute what `FusedDecoder` does."""
+
+
+def fusible(model: PreTrainedModel) -> bool:
+    """Whether `FusedDecoder` computes what the model does. Its projections are fused already."""
+    decoder: Any = model.base_model
+    return all(_known(layer) for layer in decoder.layers) and all(
+        2 * decoder.rotary_emb.inv_freq.numel() == layer.self_attn.head_dim for layer in decoder.layers
+    )
+
+
+def _known(layer: Any) -> bool:
+    if type(layer) not in LAYERS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    joint = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+    return (
+        all(type(module) is JointSlice for module in joint)
+        and all(type(module) is nn.Linear for module in (attention.o_proj, mlp.down_proj))
+        and isinstance(mlp.act_fn, type(ACT2FN["silu"]))
+    )
+
+
+class FusedDecoder:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.decoder: Any = model.base_model
+
+    def forward(self, ids: Tensor, positions: Tensor, context: DecodeContext) -> Tensor:
+        """Last hidden states [B, width] of one new token [B] per row."""
+        stream = self.decoder.embed_tokens(ids)
+        cos, sin = (x[0] for x in self.decoder.rotary_emb(stream[None], positions[None]))
+        branch = None
+        for layer in self.decoder.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            stream, normed = _add_norm(stream, branch, layer.input_layernorm)
+            branch = _attention(attention, normed, cos, sin, context)
+            stream, normed = _add_norm(stream, branch, layer.post_attention_layernorm)
+            active = silu_mul(linear(normed, mlp.gate_proj.joint, mlp.gate_proj.joint_bias))
+            branch = linear(active, mlp.down_proj.weight, mlp.down_proj.bias)
+        return _add_norm(stream, branch, self.decoder.norm)[1]
+
+
+def _add_norm(stream: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    return add_norm(stream, branch, norm.weight, norm.variance_epsilon)
+
+
+def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, context: DecodeContext) -> Tensor:
+    joint = linear(normed, attention.q_proj.joint, attention.q_proj.joint_bias)
+    heads = joint.view(len(joint), -1, attention.head_dim)
+    kv_heads = attention.k_proj.out_features // attention.head_dim
+    query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    rotary = Rotary(cos, sin)
+    if hasattr(attention, "q_norm"):
+        norms = attention.q_norm, attention.k_norm
+        rotary = Rotary(cos, sin, norms[0].weight, norms[1].weight, norms[0].variance_epsilon)
+    out = context.attend(attention.layer_idx, query, key, value, attention.scaling, rotary)
+    return linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)

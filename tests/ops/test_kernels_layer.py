@@ -1,0 +1,107 @@
+"""The kernels of a fused decoder layer against transformers' modules and their torch twins."""
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from alula.ops.append import append
+from alula.ops.fp8 import dequantise
+from alula.ops.rms_norm import add_norm
+from alula.ops.rotary import Rotary
+from alula.ops.silu_mul import silu_mul
+from alula.sparsity.select import METHODS
+
+pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "triton"])
+def kernels(request, monkeypatch):
+    monkeypatch.setenv("ALULA_TRITON_INTERPRET", str(int(request.param)))
+
+
+def noise(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def close(actual, expected):
+    """Equal up to the order of a sum. Triton's interpreter rounds to bfloat16 downwards, at each of several steps."""
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if expected.dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}
+    torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def norm_of(size, seed, dtype):
+    norm = Qwen3RMSNorm(size, eps=1e-5).to(DEVICE, dtype)
+    norm.weight.data = 1 + 0.3 * noise(size, seed=seed, dtype=dtype)
+    return norm
+
+
+@DTYPES
+@pytest.mark.parametrize("stream_dtype", [None, torch.float32], ids=["narrow", "wide"])
+@pytest.mark.parametrize("width", [48, 576])
+def test_add_norm(width, stream_dtype, dtype, kernels):
+    stream, branch = noise(5, width, dtype=stream_dtype or dtype), noise(5, width, seed=1, dtype=dtype) * 3
+    norm = norm_of(width, 2, dtype)
+    with torch.no_grad():
+        total, normed = add_norm(stream, branch, norm.weight, norm.variance_epsilon)
+        close(total, stream + branch)
+        close(normed, norm(stream + branch).to(dtype))
+        total, normed = add_norm(stream, None, norm.weight, norm.variance_epsilon)
+        assert torch.equal(total, stream)
+        close(normed, norm(stream).to(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [40, 1536])
+def test_silu_mul(width, dtype, kernels):
+    gate_up = noise(3, 2 * width, dtype=dtype) * 4
+    close(silu_mul(gate_up), ACT2FN["silu"](gate_up[:, :width]) * gate_up[:, width:])
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("quantised", [False, True], ids=["kv", "fp8"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_appended_tokens_are_rotated_first(group, quantised, normed, dtype, kernels):
+    """What `append` writes of a joint product is what it writes of queries and keys that the modules rotated."""
+    rows, dim, page, selector = 4, 24, 4, METHODS["quest"]
+    joint = noise(rows, 2 * group + 4, dim, dtype=dtype)
+    q, k, v = joint[:, : 2 * group], joint[:, 2 * group : -2], joint[:, -2:]
+    angle = torch.cat([noise(rows, dim // 2, seed=1)] * 2, 1) * 9
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    norms = [norm_of(dim, seed, dtype) for seed in (2, 3)]
+    rotary = Rotary(cos, sin, *(n.weight.detach() if normed else None for n in norms), 1e-5)
+    with torch.no_grad():
+        turned = [norm(x) if normed else x for norm, x in zip(norms, (q, k))]
+        turned = apply_rotary_pos_emb(*turned, cos, sin)
+    table = (1 + torch.randperm(rows * 2, generator=torch.Generator().manual_seed(4))).view(rows, 2).int().to(DEVICE)
+    kv_len, live, position, ring_size = ints([0, 3, 7, 2]), ints([1, 1, 1, 0]), ints([5, 3, 7, 2]), ints([2, 3, 0, 3])
+    results = []
+    for new, rotation in (((q, k, v), rotary), ((*turned, v), None)):
+        keys, values = (noise(rows * 2 + 1, 2, page, dim, seed=s, dtype=dtype) for s in (5, 6))
+        scales = None
+        if quantised:
+            keys, values = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
+            scales = torch.full((2, rows * 2 + 1, 2, page), 127, dtype=torch.uint8, device=DEVICE)
+        ring = noise(rows, 2 * group, 3, dim, seed=7, dtype=dtype)
+        summaries = noise(rows * 2 + 1, 2, 2, dim, seed=8, dtype=dtype)
+        at = (table, kv_len, live, position, ring_size)
+        query = append(*new, keys, values, *at, ring, summaries, selector, scales, rotation)
+        assert query.shape == q.shape
+        held = [keys[1:], values[1:]]
+        if scales is not None:
+            held = [dequantise(x, scale[1:], dtype) for x, scale in zip(held, scales)]
+        results.append([query, ring, *held, summaries[1:]])
+    for i, (actual, expected) in enumerate(zip(*results)):
+        if quantised and i > 1:  # a last bit may move a key to its other neighbour of three bits
+            torch.testing.assert_close(actual, expected, rtol=0.13, atol=0.05)
+        else:
+            close(actual, expected)
