@@ -105,6 +105,13 @@ class Names:
 
     def chat_logprobs(self, ids: list[int], logprobs: list[float], topk: Any | None) -> dict[str, Any]:
         """`logprobs` of chat and token answers."""
+        if self.tokenizer is None and topk is None:  # by far the most frequent in training, and the longest
+            return {
+                "content": [
+                    {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+                    for token, logprob in zip(ids, logprobs)
+                ]
+            }
         content = []
         for i, (token, logprob) in enumerate(zip(ids, logprobs)):
             entry: dict[str, Any] = {"token": self(token), "logprob": logprob}
