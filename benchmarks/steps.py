@@ -84,7 +84,8 @@ def measured() -> list[Measured]:
     ):
         for row in older[section]["rows"]:
             policy = row["sparsity"].replace(" ", ":") + (",window=8,sinks=4" if "64+16" in row["sparsity"] else "")
-            learner, memory = row["score_s"] + row["update_s"], None if section == "small" else "40GiB"
+            learner = row.get("strict_score_s", row["score_s"]) + row["update_s"]  # scoring is not skipped
+            memory = None if section == "small" else "40GiB"
             mean = round(row["mean_length"])
             steps.append(
                 Measured(model, policy, prompts, row["rollouts"], mean, most, row["rollout_s"], learner, memory, prompt)

@@ -146,6 +146,58 @@ def training_steps(results: dict) -> Table:
     return (*head, "step, s", "target, s", "stretch, s", "KV saved", "peak KV, GiB"), lines
 
 
+def long_steps(results: dict) -> Table | None:
+    """Whole steps with long answers; `strict` scores all rollouts, the default those of later updates."""
+    if "long" not in results:
+        return None
+    lines = [
+        (
+            r["model"],
+            policy_name(r),
+            f"{r['rollouts']:,}",
+            f"{r['mean_length']:,.0f} / {r['most']:,}",
+            *(f"{r[f'{part}_s']:.1f}" for part in ("rollout", "decode", "evict", "floor", "score", "update", "step")),
+            *(f"{r[f'strict_{part}_s']:.1f}" for part in ("score", "step")),
+            percent(r["update_of_matrix_rate"]),
+        )
+        for r in results["long"]["rows"]
+    ]
+    seconds = ("rollout, s", "decode steps, s", "evictions, s", "floor, s", "score, s", "update, s", "step, s")
+    head = ("model", "policy", "rollouts", "mean / most tokens", *seconds, "all scored, s", "step so, s")
+    return (*head, "update, of matrix rate"), lines
+
+
+VLLM_ROWS = {
+    "decode": "256 × (128 + 1,024)",
+    "mixed": "64 × (1,024 + 256)",
+    "prompts": "64 × 8,192-token prompts, 1 token each",
+    "long": "64 × (8,192 + 256)",
+    "tight": "96 × (128 + 8,192), 16 GiB KV pool, dense",
+    "tight-rkv-2048": "the same, rkv 2048+128",
+    "tight-rkv-512": "the same, rkv 512+128",
+}
+
+
+def against_vllm(results: dict) -> Table:
+    """Seconds of each row with both engines; a decode step is what 255 more tokens take after the same prompts."""
+    seconds = {
+        name: {r["engine"]: r["seconds"] for r in results[name]["rows"]} for name in VLLM_ROWS if name in results
+    }
+    both = [seconds[name] for name in ("prompts", "long") if name in seconds]
+    named = {VLLM_ROWS[name]: engines for name, engines in seconds.items()}
+    if len(both) == 2:
+        steps = {engine: (both[1][engine] - both[0][engine]) / 255 for engine in both[0] if engine in both[1]}
+        named["decode step at 64 × 8k, ms"] = {engine: 1e3 * each for engine, each in steps.items()}
+    lines = []
+    for what, engines in named.items():
+        unit = "ms" if what.endswith("ms") else "s"
+        ours, theirs = engines.get("alula"), engines.get("vllm")
+        ratio = f"{theirs / ours:.2f} ×" if ours and theirs else ""
+        cells = [f"{value:.2f} {unit}" if value else "" for value in (ours, theirs)]
+        lines.append((what.removesuffix(", ms"), *cells, ratio))
+    return ("work, qwen3-1.7b", "Alula", "vLLM", "Alula is faster by"), lines
+
+
 REACH = {"qwen3-1.7b": ("2.3 ×", "2.8 ×"), "qwen3-4b": ("2.0 ×", "2.4 ×"), "qwen3-8b": ("1.75 ×", "2.1 ×")}
 
 
@@ -272,14 +324,15 @@ def opened(results: dict) -> Table:
     return ("measurement", "time", "reference", "result"), lines
 
 
-SECTIONS: dict[str, dict[str, Callable[[dict], Table]]] = {
+SECTIONS: dict[str, dict[str, Callable[[dict], Table | None]]] = {
     "engine": {"engine": engine, "draws": draws},
-    "training": {"training": training, "residual": residual, "steps": training_steps},
+    "training": {"training": training, "residual": residual, "steps": training_steps, "long steps": long_steps},
+    "vllm": {"vllm": against_vllm},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},
     "open-engine": {"open engine": opened},
     "distill": {"agreement": agreement, "overhead": overhead, "adapter": adapter_decode},
 }
-"""Tables by raw file and by their name on the page."""
+"""Tables by raw file and by their name on the page; None if their section has not been measured."""
 
 
 def quantised() -> Table:
@@ -300,8 +353,10 @@ def quantised() -> Table:
 def tables() -> dict[str, str]:
     filled = {"quantised": markdown(quantised())}
     for file, named in SECTIONS.items():
-        results = json.loads((RESULTS / f"{file}-h200.json").read_text())
-        filled |= {name: markdown(table(results)) for name, table in named.items()}
+        path = RESULTS / f"{file}-h200.json"
+        results = json.loads(path.read_text()) if path.exists() else {}
+        made = {name: table(results) for name, table in named.items()} if results else {}
+        filled |= {name: markdown(table) for name, table in made.items() if table is not None}
         if file == "sparrow":
             filled["plans"] = plans(results)
     return filled

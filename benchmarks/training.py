@@ -12,29 +12,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 import torch
+from rl_step import GROUP, Step, Workload
 from sections import arguments, measured_machine, record, release
 
-from alula import Engine, Evict, Sampling, Sparsity
+from alula import Engine
 from alula.bench.ceilings import Ceilings, timed
 from alula.bench.decode import StepBench
-from alula.config.load import load_config, read_tree
+from alula.config.load import load_config
 from alula.config.settings import LearnerSettings
 from alula.engine.rollout import Rollout
-from alula.engine.sequence import Request
 from alula.learner.learner import Learner
 from alula.learner.packing import Packed
 from alula.models.load import LoadedModel, load_model
-from alula.objective.advantages import group_advantages
-from alula.objective.correction import Correction, correct
-from alula.objective.policy_loss import Divisors, divisors, policy_loss
-from alula.objective.settings import Loss
 from alula.trainer.memory_plan import plan_memory
 from alula.trainer.speed_plan import plan_speed
 from alula.trainer.trainer import Trainer
@@ -42,101 +37,6 @@ from alula.trainer.trainer import Trainer
 DEVICE = torch.device("cuda")
 LENGTHS = [1024, 4096, 2048, 3072, 1536, 2560, 1024, 1024]
 """Of packed sequences: 16k tokens."""
-
-
-class Phases(dict):
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        yield
-        torch.cuda.synchronize()
-        self[name] = self.get(name, 0.0) + time.perf_counter() - start
-
-
-def update_loss(
-    advantages: torch.Tensor, old: list, weights: list, loss: Loss, shares: Divisors
-) -> Callable[..., tuple]:
-    def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
-        return policy_loss(
-            logprobs,
-            packed.flat(old),
-            packed.rows(advantages)[packed.sequence],
-            packed.flat(weights),
-            packed.sequence,
-            loss,
-            shares.rows(torch.tensor(packed.index, device=logprobs.device)),
-        )
-
-    return loss_fn
-
-
-def one_step(
-    loaded: LoadedModel,
-    engine: Engine,
-    learner: Learner,
-    sparsity: Sparsity,
-    prompts: list[list[int]],
-    lengths: list[int],
-    group: int,
-    updates: int,
-    correction: Correction,
-) -> dict:
-    """A whole step with a given response length per rollout; those of one prompt and one length share its KV."""
-    phases, n = Phases(), len(lengths)
-    requests, first = [], 0
-    while first < n:
-        last = first + 1
-        while last % group and lengths[last] == lengths[first]:
-            last += 1
-        sampling = Sampling(n=last - first, max_new_tokens=lengths[first], ignore_eos=True)
-        requests.append(
-            Request(engine.inputs.next_id(), prompts[first // group], sampling, sparsity, frozenset(), first)
-        )
-        first = last
-    torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    engine.pool.peak = 0
-    with phases.phase("rollout"):
-        rollouts = sorted(engine.stream(requests), key=lambda r: (r.prompt_index, r.sample_index))
-    with phases.phase("sleep"):
-        engine.sleep()
-    sequences = rollouts
-    with phases.phase("score"):
-        old = [logprobs.cpu() for logprobs in learner.score(sequences, 1.0)]
-    rewards = torch.tensor(np.random.default_rng(0).integers(0, 2, n), dtype=torch.float32)
-    flat = torch.cat([torch.full((len(t),), i) for i, t in enumerate(old)])
-    corrected = correct(torch.cat(old), torch.cat([r.logprobs for r in rollouts]), flat, correction, sequences=n)
-    advantages = group_advantages(rewards, torch.arange(n) // group)
-    loss = Loss("grpo")
-    weights = list(corrected.weights.split([len(t) for t in old]))
-    order = np.random.default_rng(1).permutation(n).reshape(updates, -1)
-    with phases.phase("update"):
-        for chosen in order:
-            own = [int(i) for i in chosen]
-            part = torch.cat([torch.full((len(old[i]),), k) for k, i in enumerate(own)]).to(engine.device)
-            shares = divisors(loss, correction, part, len(own), None)
-
-            loss_fn = update_loss(advantages[own], [old[i] for i in own], [weights[i] for i in own], loss, shares)
-            learner.update([sequences[i] for i in own], loss_fn, 1.0)
-    with phases.phase("wake"):
-        engine.wake()
-        engine.policy_version += 1  # the optimizer wrote into the engine's own parameters
-    tokens = sum(lengths)
-    return {
-        "sparsity": sparsity.describe(),
-        "rollouts": n,
-        "response_tokens": tokens,
-        "updates": updates,
-        "mean_length": tokens / n,
-        "step_s": time.perf_counter() - start,
-        **{f"{k}_s": v for k, v in phases.items()},
-        "rollout_tokens_per_s": tokens / phases["rollout"],
-        "veto_rate": 1 - corrected.keep.float().mean().item(),
-        "kv_saved": float(np.mean([r.kv.saved for r in rollouts])),
-        "kv_peak_gib": engine.pool.peak * engine.page * engine.geometry.kv_token_bytes / 2**30,
-        "learner_peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
 
 
 def random_sequences(rng: np.random.Generator, vocabulary: int, lengths: list[int]) -> list[Rollout]:
@@ -204,68 +104,82 @@ def weights(ceilings: Ceilings) -> list[dict]:
     return [{"kind": "weights", "shared_s": 0.0, "copy_s": time.perf_counter() - start}]
 
 
-def small_step(ceilings: Ceilings) -> list[dict]:
+def small_step(ceilings: Ceilings) -> Iterator[dict]:
     """SmolLM2-135M's shape: 64 prompts of 100 tokens × 8 rollouts of 256, two updates; dense and rkv 64+16."""
-    rng = np.random.default_rng(0)
-    loaded = load_model("shape:smollm2-135m", device="cuda")
-    engine = Engine(loaded, kv_memory="20GiB", max_rows=512, max_length=1024)
-    learner = Learner(
-        loaded.model, LearnerSettings(lr=1e-6, compile=True, activation_checkpointing=False, token_budget=32768)
-    )
-    prompts = [rng.integers(0, 49152, 100).tolist() for _ in range(64)]
-    found = []
-    for sparsity in (Sparsity(), Sparsity(evict=Evict("rkv", budget=64, buffer=16))):
-        correction = Correction.none() if sparsity.dense else Correction.sparse_rl()
-        for _ in range(3):
-            row = one_step(loaded, engine, learner, sparsity, prompts, [256] * 512, 8, 2, correction)
-            print(json.dumps(row), flush=True)
-        found.append({"kind": "step smollm2-135m", **row})
-    return found
+    work = Workload("smollm2-135m", random_prompts(64, 100), [256] * 512, 256, updates=2, kv_memory="20GiB")
+    step = Step(work)
+    for sparsity in ("dense", "rkv:64+16"):
+        for _ in range(2):  # the first compile and capture
+            step.run(sparsity, ceilings)
+        yield {"kind": "step", **step.run(sparsity, ceilings)}
 
 
-def paper_step(ceilings: Ceilings) -> list[dict]:
+def paper_step(ceilings: Ceilings) -> Iterator[dict]:
     """The paper's scale, qwen2.5-1.5b: 128 prompts × 8 rollouts of up to 4096 tokens (mean about 1000), 4 updates."""
     rng = np.random.default_rng(0)
-    loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
-    engine = Engine(loaded, kv_memory="40GiB", max_rows=1024, max_length=4608)
-    learner = Learner(loaded.model, LearnerSettings(lr=1e-6, compile=True, token_budget=16384))
     prompts = [rng.integers(0, 151936, int(n)).tolist() for n in rng.integers(80, 240, 128)]
     lengths = np.clip(rng.lognormal(6.6, 0.8, 1024), 32, 4096).astype(int).tolist()
-    sparsity = Sparsity(evict=Evict("rkv", budget=512, buffer=128, window=8, sinks=0))
-    first = one_step(
-        loaded, engine, learner, sparsity, prompts, [min(n, 700) for n in lengths], 8, 4, Correction.sparse_rl()
-    )
-    del first
-    row = one_step(loaded, engine, learner, sparsity, prompts, lengths, 8, 4, Correction.sparse_rl())
-    return [{"kind": "step at the paper's scale, qwen2.5-1.5b", **row}]
+    step = Step(Workload("qwen2.5-1.5b", prompts, lengths, 4096, updates=4, kv_memory="40GiB"))
+    for sparsity in ("dense", "rkv:512+128,window=8,sinks=0"):
+        step.warm_up(sparsity)
+        yield {"kind": "step", **step.run(sparsity, ceilings)}
 
 
 def checked_step(ceilings: Ceilings) -> Iterator[dict]:
     """qwen2.5-1.5b, 32 prompts of 128 tokens × 8 rollouts of 2048, one update: measured, and as `--check` estimates."""
-    rng, answer = np.random.default_rng(0), 2048
-    loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
-    engine = Engine(loaded, kv_memory="40GiB", max_rows=256, max_length=2304)
-    learner = Learner(loaded.model, LearnerSettings(lr=1e-6))
-    prompts = [rng.integers(0, 151936, 128).tolist() for _ in range(32)]
-    for name in ("dense", "rkv:512+128"):
-        sparsity = Sparsity.parse(name)
-        correction = Correction.none() if sparsity.dense else Correction.sparse_rl()
-        for tokens in (700, answer):  # the first compiles and captures
-            row = one_step(loaded, engine, learner, sparsity, prompts, [tokens] * 256, 8, 1, correction)
-        tree = {
-            "out": "runs/none",
-            "model": {"source": "shape:qwen2.5-1.5b", "dtype": "bfloat16"},
-            "data": {"source": "gsm8k", "max_prompt_tokens": 128},
-            "rewards": {"use": "math"},
-            "sparsity": name,
-            "sampling": {"prompts": 32, "n": 8, "max_new_tokens": answer},
-        }
-        config = read_tree(tree)
+    work = Workload("qwen2.5-1.5b", random_prompts(32, 128), [2048] * 256, 2048, updates=1, kv_memory="40GiB")
+    step = Step(work)
+    for sparsity in ("dense", "rkv:512+128"):
+        step.warm_up(sparsity)
+        config = work.config(sparsity)
         speed = plan_speed(config, plan_memory(config), ceilings, 40 << 30)
         estimate = {"rollout_s": speed.rollouts.seconds, "score_s": speed.score, "update_s": speed.update}
         ratio = speed.sparse.tokens_per_second / speed.dense.tokens_per_second
         estimate |= {"step_s": speed.step, "pays_from": speed.pays_from, "sparse_to_dense": ratio}
-        yield {"kind": "step qwen2.5-1.5b", **row, "estimate": estimate}
+        yield {"kind": "step", **step.run(sparsity, ceilings), "estimate": estimate}
+
+
+LONG = {
+    "qwen3-1.7b": (32, 4000, 8192, "50GiB", ("dense", "rkv:512+128")),
+    "smollm2-135m": (64, 2200, 4096, None, ("dense", "rkv:512+128", "snapkv:512+128")),
+}
+"""Prompts, mean and longest answer, KV pool and policies, by model."""
+
+
+def long_steps(ceilings: Ceilings, rows: str = "", out: Path | None = None) -> Iterator[dict]:
+    """Steps with long answers, 128-token prompts × 8 rollouts, two updates. `rows`: as `qwen3-1.7b:rkv`, or all; what
+    `out` has of the others stays."""
+    names = [f"{model}:{policy.partition(':')[0]}" for model, (*_, policies) in LONG.items() for policy in policies]
+    wanted = rows.split(",") if rows else names
+    if unknown := set(wanted) - set(names):
+        raise SystemExit(f"--rows {', '.join(sorted(unknown))}: the rows are {', '.join(names)}")
+    before = json.loads(out.read_text()).get("long", {"rows": []})["rows"] if out and out.exists() else []
+    yield from (row for row in before if row.get("name", wanted[0]) not in wanted)
+    for model, (prompts, mean, most, kv_memory, policies) in LONG.items():
+        chosen = [policy for policy in policies if f"{model}:{policy.partition(':')[0]}" in wanted]
+        if not chosen:
+            continue
+        lengths = spread_lengths(prompts * GROUP, mean, most)
+        step = Step(Workload(model, random_prompts(prompts, 128), lengths, most, updates=2, kv_memory=kv_memory))
+        for sparsity in chosen:
+            step.warm_up(sparsity)
+            name = f"{model}:{sparsity.partition(':')[0]}"
+            yield {"kind": "long step", "name": name, **step.run(sparsity, ceilings)}
+        del step
+        release()
+
+
+def random_prompts(count: int, length: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(0, 49152, (count, length)).tolist()
+
+
+def spread_lengths(count: int, mean: int, most: int) -> list[int]:
+    """Log-normal lengths (σ = 0.6), cut off at `most`, with this mean."""
+    drawn, low, high = np.random.default_rng(0).lognormal(0.0, 0.6, count), 1.0, float(most)
+    while high - low > 0.5:
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(middle * drawn, most).mean() < mean else (low, middle)
+    return np.minimum(low * drawn, most).astype(int).clip(1).tolist()
 
 
 def gsm8k_step(ceilings: Ceilings, data_dir: str | None = None) -> Iterator[dict]:
@@ -357,6 +271,7 @@ SECTIONS = {
     "residual": residual_cost,
     "paper": paper_step,
     "check": checked_step,
+    "long": long_steps,
     "gsm8k": gsm8k_step,
 }
 
@@ -364,8 +279,12 @@ SECTIONS = {
 if __name__ == "__main__":
     parser = arguments(SECTIONS, __doc__)
     parser.add_argument("--data-dir", help="of gsm8k, as data.data_dir; by default the Hugging Face hub's")
+    parser.add_argument("--rows", default="", help="of long: as qwen3-1.7b:rkv, separated by commas; by default all")
     options = parser.parse_args()
     ceilings, machine = measured_machine()
-    gsm8k = partial(gsm8k_step, data_dir=options.data_dir)
-    sections = {name: partial(section, ceilings) for name, section in {**SECTIONS, "gsm8k": gsm8k}.items()}
+    chosen = {
+        "gsm8k": partial(gsm8k_step, data_dir=options.data_dir),
+        "long": partial(long_steps, rows=options.rows, out=options.out),
+    }
+    sections = {name: partial(section, ceilings) for name, section in {**SECTIONS, **chosen}.items()}
     record(sections, options, machine)
