@@ -11,11 +11,12 @@ from alula.ops import paged_attention as attention_module
 from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
 from alula.ops.compact import PagedKeys, compact, gather_keys
-from alula.ops.fp8 import DTYPE, dequantise, quantise, quantise_torch, quantise_triton
+from alula.ops.fp8 import DTYPE, dequantise, quantise
 from alula.ops.frequency_score import frequency_score_torch, frequency_score_triton
 from alula.ops.importance import mean_attention_torch, mean_attention_triton
 from alula.ops.paged_attention import paged_attention, paged_attention_torch
 from alula.ops.projected_norm import projected_norm_torch, projected_norm_triton
+from alula.ops.write_tokens import write_tokens_torch, write_tokens_triton
 from alula.sparsity.select import METHODS
 
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -88,8 +89,16 @@ def test_the_kernel_rounds_as_torch_does():
     """Up to the sign of zero; also views of a joint product, and vectors of any length."""
     joint = noise(40, 6, 24) * torch.logspace(-6, 6, 40)[:, None, None].to(DEVICE)
     for x in (torch.tensor(AWKWARD, device=DEVICE)[:, None], joint[:, 2:5], joint.transpose(0, 1)):
-        for actual, expected in zip(quantise_triton(x), quantise_torch(x)):
-            assert torch.equal(actual.float(), expected.float())
+        tokens, heads, dim = x.shape
+        pool = torch.zeros(2, tokens, heads, 1, dim, device=DEVICE).to(DTYPE)
+        scales = torch.zeros(2, tokens, heads, 1, dtype=torch.uint8, device=DEVICE)
+        page = torch.arange(tokens, device=DEVICE)
+        write_tokens_triton(x, x, page, torch.zeros_like(page), pool[0], pool[1], scales)
+        stored, exponent = quantise(x)
+        for actual in pool:
+            assert torch.equal(actual[:, :, 0].float(), stored.float())
+        for actual in scales:
+            assert torch.equal(actual[:, :, 0], exponent)
 
 
 def test_not_finite_stays_not_finite():
@@ -245,3 +254,33 @@ def test_real_sizes_of_quantised_kv_in_bf16(dim, kernels):
         expected, expected_lse = paged_attention_torch(q.float(), *plain, table, tokens, dim**-0.5, 2050)
         torch.testing.assert_close(out.float(), expected, rtol=0.01, atol=2e-3)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dim", [16, 24])
+def test_packed_tokens_go_to_their_pages(dim, fp8):
+    """Views of a joint product, pages in any order: every slot by hand, and both implementations equal."""
+    tokens, heads, page, count = 11, 3, 4, 6
+    joint = noise(tokens, 2 * heads, dim, seed=3) * torch.logspace(-3, 3, tokens, device=DEVICE)[:, None, None]
+    key, value = joint[:, :heads], joint[:, heads:]
+    places = torch.randperm(count * page, generator=torch.Generator().manual_seed(4))[:tokens].to(DEVICE)
+    results = []
+    for write in (write_tokens_torch, write_tokens_triton):
+        keys, values = (torch.zeros(count, heads, page, dim, device=DEVICE) for _ in range(2))
+        scales = None
+        if fp8:
+            keys, values = keys.to(DTYPE), values.to(DTYPE)
+            scales = torch.zeros(2, count, heads, page, dtype=torch.uint8, device=DEVICE)
+        read = write(key, value, places // page, places % page, keys, values, scales)
+        held = [keys, values]
+        if scales is not None:
+            held = [dequantise(pool, exponent, torch.float32) for pool, exponent in zip(held, scales)]
+        for given, pool, back in zip((key, value), held, read):
+            expected = dequantise(*quantise(given), torch.float32) if fp8 else given
+            assert torch.equal(back, expected)
+            for token, place in enumerate(places.tolist()):
+                assert torch.equal(pool[place // page, :, place % page], expected[token])
+            assert (pool != 0).any(-1).sum() == tokens * heads
+        results.append([*held, *([] if scales is None else [scales])])
+    for by_torch, by_kernel in zip(*results):
+        assert torch.equal(by_torch, by_kernel)

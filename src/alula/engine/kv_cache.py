@@ -11,6 +11,7 @@ from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
 from alula.ops import fp8
 from alula.ops.compact import PagedKeys
+from alula.ops.write_tokens import write_tokens
 from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.select import METHODS as SELECTORS
 
@@ -80,16 +81,8 @@ class KVCache:
 
     def write(self, layer: int, page: Tensor, slot: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store key and value [T, Hkv, D] of tokens in their slots; returns them as they will be read."""
-        if self.scales is None:
-            self.keys[layer][page, :, slot] = key
-            self.values[layer][page, :, slot] = value
-            return key, value
-        read = []
-        for x, part, scales in zip((key, value), self.parts, self.scales[:, layer]):
-            stored, exponent = fp8.quantise(x)
-            part[layer][page, :, slot], scales[page, :, slot] = stored.view(torch.uint8), exponent
-            read.append(fp8.dequantise(stored, exponent, self.dtype))
-        return read[0], read[1]
+        scales = None if self.scales is None else self.scales[:, layer]
+        return write_tokens(key, value, page, slot, self.keys[layer], self.values[layer], scales)
 
     def read(self, layer: int, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, Hkv, D] of tokens."""

@@ -11,17 +11,13 @@ and selectors read the same numbers, whatever kernel they run in.
 import torch
 from torch import Tensor
 
-from alula.ops.dispatch import tl, triton, use_triton
+from alula.ops.dispatch import tl, triton
 
 DTYPE = torch.float8_e4m3fn
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] -> e4m3 [..., D] and the scales' exponents, uint8 [...]. What is not finite becomes NaN."""
-    return quantise_triton(x) if use_triton(x) and x.dim() == 3 else quantise_torch(x)
-
-
-def quantise_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     top = x.abs().amax(-1)
     # 448 = 1.75 · 2^8: a significand above 1.75 needs the next exponent
@@ -43,26 +39,6 @@ def power_of_two(exponent: Tensor) -> Tensor:
 @triton.jit
 def power_of_two_triton(exponent):
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-
-
-def quantise_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One launch for [T, H, D]; the last dimension is contiguous."""
-    tokens, heads, dim = x.shape
-    stored = torch.empty(x.shape, dtype=DTYPE, device=x.device)
-    exponent = torch.empty(tokens, heads, dtype=torch.uint8, device=x.device)
-    width = triton.next_power_of_2(dim)
-    _quantise[(tokens, heads)](x, stored, exponent, x.stride(0), x.stride(1), DIM=dim, DIM_POW2=width, num_warps=1)
-    return stored, exponent
-
-
-@triton.jit
-def _quantise(x, stored, exponents, x_row, x_head, DIM: tl.constexpr, DIM_POW2: tl.constexpr):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, DIM_POW2)
-    value, exponent = quantise_vector(tl.load(x + row * x_row + head * x_head + d, mask=d < DIM, other=0.0))
-    place = row * tl.num_programs(1) + head
-    tl.store(stored + place * DIM + d, value, mask=d < DIM)
-    tl.store(exponents + place, exponent)
 
 
 @triton.jit
