@@ -267,8 +267,8 @@ def _append(
             else:
                 turned = tl.load(source + d, mask=inside & wanted, other=0.0)
             if RING:
-                line = ring + row.to(tl.int64) * ring_row + q_at * ring_head
-                tl.store(line + place * DIM + d, turned, mask=inside & wanted)
+                entry = ring + row.to(tl.int64) * ring_row + q_at * ring_head + place * DIM
+                tl.store(entry + d, turned, mask=inside & wanted)
     if VECTORS > 0:  # noqa: SIM102 (decided when compiling)
         if slot == PAGE - 1:
             s = tl.arange(0, PAGE_POW2)
