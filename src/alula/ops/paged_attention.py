@@ -94,6 +94,7 @@ def paged_attention_triton(
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
     piece = piece_length(batch * kv_heads)
+    stages = pipeline_stages(piece)
     splits = triton.cdiv(most_tokens, piece)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
@@ -106,7 +107,7 @@ def paged_attention_triton(
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
     if scales is not None:
-        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece)
+        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece, stages)
     else:
         _split[(batch, kv_heads, splits)](
             q,
@@ -134,7 +135,7 @@ def paged_attention_triton(
             PIECE=piece,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=2,
-            num_stages=3,
+            num_stages=stages,
         )
     if splits > 1:
         together = max(16, 8192 // piece)  # not a function of `splits`: it orders the sum
@@ -161,6 +162,12 @@ def piece_length(row_heads: int) -> int:
     """Tokens reduced by one program before the results of all pieces are merged. Few rows need short pieces to occupy
     the device; with many rows whole contexts do, and merging only costs."""
     return min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
+
+
+def pipeline_stages(piece: int) -> int:
+    """Five hold two tiles of KV, since the page numbers take stages too: one is read while another is computed. Three
+    hold one, and leave room for more programs, which hide each other's latency where there are enough of them."""
+    return 5 if piece <= 256 else 3
 
 
 @triton.jit

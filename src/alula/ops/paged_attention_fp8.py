@@ -28,6 +28,7 @@ def split_fp8(
     part_lse: Tensor,
     scaling: float,
     piece: int,
+    stages: int,
 ) -> None:
     """Attention over pieces of `piece` tokens: part [B, Hq, splits, D] and part_lse fp32 [B, Hq, splits]."""
     batch, q_heads, dim = q.shape
@@ -63,7 +64,7 @@ def split_fp8(
         HEADROOM=HEADROOM,
         FACTOR=tl.float32 if q.dtype == torch.float32 else tl.float16,
         num_warps=2,
-        num_stages=3,
+        num_stages=stages,
     )
 
 
