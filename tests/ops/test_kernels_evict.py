@@ -6,16 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from alula import Evict, Sampling, Sparsity
+from alula import Engine, Evict, Sampling, Sparsity
 from alula.engine.batch_state import BatchFeatures, BatchState
-from alula.engine.eviction import evict, upload_tables
+from alula.engine.eviction import compile_eviction, evict, upload_tables
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import EvictionEvent
 from alula.engine.sequence import BatchKind, Request, Sequence
 from alula.models.geometry import Geometry
-from alula.ops.compact import PagedKeys, install
+from alula.models.load import load_model
+from alula.ops.compact import PagedKeys, _copy, _install, install
 from alula.ops.importance import importance, mean_attention_torch, mean_attention_triton
 from alula.ops.rkv_score import (
+    _find_last,
+    _pool_and_mix,
     alignment_torch,
     alignment_triton,
     pool_and_mix,
@@ -23,7 +26,7 @@ from alula.ops.rkv_score import (
     redundancy_torch,
     redundancy_triton,
 )
-from alula.ops.top_indices import top_indices_torch, top_indices_triton
+from alula.ops.top_indices import _top_indices, top_indices_torch, top_indices_triton
 from alula.sparsity.evict import METHODS, Cached, keep
 from evictor_formulas import best_slots, cached, in_pages, only, some_statistics
 
@@ -222,6 +225,40 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
     assert all(torch.equal(a, b.cpu()) for a, b in zip(*results))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", METHODS)
+def test_compiling_an_eviction_changes_no_row(name):
+    """It reads and writes the scratch page only, which may hold anything."""
+    geometry = Geometry(0, 2, 4, 2, 16, value_bytes=4)
+    sequence = Sequence(Request(0, [5] * 6, Sampling(), Sparsity(evict=Evict(name, 20, buffer=8)), frozenset(), 0), 0)
+    device = torch.device(DEVICE)
+    cache = KVCache(geometry, torch.float32, 0.25, 30, 4, device)
+    batch = BatchState(BatchKind(), geometry, 3, 12, 1, device, torch.float32, 8)
+    batch.prepare(BatchFeatures(ring=16, accumulated=40), keep=False)
+    cache.query_statistics = some_statistics(2, 4, 16, 0).to(device)
+    state = (cache.keys, cache.values, batch.ring, batch.accumulated, batch.table, batch.ints)
+    for i, tensor in enumerate(state):
+        tensor.fill_(i + 1)
+    cache.keys[:, 0] = math.nan
+    compile_eviction(cache, batch, sequence)
+    assert not cache.keys[:, 1:].ne(1).any()
+    assert not cache.values[:, 1:].ne(2).any()
+    assert not any(tensor.ne(i).any() for i, tensor in enumerate(state[2:], start=3))
+
+
+@pytest.mark.gpu
+def test_an_engine_compiles_evictions_before_the_first():
+    engine = Engine(load_model("shape:tiny-qwen3", device="cuda"), kv_memory="64MiB", max_rows=4, compiled=False)
+    policy = Sparsity(evict=Evict("rkv", budget=48, buffer=16))
+    engine.submit(*engine.requests([[3, 4, 5]], Sampling(max_new_tokens=200, ignore_eos=True), policy))
+    kernels = (_find_last, _pool_and_mix, _top_indices, _copy, _install)
+    variants = lambda: [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]  # noqa: E731
+    before = variants()
+    assert all(before)
+    assert all(rollout.kv.evictions > 3 for rollout in engine.drain())
+    assert variants() == before
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "dim"), [(640, 128), (2176, 128), (640, 64)])
 def test_real_sizes_in_bf16(n, dim):
@@ -237,8 +274,6 @@ def test_real_sizes_in_bf16(n, dim):
 
 @pytest.mark.gpu
 def test_a_new_length_compiles_nothing():
-    from alula.ops.rkv_score import _find_last
-
     redundancy_triton(some_keys(2, 640, 64, dtype=torch.bfloat16), 0.5)
     compiled = len(_find_last.device_caches[torch.cuda.current_device()][0])
     for n in (1, 17, 641, 656, 1000):

@@ -370,6 +370,7 @@ class Engine:
         request = sequences[0].request
         state = self.runner.batch(request.kind, self._kinds)
         state.prepare(BatchFeatures.of(sequences[:1]), keep=request.kind in self._kinds)
+        self.runner.prepare_eviction(sequences[0])
         self._kinds[request.kind] += len(sequences)
         self._live[request.id] = sequences
         self._inbox[request.id] = inbox

@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from alula.engine.batch_state import BatchState, to_device
+from alula.engine.block_manager import pages_for
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import EvictionEvent
+from alula.engine.sequence import Sequence
 from alula.ops.compact import compact, install
 from alula.sparsity.evict import keep
 from alula.sparsity.evict.base import Cached
@@ -37,14 +39,50 @@ def evict(cache: KVCache, state: BatchState, event: EvictionEvent, table: Tensor
     return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
+@torch.inference_mode()
+def compile_eviction(cache: KVCache, state: BatchState, sequence: Sequence) -> None:
+    """Launch the kernels of a sequence's evictions once on the scratch page, which compiles them. No row changes."""
+    evict, keep = sequence.request.sparsity.evict, sequence.max_kept()
+    assert evict is not None
+    old, new = ([[0] * pages_for(tokens, cache.page)] for tokens in (keep + evict.buffer, keep))
+    event = EvictionEvent(0, [sequence], keep + evict.buffer, keep, old, new, rows=[0])
+    table = upload_tables([event], cache.device)[0]
+    row, old_pages, new_pages = _columns(event, table)
+    kept, _ = _choose(cache, state, event, row, old_pages)
+    compact(cache.keys, cache.values, kept, old_pages, new_pages, cache.scales)
+    install(torch.zeros_like(state.table), torch.zeros_like(state.kv_len), row, new_pages, keep)
+
+
 def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
+    geometry = cache.geometry
+    row, old_pages, new_pages = _columns(event, table)
+    kept, attention_sums = _choose(cache, state, event, row, old_pages)
+    compact(cache.keys, cache.values, kept, old_pages, new_pages, cache.scales)
+    if state.kind.selector is not None:
+        cache.summarise(state.kind.selector, new_pages[:, : event.keep // cache.page].flatten().long())
+    if attention_sums is not None:
+        moved = attention_sums.view(len(row), geometry.layers, geometry.kv_heads, -1).gather(3, kept.long())
+        state.accumulated[:, row] = 0  # type: ignore[index]
+        state.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
+    install(state.table, state.kv_len, row, new_pages, event.keep)
+    return kept
+
+
+def _columns(event: EvictionEvent, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch rows [C], pages to read and pages to write [C, pages] of an event's table."""
+    read = 1 + max(map(len, event.old))
+    return table[:, 0], table[:, 1:read], table[:, read:]
+
+
+def _choose(
+    cache: KVCache, state: BatchState, event: EvictionEvent, row: Tensor, old_pages: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The slots to keep int32 [C, L, Hkv, keep], and the attention sums that chose them, if they did."""
     geometry = cache.geometry
     request = event.sequences[0].request
     settings, evictor = request.sparsity.evict, request.evictor
     assert settings is not None
     assert evictor is not None
-    read = 1 + max(map(len, event.old))
-    row, old_pages, new_pages = table[:, 0], table[:, 1:read], table[:, read:]
     queries = attention_sums = None
     if evictor.queries:
         queries = rows_of(state.ring[:, :, :, : evictor.queries], row)  # type: ignore[index]
@@ -67,16 +105,7 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
         protected=protected,
     )
     kept = keep(evictor.score(kv), count=event.keep, sinks=settings.sinks, window=settings.window, protected=protected)
-    kept = kept.view(len(row), geometry.layers, geometry.kv_heads, event.keep)
-    compact(cache.keys, cache.values, kept, old_pages, new_pages, cache.scales)
-    if state.kind.selector is not None:
-        cache.summarise(state.kind.selector, new_pages[:, : event.keep // cache.page].flatten().long())
-    if attention_sums is not None:
-        moved = attention_sums.view(len(row), geometry.layers, geometry.kv_heads, -1).gather(3, kept.long())
-        state.accumulated.index_fill_(1, row.long(), 0)  # type: ignore[union-attr]
-        state.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
-    install(state.table, state.kv_len, row, new_pages, event.keep)
-    return kept
+    return kept.view(len(row), geometry.layers, geometry.kv_heads, event.keep), attention_sums
 
 
 def rows_of(state: Tensor, row: Tensor) -> Tensor:

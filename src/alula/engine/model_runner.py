@@ -12,15 +12,16 @@ from transformers import PreTrainedModel
 
 from alula.engine.attention import AttentionContext, DecodeContext, attention_context, install
 from alula.engine.batch_state import BatchState, PendingResults, copy_to, to_device, to_host
-from alula.engine.eviction import evict, upload_tables
+from alula.engine.eviction import compile_eviction, evict, upload_tables
 from alula.engine.fused_decoder import FusedDecoder, fusible
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import Chunk, EvictionEvent
-from alula.engine.sequence import BatchKind, Teacher
+from alula.engine.sequence import BatchKind, Sequence, Teacher
 from alula.models.load import lm_logits
 from alula.ops.acceptance import acceptance
 from alula.ops.sample import proposal_logits, sample
+from alula.sparsity.policy import Evict
 
 LOGITS_BYTES = 1 << 28
 """Logits that are not sampled from are computed in chunks of at most this many bytes."""
@@ -87,6 +88,7 @@ class ModelRunner:
         self.use_graphs = graphs
         self._graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._compiled_evictions: set[Evict] = set()
 
     def batch(self, kind: BatchKind, in_use: Container[BatchKind] = ()) -> BatchState:
         """The rows of a kind, allocated if they are new; buffers of kinds not `in_use` may be dropped for them."""
@@ -252,6 +254,17 @@ class ModelRunner:
         """Drop the graphs of a kind, except those of its current buffers."""
         for key in [k for k in self._graphs if k[0] == kind and k[1] != current]:
             del self._graphs[key]
+
+    def prepare_eviction(self, sequence: Sequence) -> None:
+        """Compile the kernels of a sequence's policy before its first eviction, while no row waits for them."""
+        policy, evictor = sequence.request.sparsity.evict, sequence.request.evictor
+        if policy is None or evictor is None or policy in self._compiled_evictions:
+            return
+        # statistics of queries (TriAttention) may not be measured yet
+        evicts = sequence.max_kept() + policy.buffer <= sequence.max_kv_tokens() and not evictor.calibrated
+        if evicts and self.device.type == "cuda" and self.cache.resident:
+            compile_eviction(self.cache, self.batches[sequence.request.kind], sequence)
+            self._compiled_evictions.add(policy)
 
     @torch.inference_mode()
     def evict(self, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:

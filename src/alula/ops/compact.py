@@ -167,7 +167,7 @@ def _install(table, kv_len, row, pages, count, table_row, row_stride, pages_row,
     tl.store(kv_len + target, count)
 
 
-@triton.jit(do_not_specialize=["old", "new", "old_row", "new_row"])
+@triton.jit(do_not_specialize=["old", "new", "count", "old_row", "new_row"])
 def _copy(
     keys,
     values,
