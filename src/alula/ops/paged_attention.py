@@ -94,7 +94,7 @@ def paged_attention_triton(
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
     piece = piece_length(batch * kv_heads)
-    stages = pipeline_stages(piece)
+    stages = pipeline_stages(piece, dim * keys.dtype.itemsize)
     splits = triton.cdiv(most_tokens, piece)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
@@ -164,10 +164,10 @@ def piece_length(row_heads: int) -> int:
     return min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
 
 
-def pipeline_stages(piece: int) -> int:
+def pipeline_stages(piece: int, vector_bytes: int) -> int:
     """Five hold two tiles of KV, since the page numbers take stages too: one is read while another is computed. Three
     hold one, and leave room for more programs, which hide each other's latency where there are enough of them."""
-    return 5 if piece <= 256 else 3
+    return 5 if piece <= 256 and vector_bytes <= 256 else 3  # 72 KiB of shared memory at most
 
 
 @triton.jit
