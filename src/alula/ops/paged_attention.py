@@ -57,7 +57,8 @@ def paged_attention_torch(
     total = torch.zeros_like(top)
     acc = torch.zeros_like(grouped)
     offset = torch.arange(chunk, device=q.device)
-    for first in range(0, -(-most_tokens // page), per_chunk):
+    longest = min(most_tokens, int(tokens.max()))  # a selector reads few of the tokens that a row holds
+    for first in range(0, -(-longest // page), per_chunk):
         pages = table[..., first : first + per_chunk].long()
         if pages.shape[-1] < per_chunk:
             pages = torch.nn.functional.pad(pages, (0, per_chunk - pages.shape[-1]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.top_indices import choose_largest, ordered_bits, top_indices_torch, warps_for
+from alula.ops.top_indices import best_first, choose_largest, ordered_bits, warps_for
 
 FIRST, LAST = 1, 2
 
@@ -67,11 +67,9 @@ def select_pages_torch(
     scores = scores.masked_fill((index >= held[:, None])[:, None], float("-inf"))
     count = torch.minimum(budget, held)
     kv_heads = summaries.shape[1]
-    pages = torch.zeros(len(table), kv_heads, width, dtype=torch.int32, device=q.device)
-    for row in range(len(table)):
-        keep = int(count[row])
-        chosen = top_indices_torch(scores[row], keep).long()
-        pages[row, :, :keep] = table[row][chosen]
+    unused = index >= count[:, None, None]
+    chosen = best_first(scores).masked_fill(unused, width).sort(-1).values.clamp(max=width - 1)
+    pages = table[:, None].expand(-1, kv_heads, -1).gather(2, chosen).masked_fill(unused, 0)
     read = (count - 1) * page + (tokens - (held - 1) * page)
     return pages, read[:, None].expand(-1, kv_heads).int().contiguous()
 

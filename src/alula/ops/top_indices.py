@@ -21,11 +21,15 @@ def top_indices(scores: Tensor, count: int, first: int = 0, window: int = 0) -> 
 
 def top_indices_torch(scores: Tensor, count: int, first: int = 0, window: int = 0) -> Tensor:
     rows, n = scores.shape
-    middle = scores[:, first : n - window]
-    clean = torch.nan_to_num(middle, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")) + 0.0
-    order = torch.sort(clean, dim=-1, descending=True, stable=True).indices[:, : count - first - window]
+    order = best_first(scores[:, first : n - window])[:, : count - first - window]
     slots = torch.arange(n, device=scores.device).expand(rows, n)
     return torch.cat([slots[:, :first], order.sort(-1).values + first, slots[:, n - window :]], 1).int()
+
+
+def best_first(scores: Tensor) -> Tensor:
+    """Indices along the last dimension by descending score."""
+    clean = torch.nan_to_num(scores, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")) + 0.0
+    return torch.sort(clean, dim=-1, descending=True, stable=True).indices
 
 
 def top_indices_triton(scores: Tensor, count: int, first: int = 0, window: int = 0) -> Tensor:
