@@ -56,7 +56,7 @@ SEARCH_TINY = LongBed(
     evict="+4,window=4,sinks=8",
     budgets=(16, 32, 48, 64),
     select=",block=4,dense_layers=0",
-    read_budgets=(12, 20, 28, 36, 48),
+    read_budgets=(12, 20, 28, 36, 48, 64, 96),
     distill=TINY.distill,
     distill_first=TINY.distill_first,
     train_problems=2048,

@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--tau", required=True, help="thresholds, separated by commas")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--text", choices=("dense", "own"), default="dense", help="what tails are calibrated on")
     parser.add_argument("--plan", action="store_true", help="calibrate and print the schedules, train nothing")
     parser.add_argument(
@@ -197,7 +198,7 @@ def main() -> None:
         return
     for seed in range(options.seeds):
         runs = [run for run, *_ in planned if run.seed == seed]
-        run_all(runs, 1, deadline)
+        run_all(runs, options.jobs, deadline)
         in_a_child(measure_own, bed, seed, work, runs)
         write_rows(bed, planned, work, options.out)
 
