@@ -117,6 +117,28 @@ def test_decoding_does_not_wait_for_a_prompt_that_has_no_room():
     assert len(scheduler.plan().chunks) == 1
 
 
+def test_decoding_does_not_wait_for_rollouts_of_one_token():
+    """They never decode, so a stream of them would hold up everybody else for good."""
+    scheduler = Simulation(pages=60, page=2, rows=8, lookahead=4, ahead=0, prefill_tokens=1).scheduler
+    for number, new in enumerate([20, 1, 1, 1]):
+        request = Request(number, list(range(4)), Sampling(max_new_tokens=new), DENSE, frozenset())
+        request.kind = kind_of(DENSE, adapted=False)
+        scheduler.submit(request)
+    assert len(scheduler.admit().start) == 1
+    assert len(scheduler.plan().chunks) == 1
+
+
+def test_a_restarted_sequence_takes_the_pages_of_a_prompt_behind_it():
+    """Host memory is full, so it restarts from its prompt; when all others have ended, only the prompt behind it, whose
+    other rollouts have yet to start, holds pages."""
+    evict = Sparsity(Evict("streaming", 4, buffer=4, window=1, sinks=1))
+    simulation = Simulation(pages=39, page=1, rows=3, lookahead=1, ahead=0, prefill_tokens=20, host=5)
+    stops = {(1, 12): [17, 2], (4, 23): [17, 7, 7, 10], (5, 19): [14, 5]}
+    groups = [Arrival(at, prompt, 24, stop, evict) for (at, prompt), stop in stops.items()]
+    simulation.run([*groups, Arrival(6, 20, 8, [5, 4], DENSE)])
+    assert simulation.rejected == 0
+
+
 def test_a_swapped_sequence_resumes_when_it_can_stay(monkeypatch):
     """Sixteen sequences in the room of four at full length: fewer swaps, and hardly more chunks."""
     counts = []

@@ -123,10 +123,7 @@ class Scheduler:
         while self.swapped and len(self.running) < self.rows.rows:
             sequence = self.swapped[0]
             if not self._make_room(self.rows.claim(sequence) + self._slack(), admission.swap_out):
-                # if nothing runs, only a waiting prompt can free pages
-                if self.running or not self._release_prompt():
-                    return
-                continue
+                return
             self.swapped.popleft()
             self._resume(sequence, admission)
         tokens, levels = 0, {}  # type: int, dict[int, int]
@@ -169,7 +166,7 @@ class Scheduler:
         self._place(group.pending[0], [])
         computed = prompt - len(found) * self.page
         self._cut_short = limit is not None and computed > limit
-        if self._cut_short or not self._make_room(claim, admission.swap_out):
+        if self._cut_short or not self._make_room(claim, admission.swap_out, keep=group.pending[0]):
             self._cut_short &= claim + self._growing <= self.rows.available()
             self.pool.release(found)
             return None
@@ -198,7 +195,7 @@ class Scheduler:
         """Whether the group's next rollout can start."""
         sequence = group.pending[0]
         self._place(sequence, group.pages[: sequence.prompt_len // self.page])
-        fits = self._make_room(self.rows.claim(sequence), admission.swap_out)
+        fits = self._make_room(self.rows.claim(sequence), admission.swap_out, keep=sequence)
         self._place(sequence, [])
         return fits
 
@@ -228,13 +225,15 @@ class Scheduler:
         return min(growing * pages_for(RESUMED_STEPS, self.page), self.pool.usable // 16)
 
     def _make_room(self, pages: int, swap_out: list[SwapOut], keep: Sequence | None = None) -> bool:
-        """Whether this many pages are available for a newcomer, if need be by swapping idle sessions out.
+        """Whether this many pages are available for a newcomer, if need be by swapping idle sessions out, and, while
+        nothing runs that could end, by releasing waiting prompts. The session or prompt of `keep` stays.
 
         Running sequences grow first: one admitted now must not be swapped out again by the plan that follows.
         """
         while pages + self._growing > self.rows.available():
-            if not self._release_parked(swap_out, keep):
-                return False
+            if self._release_parked(swap_out, keep) or (not self.running and self._release_prompt(keep)):
+                continue
+            return False
         return True
 
     # -- chunks of steps ----------------------------------------------------------------------------------
@@ -272,7 +271,8 @@ class Scheduler:
         paid twice, for its rows now and for those that start later."""
         if not self._cut_short:
             return False
-        coming = sum(len(group.pending) for group in self.waiting)
+        # a rollout of one token never decodes: a stream of them would stop decoding for good
+        coming = sum(len(group.pending) for group in self.waiting if group.request.sampling.max_new_tokens > 1)
         return 4 * min(coming, self.rows.rows - len(self.running)) >= len(self.running)
 
     def _secure(self, sequence: Sequence, swap_out: list[SwapOut]) -> None:
@@ -394,10 +394,10 @@ class Scheduler:
         sequence.kv.restarts += 1
         sequence.restart()
 
-    def _release_prompt(self) -> bool:
+    def _release_prompt(self, keep: Sequence | None = None) -> bool:
         """Release the pages of a prompt whose other rollouts have yet to start; it is prefilled again later."""
         for group in self.waiting:
-            if group.prefilled:
+            if group.prefilled and keep not in group.pending:
                 self.pool.release(group.pages)
                 group.pages, group.prefilled = [], False
                 return True
