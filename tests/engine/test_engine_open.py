@@ -153,6 +153,73 @@ def test_a_failed_launch_ends_what_was_running_and_leaks_nothing(loaded, monkeyp
     assert len(engine.generate(PROMPTS, SAMPLING, RKV)) == 3
 
 
+def test_a_failed_swap_never_leaves_a_session_without_its_kv(loaded, monkeypatch):
+    """Host memory that cannot be allocated ends what runs; an idle session is computed again in its next turn."""
+    sampling, given = Sampling(max_new_tokens=20, seed=3, ignore_eos=True), [40, 41]
+
+    def first_turn(engine):
+        engine.submit(engine.requests([PROMPTS[0]], sampling, session=True)[0])
+        return engine.drain()[0].session
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("no pinned memory")
+
+    roomy = engine_of(loaded)
+    roomy.extend(first_turn(roomy), given)
+    (expected,) = roomy.drain()
+    for sleeping in (False, True):
+        engine = engine_of(loaded, kv_memory=30 * 4 * 2 * 2 * 2 * 12 * 4)
+        session = first_turn(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "swap_out", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.sleep() if sleeping else engine.generate([[i, 3, 4] for i in range(20, 28)], SAMPLING)
+        assert engine.cache.resident
+        assert (engine.pool.in_use, engine._scheduler.swap_used) == (0, 0)
+        engine.extend(session, given)
+        (second,) = engine.drain()
+        assert second.token_ids == expected.token_ids
+        assert second.kv.restarts == 1
+
+
+@pytest.mark.parametrize(
+    "policy", [Sparsity(Evict("h2o", 20, buffer=3, window=2, sinks=1)), QUEST], ids=["sums", "kind"]
+)
+def test_requests_may_come_while_the_engine_sleeps(policy, loaded):
+    """They need larger buffers than before, or rows of a new kind."""
+    engine = engine_of(loaded)
+    running, coming = (engine.requests([p], SAMPLING, s)[0] for p, s in zip(PROMPTS, (H2O, policy)))
+    engine.submit(running)
+    engine.step()
+    engine.sleep()
+    engine.submit(coming)
+    assert not any(memory.buffers.resident for memory in (engine.cache, *engine.runner.batches.values()))
+    engine.wake()
+    done = {rollout.request_id: rollout for rollout in engine.drain()}
+    for request in (running, coming):
+        (alone,) = engine_of(loaded).stream([copy.copy(request)])
+        assert done[request.id].token_ids == alone.token_ids
+        torch.testing.assert_close(done[request.id].logprobs, alone.logprobs, rtol=0, atol=1e-5)
+
+
+def test_statistics_of_queries_follow_the_weights_not_the_arrivals(loaded):
+    """TriAttention after an update under way: a newcomer must not be what makes running rows notice it."""
+    policy = Sparsity(Evict("triattention", 10, buffer=4, window=3, sinks=2))
+    rollouts = []
+    for newcomers in (0, 1):
+        engine = engine_of(LoadedModel(copy.deepcopy(loaded.model), None, "own", (1,)), buckets=(8,))
+        engine.measure_queries([PROMPTS[2]])
+        requests = engine.requests(PROMPTS[:2], Sampling(max_new_tokens=60, ignore_eos=True), policy)
+        engine.submit(requests[0])
+        for _ in range(4):
+            engine.step()
+        engine.update_weights([(name, 1.5 * weight) for name, weight in engine.model.named_parameters()])
+        for request in requests[1 : 1 + newcomers]:
+            engine.submit(request)
+        rollouts += [rollout for rollout in engine.drain() if rollout.request_id == requests[0].id]
+    same(*rollouts)
+
+
 # -- shared prefixes ---------------------------------------------------------------------------------------
 
 
@@ -195,6 +262,31 @@ def test_prefixes_outlive_requests_only_where_asked_for_and_never_an_update(load
         engine.sleep()
         engine.wake()
         assert hits() == 0
+
+
+def test_an_update_ends_prefixes_even_if_it_repeats_a_version(loaded):
+    engine, prompt = engine_of(LoadedModel(copy.deepcopy(loaded.model), None, "own", (1,))), list(range(10, 40))
+    before, after = (engine.requests([prompt], SAMPLING, indices=[i])[0] for i in range(2))
+    engine.submit(before)
+    engine.step()
+    engine.update_weights([(name, 1.1 * weight) for name, weight in engine.model.named_parameters()], version=0)
+    engine.submit(after)
+    done = {rollout.request_id: rollout for rollout in engine.drain()}
+    assert done[after.id].kv.cached_prompt_tokens == 0
+    fresh = engine_of(LoadedModel(engine.model, None, "updated", (1,))).generate([prompt], SAMPLING, indices=[1])[0]
+    assert done[after.id].token_ids == fresh.token_ids
+
+
+def test_a_turn_that_is_computed_again_finds_no_prefix_of_an_earlier_call(loaded):
+    engine, prompt = engine_of(loaded, swap_memory=0), list(range(10, 40))
+    engine.submit(engine.requests([prompt], SAMPLING, session=True)[0])
+    (turn,) = engine.drain()
+    engine.sleep()  # drops the session's KV
+    engine.wake()
+    engine.generate([prompt], SAMPLING)
+    engine.extend(turn.session, [3])
+    (turn,) = engine.drain()
+    assert (turn.kv.restarts, turn.kv.cached_prompt_tokens) == (1, 0)
 
 
 def test_cached_prefixes_make_room_for_live_sequences(loaded):

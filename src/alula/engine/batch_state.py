@@ -4,7 +4,6 @@ The host uploads what the scheduler planned; decode steps advance the state on t
 queued before the steps that read them, results are copied back behind the steps that write them.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from alula.engine.sequence import BatchKind, Sequence
-from alula.engine.virtual_memory import ReleasableBuffer
+from alula.engine.virtual_memory import ReleasableBuffers
 from alula.models.geometry import Geometry
 from alula.sparsity.footprint import UNLIMITED
 from alula.sparsity.schedule import Schedule
@@ -99,6 +98,7 @@ class BatchState:
         device: torch.device,
         dtype: torch.dtype,
         hidden: int,
+        resident: bool = True,
     ) -> None:
         self.kind, self.geometry, self.features = kind, geometry, BatchFeatures()
         self.selector: Selector | None = SELECTORS[kind.selector] if kind.selector else None
@@ -128,7 +128,7 @@ class BatchState:
         self.out_acceptance = torch.zeros(rows, steps, device=device)
         self.generation = 0
         """Counts allocations. Graphs captured before the last one hold invalid addresses."""
-        self._buffers: dict[str, ReleasableBuffer] = {}
+        self.buffers = ReleasableBuffers(device, resident)
         self.ring: Tensor | None = None
         self.accumulated: Tensor | None = None
         self._host_ints = np.zeros((len(self.INTS), rows), np.int32)
@@ -177,29 +177,13 @@ class BatchState:
         if old is not None:  # grow by half at least, so that few requests make it grow again
             size = max(size, old.shape[axis] * 3 // 2)
             layout = (*layout[:axis], size, *layout[axis + 1 :])
-        dtype = dtype or self.dtype
-        buffer = ReleasableBuffer(math.prod(layout) * dtype.itemsize, self.device)
-        new = buffer.tensor.view(dtype).view(layout)
-        if old is not None:
-            new.narrow(axis, 0, old.shape[axis]).copy_(old)
-            if old.is_cuda:
-                torch.cuda.synchronize()  # the old buffer is unmapped below
-        self._buffers[name] = buffer
-        return new
+        return self.buffers.allocate(name, layout, dtype or self.dtype, old)
 
     def set_sums(self, row: int, sums: Tensor) -> None:
         """Replace a row's attention sums by `sums` [L, Hkv, tokens]."""
         assert self.accumulated is not None
         self.accumulated[:, row] = 0
         self.accumulated[:, row, :, : sums.shape[2]] = sums
-
-    def sleep(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.release()
-
-    def wake(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.restore()
 
     def __getattr__(self, name: str) -> Tensor:
         if name in BatchState.INTS:

@@ -317,18 +317,19 @@ class Engine:
         self._sweep_aborted()
         if not self.paused:
             self._close_expired_sessions()
-            try:
+            with self._drop_all_on_failure():
                 launches = self._launch()
-            except BaseException:
-                self._drop_all()
-                raise
             self._collect(self._in_flight * launches)
         return bool(self._live)
 
     def _launch(self) -> int:
         """Launch what the scheduler plans next; returns how many launches may stay unread: the chunks, or a prefill."""
         scheduler, runner, version = self._scheduler, self.runner, self.policy_version
-        scheduler.weights = {False: f"{version}", True: f"{version} adapter {self._adapter_version}"}
+        weights = {False: f"{version}", True: f"{version} adapter {self._adapter_version}"}
+        if weights != scheduler.weights:
+            scheduler.weights = weights
+            if any(needs_queries(live[0].request.sparsity) for live in self._live.values()):
+                self._refresh_queries()
         admission = scheduler.admit()
         for out in admission.swap_out:
             swap_out(runner, out)
@@ -347,12 +348,22 @@ class Engine:
             self._launched.append(runner.decode(chunk, version))
         return len(plan.chunks) or min(1, len(admission.prefill))
 
+    @contextmanager
+    def _drop_all_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._drop_all()
+            raise
+
     def _drop_all(self) -> None:
-        """A launch failed (out of memory, an interrupt): end all that was running. Idle sessions stay."""
+        """A launch failed (out of memory, an interrupt): end all that was running. Idle sessions stay; those whose swap
+        was planned and did not run are computed again."""
         self._launched.clear()
         for request_id in list(self._live):
             self._forget(request_id)
         self._scheduler.rows.promised = 0
+        self._scheduler.drop_unsaved()
         self.pool.forget()
 
     def _submit(self, request: Request, inbox: deque[Rollout]) -> None:
@@ -360,13 +371,12 @@ class Engine:
         if needs_queries(request.sparsity):
             self._refresh_queries()
         request.kind = kind_of(request.sparsity, self.sparse_model is not None and not request.sparsity.dense)
-        if not self._live:
-            self._check_prefixes()
-        sequences = self._scheduler.submit(request)
-        self._admit(sequences, inbox)
+        self._admit(self._scheduler.submit(request), inbox)
 
     def _admit(self, sequences: list[Sequence], inbox: deque[Rollout]) -> None:
         """Prepare the rows' buffers for sequences, and note where their rollouts go."""
+        if not self._live:
+            self._check_prefixes()
         request = sequences[0].request
         state = self.runner.batch(request.kind, self._kinds)
         state.prepare(BatchFeatures.of(sequences[:1]), keep=request.kind in self._kinds)
@@ -624,6 +634,7 @@ class Engine:
         for parameter, tensor in pairs if lazily else list(pairs):
             parameter.copy_(tensor, non_blocking=True)
         self.policy_version = self.policy_version + 1 if version is None else version
+        self.pool.forget()  # the caller may use a version's number again
         if self.sparse_model is not None:
             self.update_sparse_adapter(self.sparse_adapter)
 
@@ -646,19 +657,18 @@ class Engine:
         memory, and go on after `wake`."""
         if self.cache.resident:
             self._collect(0)
-            for out in self._scheduler.swap_all():
-                swap_out(self.runner, out)
+            with self._drop_all_on_failure():
+                for out in self._scheduler.swap_all():
+                    swap_out(self.runner, out)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.cache.sleep()
-            for state in self.runner.batches.values():
-                state.sleep()
+            for memory in (self.cache, *self.runner.batches.values()):
+                memory.buffers.release()
 
     def wake(self) -> None:
         """Restore the KV pool's memory, at the same address."""
-        self.cache.wake()
-        for state in self.runner.batches.values():
-            state.wake()
+        for memory in (self.cache, *self.runner.batches.values()):
+            memory.buffers.restore()
 
     @contextmanager
     def asleep(self) -> Iterator[None]:

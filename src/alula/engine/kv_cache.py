@@ -1,12 +1,10 @@
 """The KV cache's tensors, and the buffers that some policies need in addition."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from alula.engine.block_manager import pages_for
-from alula.engine.virtual_memory import ReleasableBuffer
+from alula.engine.virtual_memory import ReleasableBuffers
 from alula.errors import SettingError, require
 from alula.models.geometry import Geometry
 from alula.ops import fp8
@@ -38,14 +36,14 @@ class KVCache:
         self.geometry, self.dtype, self.scaling = geometry, dtype, scaling
         self.page, self.device = page, device
         layout = (geometry.layers, pages, geometry.kv_heads, page, geometry.head_dim)
-        self._buffers: dict[str, ReleasableBuffer] = {}
-        both = self._allocate("kv", (2, *layout), dtype if geometry.kv_dtype is None else fp8.DTYPE)
+        self.buffers = ReleasableBuffers(device)
+        both = self.buffers.allocate("kv", (2, *layout), dtype if geometry.kv_dtype is None else fp8.DTYPE)
         self.keys, self.values = both[0], both[1]
         self.scales: Tensor | None = None
         self.parts = [self.keys, self.values]
         """All that moves with a page: [layer, page, ...] each. torch moves quantised values as bytes."""
         if geometry.kv_dtype is not None:
-            self.scales = self._allocate("scales", (2, *layout[:-1]), torch.uint8)
+            self.scales = self.buffers.allocate("scales", (2, *layout[:-1]), torch.uint8)
             self.parts = [part.view(torch.uint8) for part in self.parts] + [*self.scales]
         self.summaries: dict[str, Tensor] = {}
         self.query_statistics: QueryStatistics | None = None
@@ -56,15 +54,11 @@ class KVCache:
         if selector is not None and selector not in self.summaries:
             g = self.geometry
             layout = (g.layers, self.keys.shape[1], g.kv_heads, SELECTORS[selector].vectors, g.head_dim)
-            self.summaries[selector] = self._allocate(selector, layout, self.dtype)
-
-    def _allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        buffer = self._buffers[name] = ReleasableBuffer(math.prod(layout) * dtype.itemsize, self.device)
-        return buffer.tensor.view(dtype).view(layout)
+            self.summaries[selector] = self.buffers.allocate(selector, layout, self.dtype)
 
     @property
     def resident(self) -> bool:
-        return all(buffer.resident for buffer in self._buffers.values())
+        return self.buffers.resident
 
     def summarise(self, method: str, pages: Tensor) -> None:
         """Write a selector's summaries of full pages that were not filled token by token."""
@@ -102,14 +96,6 @@ class KVCache:
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for part in self.parts:
             part[:, target] = part[:, source]
-
-    def sleep(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.release()
-
-    def wake(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.restore()
 
 
 def check_kv_dtype(kv_dtype: str | None, dtype: torch.dtype, device: torch.device | None = None) -> None:

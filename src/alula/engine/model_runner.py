@@ -98,7 +98,7 @@ class ModelRunner:
                 del self.batches[other]
                 self._drop_graphs(other)
             self.cache.prepare(kind.selector)
-            self.batches[kind] = BatchState(kind, *self._layout)
+            self.batches[kind] = BatchState(kind, *self._layout, resident=self.cache.resident)
         return self.batches[kind]
 
     # -- the model --------------------------------------------------------------------------------------

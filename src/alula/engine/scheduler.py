@@ -394,6 +394,12 @@ class Scheduler:
         sequence.kv.restarts += 1
         sequence.restart()
 
+    def drop_unsaved(self) -> None:
+        """Forget the KV of sessions whose swap was planned but has not run."""
+        for sequence in self.parked:
+            if not sequence.pages and sequence.saved is not None and not sequence.saved.parts:
+                self._drop(sequence)
+
     def _release_prompt(self, keep: Sequence | None = None) -> bool:
         """Release the pages of a prompt whose other rollouts have yet to start; it is prefilled again later."""
         for group in self.waiting:

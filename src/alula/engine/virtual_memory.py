@@ -6,6 +6,7 @@ addresses (vLLM's sleep mode and torch_memory_saver do the same). On the CPU the
 """
 
 import ctypes
+import math
 import weakref
 from typing import Any
 
@@ -39,6 +40,36 @@ class ReleasableBuffer:
                 self.tensor.untyped_storage().resize_(self.size)
                 self.tensor.zero_()
             self.resident = True
+
+
+class ReleasableBuffers:
+    """Tensors by name that are released and restored together. What is allocated while they are released is so too."""
+
+    def __init__(self, device: torch.device, resident: bool = True) -> None:
+        self.device, self.resident = device, resident
+        self._buffers: dict[str, ReleasableBuffer] = {}
+
+    def allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype, content: Tensor | None = None) -> Tensor:
+        """A tensor of zeros that begins with `content` along every axis; replaces the one of that name, which may be
+        `content`."""
+        buffer = ReleasableBuffer(math.prod(layout) * dtype.itemsize, self.device)
+        tensor = buffer.tensor.view(dtype).view(layout)
+        if not self.resident:
+            buffer.release()
+        elif content is not None:
+            tensor[tuple(map(slice, content.shape))] = content
+        self._buffers[name] = buffer  # only now: the one before is unmapped
+        return tensor
+
+    def release(self) -> None:
+        self.resident = False
+        for buffer in self._buffers.values():
+            buffer.release()
+
+    def restore(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.restore()
+        self.resident = True
 
 
 class _Location(ctypes.Structure):
