@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.config.settings import ControlSettings, MonitorSettings
+from alula.engine.rollout import Span
 from alula.errors import SettingError
 from alula.mismatch.control.controller import default_ladder
 from alula.mismatch.control.monitor import Monitor, controlled, resolve_control, schedule_of
@@ -140,6 +142,35 @@ def test_old_rollouts_do_not_count_against_a_new_budget(engine):
     monitor.step(stale)
     after = monitor.controller.low.log_m
     assert all((after[j] == np.array(json.loads(state))[j]).all() for j in changed)
+
+
+@pytest.mark.parametrize("old", [10, 30])
+def test_tokens_of_older_weights_are_reported_but_not_acted_upon(engine, old):
+    """The first `old` of 30 tokens are from older weights, and bad. Only such tokens: there is nothing to act upon."""
+    alpha = torch.cat([torch.full((old,), 0.1), torch.linspace(0.96, 1.0, 30)[old:]])
+    monitor = Monitor(watch(12), SELECTING, lambda rollouts: [alpha] * len(rollouts), LONGEST, control())
+    rollouts = rollouts_of(engine, monitor, n=1)
+    for rollout in rollouts:
+        rollout.spans, rollout.policy_version = [Span(old, 4), Span(30 - old, 5)], 5
+    found = [monitor.step(rollouts_with_hidden(rollouts)) for _ in range(5)]
+    assert all(observed.events == () for observed in found)
+    assert monitor.recommended.select.budget.budgets == SCHEDULE.budgets
+    expected = {"mismatch/current_alpha_p01": pytest.approx(float(alpha[10]))} if old == 10 else {}
+    shown = {name: value for name, value in found[0].metrics.items() if name == "mismatch/current_alpha_p01"}
+    assert shown == expected
+    assert found[0].metrics["mismatch/alpha_p01"] == pytest.approx(0.1)
+
+
+def rollouts_with_hidden(rollouts):
+    """The same, as if they had just been sampled: a step frees the hidden states."""
+    return [replace(rollout, hidden=torch.zeros(1)) for rollout in rollouts]
+
+
+def test_the_same_tokens_of_present_weights_raise_the_budget(engine):
+    alpha = torch.full((30,), 0.1)
+    monitor = Monitor(watch(12), SELECTING, lambda rollouts: [alpha] * len(rollouts), LONGEST, control())
+    rollouts = rollouts_of(engine, monitor, n=1)
+    assert any(monitor.step(rollouts_with_hidden(rollouts)).events for _ in range(5))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from alula.cli.main import app
 from alula.config.settings import ControlSettings, MonitorSettings
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, build_warm_model
+from alula.engine.rollout import Span
 from alula.errors import SettingError
 from alula.mismatch.control.controller import BudgetController
 from alula.mismatch.control.monitor import Monitor, resolve_control
@@ -205,6 +206,21 @@ def test_ranks_count_each_others_rollouts(engine):
     assert part.count_vetoes(made[:12], bad[:12], 2) == counted
     assert counted.events
     assert part.controller.state_dict() == whole.controller.state_dict()
+
+
+def test_vetoes_of_older_weights_do_not_count(engine):
+    """One token of older weights in a rollout is enough: its whole prompt is left out."""
+    monitor, fresh = monitored(engine), monitored(engine)
+    made, bad = sampled(engine, monitor, 0)
+    for rollout in made[1::2]:
+        rollout.spans = [Span(1, 6), Span(len(rollout) - 1, 7)]
+    for rollout in made[::2]:
+        rollout.spans = [Span(len(rollout), 7)]
+    assert monitor.count_vetoes(made, bad, 2, version=7).events == ()
+    assert monitor.controller.state_dict() == fresh.controller.state_dict()
+    for rollout in made:
+        rollout.spans = [Span(len(rollout), 7)]
+    assert monitor.count_vetoes(made, bad, 2, version=7).events
 
 
 @pytest.mark.slow

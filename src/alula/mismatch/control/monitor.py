@@ -131,7 +131,7 @@ class Monitor:
         if not len(alpha):
             return Observation(self._schedule_metrics())
         metrics = self._metrics(alpha, positions) | self._schedule_metrics()
-        if not current.all():
+        if current.any() and not current.all():
             metrics |= {f"mismatch/current_alpha_p{p:02}": lower_quantile(alpha[current], p / 100) for p in PERCENTILES}
         alpha, positions, prompts, version = (column[current] for column in (alpha, positions, prompts, version))
         if self.controller is None:
