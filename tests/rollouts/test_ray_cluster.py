@@ -242,7 +242,7 @@ def test_a_pool_of_odd_workers_ends_with_a_reason(cluster, monkeypatch, what, er
     actor = ray.remote(OddWorker).options(num_cpus=0)
     pool = WorkerPool(lambda: actor.remote(what), 1, 1, timeout=1.5 if what == "hangs" else 60, rows=8)
     try:
-        pool.ship_weights(Shipment(0, 0, []))
+        pool.ship(weights=Shipment(0, 0, []))
         numbers = pool.submit([(Job([1], Sampling()), None)])
         with pytest.raises(error, match=message):
             wait_for(pool, numbers)

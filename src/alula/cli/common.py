@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,7 +115,7 @@ class Engines:
     def measure_queries(self, file: Path | None, prompts: "Sequence[Sequence[int]]", sampling: "Sampling") -> None:
         """Load the statistics of the model's queries from `file`, or measure them on the dense policy's answers and
         write that file."""
-        from alula.engine.measure_queries import TEXT_PROMPTS, dense_text
+        from alula.engine.measure_queries import dense_text
         from alula.sparsity.evict.query_statistics import QueryStatistics
 
         if file is not None and file.exists():
@@ -122,7 +123,8 @@ class Engines:
             self.engine = None  # the next one gets them
             return
         engine = self.with_page(16)
-        self.statistics = engine.measure_queries(dense_text(engine, prompts[:TEXT_PROMPTS], sampling))
+        text = dense_text(partial(engine.generate, progress=False), prompts, sampling)
+        self.statistics = engine.measure_queries(text)
         if file is not None:
             self.statistics.save(file)
             typer.echo(f"{file}: statistics of the model's queries.")

@@ -1,7 +1,9 @@
 """Measures the statistics of a model's queries that TriAttention needs, in a dense pass over a text."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 from alula.engine.attention import PrefillContext
 from alula.engine.model_runner import ModelRunner
 from alula.engine.prefill import boundaries, packed
-from alula.engine.rollout import Sampling
+from alula.engine.rollout import Rollout, Sampling
 from alula.errors import require
 from alula.models.geometry import Geometry
 from alula.sparsity.evict.query_statistics import QueryStatistics
@@ -91,13 +93,15 @@ def own_text(engine: "Engine") -> list[list[int]]:
     prompt = [start if start is not None else eos[0] if eos else 0]
     rollouts, tokens = OWN_TEXT
     sampling = Sampling(n=rollouts, max_new_tokens=min(tokens, engine.max_length - 1), ignore_eos=True)
-    return dense_text(engine, [prompt], sampling)
+    return dense_text(partial(engine.generate, progress=False), [prompt], sampling)
 
 
-def dense_text(engine: "Engine", prompts: Many[Many[int]], sampling: Sampling) -> list[list[int]]:
-    """Prompts with the answers of the dense policy."""
-    rollouts = engine.generate([list(prompt) for prompt in prompts], sampling, progress=False)
-    return [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+def dense_text(
+    generate: Callable[[list[list[int]], Sampling], Many[Rollout]], prompts: Many[Many[int]], sampling: Sampling
+) -> list[list[int]]:
+    """The first prompts with the answers of the dense policy, which `generate` returns."""
+    answers = generate([list(prompt) for prompt in prompts[:TEXT_PROMPTS]], sampling)
+    return [answer.prompt_ids + answer.token_ids for answer in answers]
 
 
 def batches(text: Many[Many[int]]) -> list[list[list[int]]]:

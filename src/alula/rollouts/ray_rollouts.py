@@ -163,7 +163,7 @@ class RayRollouts(Rollouts):
 
     def publish_adapter(self, adapter: Adapter) -> None:
         if self.pool is not None:
-            self.pool.ship_adapter(self._shipment(lora_tensors(adapter), 0, adapter.rank, adapter.alpha))
+            self.pool.ship(adapter=self._shipment(lora_tensors(adapter), 0, adapter.rank, adapter.alpha))
 
     def _ship(self, parameters: Iterator[tuple[str, Tensor]], version: int, rank: int = 0, alpha: float = 0.0) -> None:
         """Every rank takes part in gathering the parameters; rank 0 puts them into the object store."""
@@ -175,7 +175,7 @@ class RayRollouts(Rollouts):
         shipment = self._shipment(parameters, version, rank, alpha)
         size = sum(piece.bytes for pieces, _ in shipment.buckets for piece in pieces)
         self.shipped = [size, time.monotonic() - began]
-        self.pool.ship_weights(shipment)
+        self.pool.ship(weights=shipment)
 
     def _shipment(
         self, parameters: Iterator[tuple[str, Tensor]], version: int, rank: int = 0, alpha: float = 0.0

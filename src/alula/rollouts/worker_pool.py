@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ class Worker:
 class WorkerPool:
     """`spawn` makes an actor of a `RolloutWorker`. `rows` is the number of rollouts that a worker decodes together.
 
-    `submit` and `ship_*` may be called at any time; a thread of the pool's does the rest. Jobs of a worker that died,
+    `submit` and `ship` may be called at any time; a thread of the pool's does the rest. Jobs of a worker that died,
     or that made no progress for `timeout` seconds, are given to others. With fewer than `least` workers that are ready,
     no job is given out.
     """
@@ -112,15 +113,10 @@ class WorkerPool:
         with self._changed:
             return len(self._ready())
 
-    def ship_weights(self, shipment: Shipment) -> None:
+    def ship(self, *, weights: Shipment | None = None, adapter: Shipment | None = None) -> None:
+        """Send newer weights, or a newer adapter, to all workers, and to those that come later."""
         with self._changed:
-            self.weights = shipment
-            self._dispatch()
-            self._changed.notify_all()
-
-    def ship_adapter(self, shipment: Shipment) -> None:
-        with self._changed:
-            self.adapter = shipment
+            self.weights, self.adapter = weights or self.weights, adapter or self.adapter
             self._dispatch()
             self._changed.notify_all()
 
@@ -177,7 +173,7 @@ class WorkerPool:
             self._changed.notify_all()
         self._thread.join()
         for worker in self.workers:
-            ray.kill(worker.actor)
+            end(worker)
         self.workers.clear()
 
     def _unseen(self, numbers: Iterable[int], seen: set[tuple[int, int]]) -> list[tuple[int, Rollout]]:
@@ -292,7 +288,7 @@ class WorkerPool:
         """Give a worker's jobs to others; another worker takes its place. One that has waited in vain for its node or
         GPU is no loss."""
         self.workers.remove(worker)
-        ray.kill(worker.actor)
+        end(worker)
         if started:
             self.lost += worker.ready
             self.failed_starts += not worker.ready
@@ -311,6 +307,11 @@ class WorkerPool:
 
     def _newest(self) -> tuple[int, int]:
         return (self.weights.number if self.weights else -1, self.adapter.number if self.adapter else -1)
+
+
+def end(worker: Worker) -> None:
+    with suppress(RayError):  # raised for an actor whose node was lost while it started
+        ray.kill(worker.actor)
 
 
 def first_line(error: Exception) -> str:

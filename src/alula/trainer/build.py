@@ -12,8 +12,8 @@ from alula.config.run import RunConfig
 from alula.data import Dataset, prepare
 from alula.data.load import load_source
 from alula.distributed import World
-from alula.engine.measure_queries import TEXT_PROMPTS
-from alula.engine.rollout import Sampling
+from alula.engine.measure_queries import TEXT_PROMPTS, dense_text
+from alula.engine.rollout import Rollout, Sampling
 from alula.errors import require
 from alula.learner.learner import Learner, trains_in_place
 from alula.mismatch.control.monitor import Monitor
@@ -167,9 +167,11 @@ def query_text(config: RunConfig, rollouts: Rollouts, training: Dataset) -> list
         return None
     prompts = [list(example.prompt_ids or ()) for example in training.take(TEXT_PROMPTS)]
     tokens = min(config.most_generated(max(map(len, prompts))), TEXT_TOKENS)
-    sampling = Sampling(max_new_tokens=tokens, seed=config.seed)
-    answers = rollouts.generate([Job(prompt, sampling, DENSE, index) for index, prompt in enumerate(prompts)])
-    return [answer.prompt_ids + answer.token_ids for answer in answers]
+
+    def generate(prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        return rollouts.generate([Job(prompt, sampling, DENSE, index) for index, prompt in enumerate(prompts)])
+
+    return dense_text(generate, prompts, Sampling(max_new_tokens=tokens, seed=config.seed))
 
 
 def first_adapter(config: RunConfig) -> Adapter | None:
