@@ -5,10 +5,12 @@ Where bubblewrap cannot run, these tests fail with its message; they never skip.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 from alula.rewards.code.reward import Outcome, run_tests, script_outcome
 from alula.rewards.code.sandbox import Bubblewrap, Limits
-from hostile_programs import KINDS, MEMORY, SECRET, Evidence, Watch, below, programs
+from hostile_programs import KINDS, MARK, MEMORY, SECRET, Evidence, Watch, children, contents, left, marked, programs
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +75,15 @@ def monkeypatch_module():
 def observed(sandbox: Bubblewrap, program: str, wall: float | None, host: dict[str, Any]) -> Evidence:
     for word, value in host.items():
         program = program.replace(word, str(value))
-    others = set(programs())  # of other tests in this process: a browser, a reward that is still grading
-    watch = Watch(others)
-    watch.start()
-    began = time.monotonic()
-    run = sandbox.run(program, wall_seconds=wall)
-    duration = time.monotonic() - began
+    with marked(sandbox) as mark:
+        watch = Watch(mark)
+        watch.start()
+        began = time.monotonic()
+        run = sandbox.run(program, wall_seconds=wall)
+        duration = time.monotonic() - began
     watch.stopped.set()
     watch.join()
-    end = time.monotonic() + 1
-    while (left := set(programs()) - others) and time.monotonic() < end:  # one that was told to end takes a moment
-        time.sleep(0.01)
-    return Evidence(run, duration, watch.processes, watch.peak_bytes, len(left))
+    return Evidence(run, duration, watch.processes, watch.peak_bytes, len(left(mark)))
 
 
 def test_there_are_forty_kinds():
@@ -109,25 +108,55 @@ def test_nothing_is_left_for_the_next_program(sandbox):
     assert sandbox.run(writes).output == sandbox.run(writes).output == b"['a']\n"
 
 
+WORKER = """
+import os, signal, sys, time
+from alula.rewards.code.sandbox import Bubblewrap, Limits
+
+box = Bubblewrap(Limits(60, 1 << 28))
+box.command += sys.argv[1:4]
+for moment in map(float, sys.argv[4:]):  # seconds after which a copy of this process is killed
+    worker = os.fork()
+    if worker == 0:
+        break
+    time.sleep(moment)
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+else:
+    sys.exit()
+box.run("import time; time.sleep(600)")
+"""
+
+
+def is_program(pid: int, mark: str) -> bool:
+    """Whether a marked process is neither bubblewrap nor a worker, whose command lines have the mark."""
+    return mark.encode() not in contents(pid, "cmdline")
+
+
 @pytest.mark.slow
-def test_programs_die_with_their_worker(tmp_path):
-    code = (
-        "from alula.rewards.code.sandbox import Bubblewrap, Limits\n"
-        "box = Bubblewrap(Limits(60, 1 << 28))\nprint('ready', flush=True)\nbox.run('import time; time.sleep(600)')\n"
-    )
-    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert worker.stdout is not None
-    assert worker.stdout.readline() == b"ready\n"
-    end = time.monotonic() + 10
-    while not (started := below(worker.pid)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert started
-    worker.kill()
-    worker.wait()
-    worker.stdout.close()
-    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+def test_a_program_dies_with_its_worker():
+    mark, end = uuid.uuid4().hex, time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", WORKER, "--setenv", MARK, mark, "60"]) as workers:
+        while not any(is_program(pid, mark) for pid in programs(mark)) and time.monotonic() < end:
+            time.sleep(0.02)
+        [worker] = children(workers.pid)
+        assert len(programs(mark)) == 4  # both workers, bubblewrap and the program
+        os.kill(worker, signal.SIGKILL)
+        while len(programs(mark)) > 1 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert programs(mark) == [workers.pid]
+        workers.kill()
+
+
+@pytest.mark.slow
+def test_no_program_starts_without_its_worker():
+    """Workers are killed at every moment of a start. Where bubblewrap is killed with its worker before it has let its
+    child go on, the child waits for ever: bubblewrap's own, without a program."""
+    mark, moments = uuid.uuid4().hex, [str(i / 1000) for i in range(0, 60, 2)]
+    subprocess.run([sys.executable, "-c", WORKER, "--setenv", MARK, mark, *moments], check=True)
+    waiting = left(mark, seconds=3)
+    assert [pid for pid in waiting if is_program(pid, mark)] == []
+    for pid in waiting:
+        os.kill(pid, signal.SIGKILL)
 
 
 # -- cheats: the expected value is not in the sandbox ------------------------------------------------------------------
@@ -177,10 +206,11 @@ def outcome(sandbox: Bubblewrap, program: str) -> Outcome:
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheat(name, sandbox):
-    cheated = outcome(sandbox, CHEATS[name])
+    with marked(sandbox) as mark:
+        cheated = outcome(sandbox, CHEATS[name])
     assert not cheated.passed
     assert cheated.reason
-    assert programs() == []
+    assert not left(mark)
     assert outcome(sandbox, HONEST).passed  # the same test, without the cheat
 
 

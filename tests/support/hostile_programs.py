@@ -6,11 +6,14 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from alula.rewards.code.sandbox import OPEN_FILES, OUTPUT_BYTES, THREADS, TMP_BYTES, Run
+from alula.rewards.code.sandbox import OPEN_FILES, OUTPUT_BYTES, THREADS, TMP_BYTES, Bubblewrap, Run
 
 MEMORY = 256 << 20
 SECRET = "secret-4f1d9c"
@@ -237,7 +240,7 @@ KINDS = {
         "import time; print('fine', flush=True); time.sleep(600)",
         "print('fine', flush=True)",
         lambda e: e.text == "fine\n" and e.run.ended == "time",
-        wall=0.5,
+        wall=2,
     ),
     # -- output
     "endless output": Kind("while True: print('x' * 10000)", "print('fine' + ' ' * 100000)", cut_off),
@@ -316,7 +319,7 @@ KINDS = {
     "environment": Kind(
         "import os; print(dict(os.environ))",
         "import os; os.environ['X'] = 'fine'; print(os.environ['X'])",
-        lambda e: set(eval(e.text)) <= {"PYTHONHASHSEED", "MALLOC_ARENA_MAX", "PWD", "LC_CTYPE"},
+        lambda e: set(eval(e.text)) <= {"PYTHONHASHSEED", "MALLOC_ARENA_MAX", "PWD", "LC_CTYPE", MARK},
     ),
     "open descriptors": Kind(
         "import os\nfor i in range(3, 4096):\n  try: print('did', os.read(i, 100))\n  except OSError: pass",
@@ -384,61 +387,70 @@ KINDS = {
 
 # -- the host's side ---------------------------------------------------------------------------------------------------
 
-
-def children(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+MARK = "ALULA_TEST_MARK"
+"""Variable in the sandbox whose value tells its processes from all others on the machine."""
 
 
-def below(pid: int) -> list[int]:
-    return [process for child in children(pid) for process in (child, *below(child))]
-
-
-def programs() -> list[int]:
-    """Processes of sandboxes that this process started and that still run: those with a PID namespace of their own, and
-    bubblewrap above them."""
-    return [pid for pid in below(os.getpid()) if "bwrap" in name(pid) or namespace(pid) != namespace(os.getpid())]
-
-
-def name(pid: int) -> str:
+@contextmanager
+def marked(sandbox: Bubblewrap) -> Iterator[str]:
+    """Mark what the sandbox starts meanwhile: bubblewrap by its command line, programs by their environment."""
+    mark, command = uuid.uuid4().hex, sandbox.command
+    sandbox.command = [*command, "--setenv", MARK, mark]
     try:
-        return Path(f"/proc/{pid}/comm").read_text()
+        yield mark
+    finally:
+        sandbox.command = command
+
+
+def programs(mark: str) -> list[int]:
+    """Running processes of the marked sandbox: those with the mark, and all in their PID namespaces. Their parents do
+    not matter: a process whose parent is gone belongs to process 1."""
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
+    found = {pid for pid in pids if mark.encode() in contents(pid, "cmdline") + contents(pid, "environ")}
+    namespaces = {namespace(pid) for pid in found} - {namespace(os.getpid()), ""}
+    return [pid for pid in pids if pid in found or namespace(pid) in namespaces]
+
+
+def contents(pid: int, name: str) -> bytes:
+    """A file of /proc; empty once the process has ended, even if nobody has waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return ""
+        return b""
 
 
 def namespace(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
-        return namespace(os.getpid())  # it has just ended
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in contents(pid, f"task/{pid}/children").split()]
+
+
+def left(mark: str, seconds: float = 10) -> list[int]:
+    """Marked processes that do not end. One that was killed may take a moment under load."""
+    end = time.monotonic() + seconds
+    while (running := programs(mark)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return running
 
 
 class Watch(threading.Thread):
-    """Watches the sandbox's processes until it is stopped: how many, and their peak memory. `others` do not count."""
+    """Watches the marked processes until it is stopped: how many, and their peak memory."""
 
-    def __init__(self, others: set[int]) -> None:
+    def __init__(self, mark: str) -> None:
         super().__init__(daemon=True)
-        self.others = others
+        self.mark = mark
         self.processes = self.peak_bytes = 0
         self.stopped = threading.Event()
 
     def run(self) -> None:
         while not self.stopped.wait(0.01):
-            seen = set(programs()) - self.others
+            seen = programs(self.mark)
             self.processes = max(self.processes, len(seen))
             for pid in seen:
-                try:
-                    status = Path(f"/proc/{pid}/status").read_text()
-                except OSError:
-                    continue
-                if peak := re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE):
+                if peak := re.search(rb"^VmHWM:\s+(\d+)", contents(pid, "status"), re.MULTILINE):
                     self.peak_bytes = max(self.peak_bytes, int(peak[1]) << 10)

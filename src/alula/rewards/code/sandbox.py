@@ -3,6 +3,9 @@
 bubblewrap isolates; the limits are ours. Address space, CPU time, file size and open files are rlimits, which hold for
 one process; the system call filter denies a second one. Every writable file system is a tmpfs of a fixed size. Output
 is read from a pipe up to a limit, and a wall clock kills the PID namespace.
+
+bubblewrap ties a program's life to its own only just before it starts it: killed earlier, it would leave a program that
+nobody watches. So the program waits at a gate, a socket to this process, and ends if this process is gone.
 """
 
 import fcntl
@@ -12,6 +15,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,9 +35,11 @@ POLL = 0.1
 
 OTHERWISE = "or give the address of a SandboxFusion server as the option url."
 
-# `exit` and `quit` come from the module site, whose import takes longer than everything else.
+# The arguments are the gate and a descriptor to close. `exit` and `quit` come from the module site, whose import takes
+# longer than everything else.
 SCRIPT = (
-    "import builtins as _b, _sitebuiltins as _s, sys as _y;"
+    "import builtins as _b, _sitebuiltins as _s, posix as _p, sys as _y;"
+    "_g, _c = map(int, _y.argv[1:]); _p.write(_g, b'.'); _p.read(_g, 1) or _p._exit(1); _p.close(_g); _p.close(_c);"
     "_b.exit = _b.quit = _s.Quitter('exit', 'Ctrl-D');"
     "_y.argv[:] = ['/program.py'];"
     "exec(compile(open('/program.py', encoding='utf-8').read(), '/program.py', 'exec'))"
@@ -104,27 +110,32 @@ class Bubblewrap:
             code, rules, given = [stack.enter_context(sealed(text)) for text in texts]
             status_reader, status = os.pipe()
             stack.callback(os.close, status_reader)
+            gate, inner_gate = map(stack.enter_context, socket.socketpair())
             arguments = ["--ro-bind-data", str(code), "/program.py", "--remount-ro", "/"]
             arguments += ["--seccomp", str(rules), "--json-status-fd", str(status)]
+            # bubblewrap holds the reader too: if this process is gone and a write fails, it leaves a blocked child
+            descriptors = [inner_gate.fileno(), status_reader]
             process = subprocess.Popen(
-                [*self.command, *arguments, *interpreter(), "-c", SCRIPT],
+                [*self.command, *arguments, *interpreter(), "-c", SCRIPT, *map(str, descriptors)],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[code, rules, status],
+                pass_fds=[code, rules, status, *descriptors],
+                process_group=0,  # who kills this process with its group must not kill bubblewrap before the program
             )
             os.close(status)
-            return Watch(process, status_reader).until_end(wall_seconds or self.limits.wall_seconds)
+            inner_gate.close()
+            return Watch(process, status_reader, gate).until_end(wall_seconds or self.limits.wall_seconds)
 
 
 class Watch:
-    """Reads a sandbox's output until it ends or exceeds a limit."""
+    """Lets the program through its gate and reads its output until it ends or exceeds a limit."""
 
-    def __init__(self, process: subprocess.Popen[bytes], status: int) -> None:
-        self.process, self.status = process, status
+    def __init__(self, process: subprocess.Popen[bytes], status: int, gate: socket.socket) -> None:
+        self.process, self.status, self.gate = process, status, gate
         self.program: int | None = None
         """Process id of the program, once bubblewrap has reported it."""
-        self.read = {"out": bytearray(), "error": bytearray(), "status": bytearray()}
+        self.read = {"out": bytearray(), "error": bytearray(), "status": bytearray(), "gate": bytearray()}
 
     def until_end(self, wall_seconds: float) -> Run:
         out, error = self.process.stdout, self.process.stderr
@@ -132,8 +143,9 @@ class Watch:
         assert error is not None
         exceeded: str | None = "interrupted"
         with out, error, selectors.DefaultSelector() as selector:
-            for stream, name in ((out.fileno(), "out"), (error.fileno(), "error"), (self.status, "status")):
-                selector.register(stream, selectors.EVENT_READ, name)
+            descriptors = (out.fileno(), error.fileno(), self.status, self.gate.fileno())
+            for descriptor, name in zip(descriptors, self.read):
+                selector.register(descriptor, selectors.EVENT_READ, name)
             try:
                 exceeded = self._read(selector, time.monotonic() + wall_seconds)
             finally:
@@ -165,6 +177,10 @@ class Watch:
                 self.read[key.data] += part
             if self.program is None:
                 self.program = self._status("child-pid")
+            if self.program is not None and self.read["gate"]:
+                self.read["gate"].clear()
+                with suppress(BrokenPipeError):  # it was killed
+                    self.gate.send(b".")
         return None
 
     def _status(self, key: str) -> int | None:
@@ -179,9 +195,13 @@ class Watch:
             return 0
 
     def _kill(self) -> None:
-        """Kill the program, process 1 of its namespace: all others die with it, and bubblewrap reports what it used."""
+        """Kill the program, process 1 of its namespace: all others die with it, and bubblewrap reports what it used. A
+        program without an id has not passed its gate, and ends there."""
+        if self.program is None:
+            self.gate.close()
+            return
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid if self.program is None else self.program, signal.SIGKILL)
+            os.kill(self.program, signal.SIGKILL)
 
     def _exit(self) -> str:
         """How the program ended. bubblewrap reports an exit code only if it could start the program."""
