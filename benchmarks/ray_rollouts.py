@@ -203,15 +203,20 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     given = parser.parse_args()
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    result: dict[str, object] = {"environment": environment()}
+    parts: dict[str, Iterator[dict[str, object]]] = {}
     if given.only != "steps":
-        result["weights"] = list(weights(given.device, given.repeat))
+        parts["weights"] = weights(given.device, given.repeat)
     if given.only != "weights":
         settings, cuda = [*SETTINGS[given.device], *given.settings], given.device == "cuda"
-        result["steps"] = list(steps(given.steps, given.device, given.colocated or cuda, settings))
-    print(json.dumps({name: part for name, part in result.items() if name != "environment"}, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        parts["steps"] = steps(given.steps, given.device, given.colocated or cuda, settings)
+    result: dict[str, Any] = {"environment": environment()}
+    for name, rows in parts.items():
+        result[name] = []
+        for row in rows:
+            print(json.dumps(row), flush=True)
+            result[name].append(row)
+            if given.out:
+                given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
