@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from alula import Engine, Sampling, Sparsity
-from alula.engine import engine as engine_module
+from alula.engine import engine_core as engine_module
 from alula.engine.sequence import Request
 
 

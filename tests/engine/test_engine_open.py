@@ -1,7 +1,6 @@
 """The open engine: requests of any kind at any time, pauses, weight updates, shared prefixes, bounded host memory."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +9,14 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.engine import engine as engine_module
+from alula.engine import engine_core as engine_module
 from alula.engine import swapping
 from alula.engine.rollout import Span
-from alula.engine.sequence import Sequence
 from alula.engine.swapping import available_memory, host_bytes, swap_out
 from alula.errors import SettingError
 from alula.models.load import LoadedModel
 from alula.models.lora import init_adapter
+from random_load import Load, Versions, assert_as_alone
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13]
 RKV = Sparsity(Evict("rkv", 10, buffer=4, window=3, sinks=2))
@@ -153,6 +152,27 @@ def test_a_failed_launch_ends_what_was_running_and_leaks_nothing(loaded, monkeyp
     assert len(engine.generate(PROMPTS, SAMPLING, RKV)) == 3
 
 
+def test_a_request_whose_buffers_find_no_memory_is_not_queued(loaded, monkeypatch):
+    engine = engine_of(loaded)
+    engine.submit(engine.requests([PROMPTS[0]], SAMPLING, RKV, session=True)[0])
+    (first,) = engine.drain()
+
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "batch", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.submit(engine.requests([PROMPTS[1]], SAMPLING, H2O)[0])
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.extend(first.session, [40, 41])
+    assert engine._scheduler.idle
+    engine.extend(first.session, [40, 41])
+    (second,) = engine.drain()
+    assert second.token_ids[:26] == [*first.token_ids, 40, 41]
+    assert len(engine.generate(PROMPTS, SAMPLING, H2O)) == 3
+
+
 def test_a_failed_swap_never_leaves_a_session_without_its_kv(loaded, monkeypatch):
     """Host memory that cannot be allocated ends what runs; an idle session is computed again in its next turn."""
     sampling, given = Sampling(max_new_tokens=20, seed=3, ignore_eos=True), [40, 41]
@@ -193,7 +213,7 @@ def test_requests_may_come_while_the_engine_sleeps(policy, loaded):
     engine.step()
     engine.sleep()
     engine.submit(coming)
-    assert not any(memory.buffers.resident for memory in (engine.cache, *engine.runner.batches.values()))
+    assert not any(buffers.resident for buffers in engine.runner.buffers())
     engine.wake()
     done = {rollout.request_id: rollout for rollout in engine.drain()}
     for request in (running, coming):
@@ -334,23 +354,7 @@ def test_the_default_is_a_quarter_of_what_the_container_may_use(tmp_path):
 
 # -- everything at once ------------------------------------------------------------------------------------
 
-POLICIES = [Sparsity(), Sparsity(), RKV, H2O, QUEST, BLOCK, BOTH]
-
-
-class Versions:
-    """Two sets of weights: odd and even versions."""
-
-    def __init__(self, loaded):
-        self.weights = [loaded.model, copy.deepcopy(loaded.model)]
-        torch.manual_seed(5)
-        for parameter in self.weights[1].parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-
-    def own(self):
-        return LoadedModel(copy.deepcopy(self.weights[0]), None, "own", (1,))
-
-    def install(self, engine, version):
-        engine.update_weights(self.weights[version % 2].named_parameters(), version=version)
+LOAD = Load([Sparsity(), Sparsity(), RKV, H2O, QUEST, BLOCK, BOTH], page=4, pages=(30, 60))
 
 
 @pytest.fixture(scope="module")
@@ -358,147 +362,12 @@ def versions(loaded):
     return Versions(loaded)
 
 
-class Alone:
-    """Runs one request by itself, with the weights that sampled each token of another engine's rollout."""
-
-    def __init__(self, versions, rows, monkeypatch):
-        self.versions = versions
-        self.engine = Engine(versions.own(), page=4, kv_memory="2MiB", max_rows=rows, buckets=(rows,))
-        decode, prefill, extend = self.engine.runner.decode, engine_module.prefill, engine_module.extend
-
-        def at(index):
-            version = next((v for end, v in self.ends if index < end), self.ends[-1][1])
-            if version != self.engine.policy_version:
-                versions.install(self.engine, version)
-
-        def decode_alone(chunk, version):
-            at(chunk.parts[0].position - chunk.parts[0].sequence.prompt_len + 1)
-            return decode(chunk, version)
-
-        def prefill_alone(runner, groups, version):
-            if runner is self.engine.runner:
-                at(0)
-            return prefill(runner, groups, version)
-
-        def extend_alone(runner, extension, version):
-            if runner is self.engine.runner:
-                part = extension.parts[0]
-                at(part.position + part.steps - part.sequence.prompt_len)
-            return extend(runner, extension, version)
-
-        self.engine.runner.decode = decode_alone
-        monkeypatch.setattr(engine_module, "prefill", prefill_alone)
-        monkeypatch.setattr(engine_module, "extend", extend_alone)
-
-    def run(self, request, rollout, given):
-        """The rollout with the same sampling key, and the same given tokens after each turn."""
-        self.ends, total = [], 0
-        for span in rollout.spans:
-            total += span.tokens
-            if span.version is not None:
-                self.ends.append((total, span.version))
-        self.ends = self.ends or [(1, 0)]
-        (mine,) = self.engine.requests(
-            [request.prompt_ids], replace(rollout.sampling, n=1), request.sparsity, record=True, session=bool(given)
-        )
-        mine.key, mine.stop = Sequence(request, rollout.sample_index).key, request.stop
-        self.engine.submit(mine)
-        (result,) = self.engine.drain()
-        for tokens in given:
-            self.engine.extend(result.session, tokens)
-            (result,) = self.engine.drain()
-        if result.session is not None:
-            self.engine.close(result.session)
-        return result
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.slow
 def test_arrivals_aborts_pauses_updates_sessions_and_swaps(data, versions, monkeypatch):
     with monkeypatch.context() as patch:
-        rows = data.draw(st.sampled_from([1, 3, 8]))
-        updates = data.draw(st.booleans())
-        engine = Engine(
-            versions.own(),
-            page=4,
-            kv_memory=data.draw(st.integers(30, 60)) * 4 * 2 * 2 * 2 * 12 * 4,
-            max_rows=rows,
-            buckets=(rows,),
-            lookahead=data.draw(st.integers(1, 5)),
-            # KV computed again after an update is that of other weights, so restarts and updates are not mixed
-            swap_memory="1GiB" if updates else data.draw(st.sampled_from([0, 6000, 2**30])),
-        )
-        engine._in_flight = data.draw(st.integers(0, 1))
-        arrivals = []
-        for i in range(data.draw(st.integers(1, 4))):
-            policy = data.draw(st.sampled_from(POLICIES))
-            turns = data.draw(st.sampled_from([0, 0, 1, 2]))
-            sampling = Sampling(
-                n=data.draw(st.integers(1, 2)),
-                max_new_tokens=data.draw(st.integers(1, 20)),
-                seed=i,
-                stop=(3, 7, 11, 19, 40, 61) if data.draw(st.booleans()) else (),
-                ignore_eos=True,
-            )
-            prompt = data.draw(st.lists(st.integers(2, 95), min_size=1, max_size=14))
-            (request,) = engine.requests([prompt], sampling, policy, record=True, indices=[i], session=bool(turns))
-            given_tokens = [data.draw(st.lists(st.integers(2, 95), min_size=1, max_size=9)) for _ in range(turns)]
-            arrivals.append((data.draw(st.integers(0, 12)), request, given_tokens))
-        aborts = data.draw(st.dictionaries(st.integers(0, 3), st.integers(1, 15), max_size=1))
-        changes = data.draw(st.sets(st.integers(1, 25), max_size=3)) if updates else set()
-        sleeps = data.draw(st.sets(st.integers(1, 25), max_size=2))
-        pauses = data.draw(st.sets(st.integers(1, 25), max_size=2))
-
-        finals, turns_left, first_request = [], {}, {}
-        waiting, turn = list(arrivals), 0
-        while waiting or engine._live or engine._finished:
-            assert turn < 2000, "somebody starves"
-            for arrival in [a for a in waiting if a[0] <= turn]:
-                waiting.remove(arrival)
-                engine.submit(arrival[1])
-                first_request[arrival[1].id] = arrival
-            for index, moment in aborts.items():
-                if moment == turn and index < len(arrivals):
-                    engine.abort(arrivals[index][1].id)
-            if turn in pauses:
-                engine.pause()
-                engine.step()
-                engine.resume()
-            if turn in changes:
-                versions.install(engine, engine.policy_version + 1)
-            if turn in sleeps:
-                engine.sleep()
-                engine.wake()
-            engine.step()
-            while engine._finished:
-                rollout = engine._finished.popleft()
-                arrival = first_request[rollout.request_id]
-                left = turns_left.setdefault((id(arrival), rollout.sample_index), list(arrival[2]))
-                if left and rollout.session is not None:
-                    first_request[engine.extend(rollout.session, left.pop(0))] = arrival
-                else:
-                    finals.append((arrival, rollout))
-                    if rollout.session is not None:
-                        engine.close(rollout.session)
-            turn += 1
-        assert engine.pool.in_use == 0
-        assert engine._scheduler.swap_used == 0
-        assert not engine.sessions
-        assert len(finals) == sum(arrival[1].sampling.n for arrival in arrivals)
-        alone = Alone(versions, rows, patch)
-        for arrival, rollout in finals:
-            left = turns_left[id(arrival), rollout.sample_index]
-            done_turns = len(arrival[2]) - len(left)
-            expected = alone.run(arrival[1], rollout, arrival[2][:done_turns])
-            if rollout.finish == "aborted":
-                assert rollout.token_ids == expected.token_ids[: len(rollout)]
-                continue
-            assert rollout.token_ids == expected.token_ids
-            assert torch.equal(rollout.logprobs.nan_to_num(), expected.logprobs.nan_to_num())
-            assert rollout.finish == expected.finish
-            assert (rollout.history is None) == (expected.history is None)
-            assert rollout.history is None or torch.equal(rollout.history, expected.history)
+        assert_as_alone(data, LOAD, versions, patch)
 
 
 def test_host_memory_of_a_swapped_sequence_is_counted_as_it_is_allocated(loaded, monkeypatch):

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Select, Sparsity
 from alula.engine.sequence import Request
+from random_load import Load, Versions, assert_as_alone
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -109,3 +112,38 @@ def test_an_open_engine_with_sessions_and_shared_prompts_is_as_alone(smollm2_mod
         sampled = alone[index].sampled
         difference = together[index].logprobs[sampled] - alone[index].logprobs[sampled]
         assert difference.abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def versions(smollm2_model):
+    return Versions(smollm2_model, changed="norm")
+
+
+LOAD = Load(
+    [
+        Sparsity(),
+        Sparsity(Evict("rkv", 12, buffer=4, window=3)),
+        Sparsity(Evict("h2o", 12, buffer=3, window=2)),
+        Sparsity(select=Select("quest", 12, 4, 1)),
+        Sparsity(Evict("knorm", 16, buffer=4, window=3), Select("block-topk", 12, 4, 2)),
+    ],
+    page=4,
+    pages=(16, 26),
+    rows=(3,),
+    arrivals=3,
+    samples=1,
+    prompt=10,
+    new=8,
+    given=6,
+    vocabulary=(0, 49151),
+    stop=tuple(range(200, 2000)),
+    last_turn=10,
+)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_arrivals_aborts_pauses_updates_sessions_and_swaps(data, versions, monkeypatch):
+    """With a pinned bucket a real model's results are bit for bit those of every request alone."""
+    with monkeypatch.context() as patch:
+        assert_as_alone(data, LOAD, versions, patch)

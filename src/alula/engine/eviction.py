@@ -62,7 +62,7 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
         cache.summarise(state.kind.selector, new_pages[:, : event.keep // cache.page].flatten().long())
     if attention_sums is not None:
         moved = attention_sums.view(len(row), geometry.layers, geometry.kv_heads, -1).gather(3, kept.long())
-        state.accumulated[:, row] = 0  # type: ignore[index]
+        state.accumulated.index_fill_(1, row.long(), 0)  # type: ignore[union-attr]
         state.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
     install(state.table, state.kv_len, row, new_pages, event.keep)
     return kept

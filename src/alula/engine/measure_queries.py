@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from alula.models.geometry import Geometry
 from alula.sparsity.evict.query_statistics import QueryStatistics
 
 if TYPE_CHECKING:
-    from alula.engine.engine import Engine
+    from alula.engine.engine_core import EngineCore
 
 TEXT_PROMPTS = 16
 """Prompts whose dense answers are measured, where there are prompts."""
@@ -87,13 +86,17 @@ def rope(model: PreTrainedModel) -> tuple[Tensor, float]:
     return frequencies.double().cpu(), float(embedding.attention_scaling)  # type: ignore[union-attr]
 
 
-def own_text(engine: "Engine") -> list[list[int]]:
+def own_text(engine: "EngineCore") -> list[list[int]]:
     """Text that the dense policy writes after its first token: the same for the same weights."""
     start, eos = getattr(engine.model.config, "bos_token_id", None), engine.inputs.eos_ids
     prompt = [start if start is not None else eos[0] if eos else 0]
     rollouts, tokens = OWN_TEXT
-    sampling = Sampling(n=rollouts, max_new_tokens=min(tokens, engine.max_length - 1), ignore_eos=True)
-    return dense_text(partial(engine.generate, progress=False), [prompt], sampling)
+    sampling = Sampling(n=rollouts, max_new_tokens=min(tokens, engine.runner.max_length - 1), ignore_eos=True)
+
+    def generate(prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        return sorted(engine.stream(engine.requests(prompts, sampling)), key=lambda rollout: rollout.sample_index)
+
+    return dense_text(generate, [prompt], sampling)
 
 
 def dense_text(

@@ -18,6 +18,7 @@ from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import Chunk, EvictionEvent
 from alula.engine.sequence import BatchKind, Sequence, Teacher
+from alula.engine.virtual_memory import ReleasableBuffers
 from alula.models.load import lm_logits
 from alula.ops.acceptance import acceptance
 from alula.ops.sample import proposal_logits, sample
@@ -100,6 +101,10 @@ class ModelRunner:
             self.cache.prepare(kind.selector)
             self.batches[kind] = BatchState(kind, *self._layout, resident=self.cache.resident)
         return self.batches[kind]
+
+    def buffers(self) -> list[ReleasableBuffers]:
+        """The memory of KV and rows, which the engine can lend."""
+        return [self.cache.buffers, *(state.buffers for state in self.batches.values())]
 
     # -- the model --------------------------------------------------------------------------------------
 
