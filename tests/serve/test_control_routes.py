@@ -155,13 +155,16 @@ def test_weights_that_are_rejected(server, tmp_path):
     save_file({"model.norm.weight": byte_model().model.model.norm.weight.detach()}, root / "partial" / "a.safetensors")
     (root / "broken").mkdir()
     (root / "broken" / "a.safetensors").write_text("not safetensors")
-    for folder in ("partial", "broken"):
+    (root / "linked").mkdir()
+    (root / "linked" / "a.safetensors").symlink_to(tmp_path / "outside" / "model.safetensors")
+    for folder in ("partial", "broken", "linked"):
         (root / folder / "STABLE").touch()
     cases = {
         "unmarked": "STABLE",
         "../outside": "below",
         "link": "below",
         str(tmp_path / "outside"): "below",
+        "linked": "outside",
         "/etc": "below",
         "missing": "no such folder",
         "partial": "parameters are not in",

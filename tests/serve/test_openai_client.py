@@ -130,6 +130,14 @@ def test_chat(client, reference):
     assert chunks[-1].finish_reason == plain.finish_reason
 
 
+def test_an_answer_goes_back_as_it_came(client):
+    """Clients append the answer's own message, with all its empty fields, to the history."""
+    messages = [{"role": "user", "content": "Hello"}]
+    first = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, seed=1)
+    messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+    assert client.chat.completions.create(model="tiny", messages=messages, max_tokens=5).usage.completion_tokens > 0
+
+
 def test_log_probs_name_tokens_by_id(client):
     (choice,) = client.chat.completions.create(
         model="tiny",

@@ -24,7 +24,7 @@ from alula.engine.sequence import Request, Sequence
 from alula.engine.swapping import default_swap_memory, host_bytes
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
 from alula.models.experts import check_graphs
-from alula.models.geometry import Geometry, attention_scaling
+from alula.models.geometry import Geometry, attention_scaling, max_positions
 from alula.models.load import LoadedModel, load_model, share_weights
 from alula.models.lora import Adapter, check_fits, copy_linears, merge
 from alula.sparsity.evict import needs_queries
@@ -86,7 +86,7 @@ class Engine(EngineCore):
         geometry = Geometry.of(model, kv_dtype)
         self.max_rows = min(max_rows, max(buckets)) if buckets else max_rows
         """The number of sequences that decode together."""
-        limit = max_length or int(getattr(model.config, "max_position_embeddings", 1 << 20))
+        limit = max_length or max_positions(model.config)
         pages, longest = pool_pages(kv_memory, geometry, page, self.max_rows, limit, device)
         self.max_length = pages_for(longest, page) * page
         """The most KV tokens of one sequence, rounded up to full pages."""

@@ -67,7 +67,11 @@ class VerifiersEpisode:
         require("idx" in example, "the example is not one of its tasks; set data.source to the same name.")
         self.requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.episode = asyncio.create_task(service.play(self.tasks[example["idx"]], self))
-        body = await self._next()
+        try:
+            body = await self._next()
+        except asyncio.CancelledError:  # given up: nobody else knows this episode yet
+            self.episode.cancel()
+            raise
         if body is None:
             raise RuntimeError(f"the episode ended before its first request{self._errors()}.")
         self.messages, self.tools = body["messages"], body.get("tools")

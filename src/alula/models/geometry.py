@@ -65,3 +65,8 @@ def attention_scaling(model: Any) -> float:
     """The factor that the model's attention multiplies its logits with."""
     own = (m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling"))
     return next(own, Geometry.of(model).head_dim ** -0.5)
+
+
+def max_positions(config: Any) -> int:
+    """The longest text that a model reads; practically unlimited if its configuration names no limit."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 1 << 20))

@@ -28,6 +28,12 @@ Prompts = Annotated[
     Field(description="must be a text, a list of token ids, or a list of either"),
 ]
 MOST_LOGPROBS = 20
+NO_TOOLS = (
+    "tool calls are not supported here; render tools and parse calls in the client, with /inference/v1/generate or "
+    "/v1/completions"
+)
+TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+"""Fields of a message, beside role and content, that chat templates read."""
 
 
 class Body(BaseModel):
@@ -125,10 +131,10 @@ class ChatBody(OpenAIFields):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] = True
-    tools: Unsupported = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Unsupported = Field(None, description=NO_TOOLS)
+    tool_choice: Literal["none", "auto"] | None = Field(None, description=NO_TOOLS)
     parallel_tool_calls: bool | None = None
-    functions: Unsupported = None
+    functions: Unsupported = Field(None, description=NO_TOOLS)
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     metadata: dict[str, Any] | None = None
     store: Literal[False] | None = None
@@ -223,15 +229,18 @@ def parse_policy(text: str) -> Sparsity:
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with their text parts joined."""
+    """Messages with their text parts joined, and the other fields that templates read."""
     result = []
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         require(isinstance(role, str), f"messages[{index}].role={role!r}: must be a text such as 'user'.")
-        require(
-            not message.get("tool_calls"),
-            f"messages[{index}].tool_calls: tool calls are not supported; write them as text in the content.",
-        )
+        for name, value in message.items():
+            if name in ("role", "content") or value in (None, [], {}):  # clients send answers back with empty fields
+                continue
+            field = f"messages[{index}].{name}"
+            require(name not in ("tool_calls", "function_call"), f"{field}: {NO_TOOLS}.")
+            require(name in TEXT_FIELDS, f"{field}: not supported by this server; leave it out.")
+            require(isinstance(value, str), f"{field}={value!r:.40}: must be a text.")
         if isinstance(content, list):
             for part in content:
                 require(
@@ -240,5 +249,5 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 )
             content = "".join(part["text"] for part in content)
         require(isinstance(content, str), f"messages[{index}].content={content!r:.40}: must be a text.")
-        result.append({"role": role, "content": content})
+        result.append({"role": role, "content": content} | {n: message[n] for n in TEXT_FIELDS if message.get(n)})
     return result

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.stop_strings import StopStrings
 from alula.errors import RunFailed, SettingError, require
+from alula.models.geometry import max_positions
 from alula.serve.answers import FINISH, JSONAnswer, Names, Turn, choice_index, envelope, kv_use, session_state, usage
 from alula.serve.bodies import ChatBody, CompletionBody, OpenAIFields, RequestFields, TokensBody, chat_messages
 from alula.serve.engine_thread import Job
@@ -168,9 +169,16 @@ class Generation:
         }
 
     def max_tokens(self, limit: int | None, prompts: list[list[int]]) -> int:
-        """The most new tokens: `limit`, or the rest of the context."""
+        """The most new tokens: `limit`, or the rest of the context. An evictor's KV never grows too large for the pool,
+        so the model's positions are a limit of their own."""
         longest, most = max(map(len, prompts)), self.engine.max_length
         require(longest < most, f"the prompt has {longest} tokens, but the context ends at {most}; shorten it.")
+        positions = max(most, max_positions(self.engine.model.config))
+        require(
+            limit is None or longest + limit <= positions,
+            f"max_tokens={limit}: after a prompt of {longest} tokens it goes beyond the model's {positions} positions; "
+            "lower it.",
+        )
         return most - longest if limit is None else limit
 
     def tokenizer(self) -> Any:

@@ -23,12 +23,18 @@ def checked_folder(root: Path | None, given: str) -> Path:
     require(folder.is_relative_to(root), f"weight_dir={given!r}: must lie below the server's --weights-folder.")
     require(folder.is_dir(), f"weight_dir={given!r}: no such folder below the server's --weights-folder.")
     require((folder / MARKER).is_file(), f"weight_dir={given!r}: no file {MARKER} in it; write it last.")
+    outside = [file.name for file in weight_files(folder) if not file.resolve().is_relative_to(root)]
+    require(not outside, f"weight_dir={given!r}: {', '.join(outside[:1])} links to a file outside --weights-folder.")
     return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
 
 
 def read_weights(folder: Path, engine: Engine) -> list[tuple[str, Tensor]]:
     """All parameters of the model, in host memory; raises if one is missing."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     try:
         weights = [pair for file in files for pair in tensors(file)]
     except (OSError, SafetensorError) as error:

@@ -24,6 +24,7 @@ from alula.engine.rollout import Sampling
 from alula.errors import SettingError, require
 from alula.mismatch.savings import sparse_limit
 from alula.models.experts import unadapted_experts
+from alula.models.geometry import max_positions
 from alula.models.load import SHAPE, TOKENIZER_FILES, UNREADABLE, find_pretrained, load_failure
 from alula.models.lora import Adapter, check_fits
 from alula.models.shapes import SHAPES, shape
@@ -98,11 +99,6 @@ def longest_sequence(config: RunConfig, model: PreTrainedConfig, training: Datas
         f"{len(longest)}; {longest.hint}, or set engine.max_length={len(longest)} if the model can read that far.",
     )
     return len(longest)
-
-
-def max_positions(model: PreTrainedConfig) -> int:
-    """The longest text that the model reads; practically unlimited if its configuration names no limit."""
-    return getattr(model.get_text_config(), "max_position_embeddings", 1 << 20)
 
 
 def check_positions(config: RunConfig, model: PreTrainedConfig, data: Data | None) -> None:
