@@ -2,8 +2,12 @@
 
     python benchmarks/steps.py docs/scale-out.md     # writes the table; without a file it prints it
 
-Needs no GPU. The last rows compare with a fit to measured steps of SmolLM2-135M: rollouts 2.13 ms × longest answer +
-5.2 ns × tokens held, summed over steps; scoring and updates 6.1 µs a token.
+Needs no GPU. Raw rows are those of results/training-h200.json. Rows marked *reported* were stated in a report, without
+raw results (results/steps-h200.json says what of them is assumed); one whose raw row exists under `long` is left out.
+Rows marked *fit* compare with a fit to measured steps of SmolLM2-135M: rollouts 2.13 ms × longest answer + 5.2 ns ×
+tokens held, summed over steps; scoring and updates 6.1 µs a token.
+
+A second table compares with steps on a simulated cluster (results/cluster-steps.json).
 """
 
 import json
@@ -18,7 +22,6 @@ from alula.sparsity.policy import Sparsity
 from alula.trainer.step_plan import Cluster, StepPlan, StepPlanner
 
 RESULTS = Path(__file__).with_name("results")
-MARK = "<!-- steps -->", "<!-- end of steps -->"
 LAYERS = {"smollm2-135m": 30}
 
 
@@ -35,8 +38,10 @@ class Measured:
     """Scoring and updates."""
     kv_memory: str | None = None
     prompt: int = 128
-    fitted: bool = False
-    """From the fit, not from a step."""
+    source: str = ""
+    """Empty for a raw row; else `reported` or `fit`."""
+    long: bool = False
+    """One of the section `long`, which came after the cost model."""
 
     @property
     def step_s(self) -> float:
@@ -59,24 +64,41 @@ def predicted(row: Measured) -> StepPlan:
     return StepPlanner(load_config("start", settings), Cluster("h200"), row.mean).together()
 
 
-def measured() -> list[Measured]:
-    """Whole steps, oldest engine last."""
-    recorded = json.loads((RESULTS / "steps-h200.json").read_text())["rows"]
-    steps = [
+def read(name: str) -> dict:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def name_of(row: dict) -> str:
+    return f"{row['model']}:{row['sparsity'].partition(':')[0]}"
+
+
+def long_steps() -> list[Measured]:
+    """Steps with long answers: the raw rows, and the reported ones of which there is no raw row yet."""
+    raw = [row for row in read("training-h200.json").get("long", {"rows": []})["rows"] if "model" in row]
+    known = {name_of(row) for row in raw}
+    reported = [row for row in read("steps-h200.json")["rows"] if name_of(row) not in known]
+    return [
         Measured(
             row["model"],
             row["sparsity"],
             row["prompts"],
             row["rollouts"],
-            row["mean_length"],
+            round(row["mean_length"]),
             row["most"],
             row["rollout_s"],
-            row["score_s"] + row["update_s"],
+            row.get("strict_score_s", row["score_s"]) + row["update_s"],  # scoring is not skipped
             row.get("kv_memory"),
+            source="" if name_of(row) in known else "reported",
+            long=name_of(row) in known,
         )
-        for row in recorded
+        for row in (*raw, *reported)
     ]
-    older = json.loads((RESULTS / "training-h200.json").read_text())
+
+
+def measured() -> list[Measured]:
+    """Whole steps, oldest engine last."""
+    steps, older = long_steps(), read("training-h200.json")
     for section, model, prompts, most, prompt in (
         ("check", "qwen2.5-1.5b", 32, 2048, 128),
         ("small", "smollm2-135m", 64, 256, 128),
@@ -101,19 +123,19 @@ def fitted() -> list[Measured]:
             held = footprint(Sparsity.parse(policy), 128, answer, LAYERS["smollm2-135m"]).held.sum() * rollouts
             generate, learn = 2.13e-3 * answer + 5.2e-9 * float(held), 6.1e-6 * rollouts * (128 + answer)
             rows.append(
-                Measured("smollm2-135m", policy, rollouts // 8, rollouts, answer, answer, generate, learn, fitted=True)
+                Measured("smollm2-135m", policy, rollouts // 8, rollouts, answer, answer, generate, learn, source="fit")
             )
     return rows
 
 
-def table() -> str:
+def steps_table() -> str:
     lines = [
         "| model | policy | rollouts | mean / most tokens | generating | error | learning | error | step | error |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in (*measured(), *fitted()):
         plan = predicted(row)
-        policy = row.sparsity.partition(",")[0] + (", fit" if row.fitted else "")
+        policy = row.sparsity.partition(",")[0] + (f", {row.source}" if row.source else "")
         cells = [row.model, policy, f"{row.rollouts:,}", f"{row.mean:,} / {row.most:,}"]
         for seconds, guess in (
             (row.rollout_s, plan.rollouts),
@@ -125,13 +147,30 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def cluster_table() -> str:
+    lines = [
+        "| policy | learners + workers | `stale` | rollouts | learner | step, estimated | step, simulated | error |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in read("cluster-steps.json")["rows"]:
+        cells = [row["sparsity"], f"{row['learners']} + {row['workers']}", str(row["stale"])]
+        cells += [f"{row[f'{part}_s']:.1f} s" for part in ("rollouts", "learner", "estimated", "simulated")]
+        lines.append(f"| {' | '.join(cells)} | {100 * (row['estimated_s'] / row['simulated_s'] - 1):+.0f} % |")
+    return "\n".join(lines)
+
+
+TABLES = {"steps": steps_table, "cluster": cluster_table}
+
+
 def main() -> None:
     if len(sys.argv) < 2:
-        print(table())
+        print("\n\n".join(table() for table in TABLES.values()))
         return
     page = Path(sys.argv[1])
-    before, _, rest = page.read_text().partition(MARK[0])
-    page.write_text(f"{before}{MARK[0]}\n{table()}\n{MARK[1]}{rest.partition(MARK[1])[2]}")
+    for name, table in TABLES.items():
+        before, _, rest = page.read_text().partition(f"<!-- {name} -->")
+        after = rest.partition(f"<!-- end of {name} -->")[2]
+        page.write_text(f"{before}<!-- {name} -->\n{table()}\n<!-- end of {name} -->{after}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Rollouts on a simulated Ray cluster, a head and two nodes: equal to the local run, and death is normal.
 
-`ALULA_KILLS=20` kills workers and nodes at twenty random moments instead of one.
+`ALULA_KILLS=20` kills workers and nodes at twenty random moments instead of two; `ALULA_EVICTORS=all` compares whole
+runs under every evictor instead of one (test_worker.py compares the rollouts of each).
 """
 
 import os
@@ -21,6 +22,7 @@ from alula.engine.rollout import Sampling
 from alula.errors import RunFailed, SettingError
 from alula.rollouts.job import Job
 from alula.rollouts.worker_pool import WorkerPool
+from alula.sparsity.evict import METHODS
 from forked_ranks import run_on_nodes
 from hostile_programs import below
 from odd_worker import OddWorker
@@ -29,7 +31,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "src" / "alula" / "recipes"
-KILLS = int(os.environ.get("ALULA_KILLS", "1"))
+KILLS = int(os.environ.get("ALULA_KILLS", "2"))
 NICENESS = "RAY_worker_niceness"
 PINNED = ("engine={buckets: [8], kv_memory: 16MiB}", "sampling.prompts=6", "sampling.n=4", "eval={every: 2, size: 8}")
 CONTROLLED = (
@@ -37,7 +39,7 @@ CONTROLLED = (
     "monitor.rollouts=4",
     "logging.rollouts=2",
 )
-DISTILLED = ("distill.move.at=2", "distill.move.prompts=8", "distill.first={steps: 2, prompts: 8}")
+EVICTORS = list(METHODS) if os.environ.get("ALULA_EVICTORS") == "all" else ["triattention"]
 RUNS = {
     "controlled": ("toy", ("steps=4", *CONTROLLED)),
     "reroll": ("toy", ("steps=2", "objective={correction: {preset: reroll, veto: 0.9}, kl: 0}")),
@@ -46,7 +48,9 @@ RUNS = {
         ("steps=3", "distill.move.at=2", "distill.move.prompts=8", "distill.first={steps: 2, prompts: 8}"),
     ),
     "turns": ("turns-toy", ("steps=2",)),
-}
+} | {method: ("toy", ("steps=3", *CONTROLLED, f"sparsity={method}:3+1,window=1,sinks=1")) for method in EVICTORS}
+COLOCATED = {"reroll": ("rollouts.colocated=true",)}
+"""Runs whose workers sleep while the learner works."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +109,7 @@ def local(tmp_path_factory):
     [("controlled", 1), ("controlled", 4), *((name, 2) for name in RUNS if name != "controlled")],
 )
 def test_a_run_on_workers_equals_the_local_one(cluster, local, tmp_path, name, workers):
-    run = toy.trainer(settings_of(name, tmp_path / "run", *on_workers(workers)))
+    run = toy.trainer(settings_of(name, tmp_path / "run", *on_workers(workers), *COLOCATED.get(name, ())))
     assert run.run()
     assert comparable(tmp_path / "run") == local(name)
     last = toy.rows(tmp_path / "run", "metrics.jsonl")[-1]

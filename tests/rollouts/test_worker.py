@@ -103,6 +103,20 @@ def test_a_worker_with_other_weights_refuses_a_job(run):
     assert [(span.version, span.tokens) for span in rollout.spans] == [(3, len(rollout))]
 
 
+def test_a_worker_sleeps_until_there_is_work(run, worker):
+    """New weights do not wake it."""
+    jobs = [
+        Job(PROMPTS[0], Sampling(n=2, max_new_tokens=9, seed=3), Sparsity(Evict("rkv", 5, buffer=2, window=2, sinks=1)))
+    ]
+    before = work(worker, jobs, Needs((0, -1)))
+    worker.sleep()
+    worker.work(Orders(weights=shipment(run.learner.full_parameters(), version=1)))
+    assert not worker.engine.cache.resident
+    after = work(worker, jobs, Needs((0, -1)))
+    assert worker.engine.cache.resident
+    assert [rollout.token_ids for rollout in before] == [rollout.token_ids for rollout in after]
+
+
 def test_a_rollout_goes_on_over_an_update(run, worker):
     job = Job(PROMPTS[1], Sampling(max_new_tokens=30, seed=1, ignore_eos=True))
     worker.work(Orders(weights=shipment(run.learner.full_parameters(), number=8, version=8)))

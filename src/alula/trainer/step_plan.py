@@ -29,8 +29,9 @@ MEMORY = {"h200": 139, "h100": 79, "a100": 79}
 """GiB that a GPU offers."""
 NVLINK = {"h200": 450e9, "h100": 450e9, "a100": 300e9}
 """Bytes per second to the other GPUs of a node, one way, by the data sheet."""
-STORE_RATE = 0.66e9
-"""Bytes per second into Ray's object store, measured on two CPU cores: a lower bound."""
+STORE_RATE = 0.88e9
+"""Bytes per second through Ray's object store into a worker, measured on two CPU cores with 264 MB: a lower bound
+(benchmarks/results/ray-rollouts.json; 3 GB went twice as fast)."""
 
 
 class DoesNotFit(SettingError):
@@ -166,12 +167,17 @@ class StepPlanner:
         kv_bytes = kv_memory(config, plan, self.cluster.memory)
         if kv_bytes < plan.kv_sparse / plan.running:
             raise DoesNotFit(f"an {self.cluster.gpu} has no room for the KV of one answer; use more GPUs.")
-        hardware = Hardware(ceilings.matrix / 1e12, ceilings.bandwidth / 1e12)
-        cost = AnalyticCost(geometry, hardware, layer_ms=LAYER_MS, eviction_layer_ms=EVICTION_LAYER_MS)
         prompts = -(-config.sampling.prompts // engines) * plan.prompt
         prefill = 2 * geometry.parameters * prompts / (PREFILL_SHARE * ceilings.matrix)
         rows = min(config.engine.max_rows, len(lengths))
+        cost = self.decode_cost()
         return prefill + decode_seconds(cost, config.sparsity, lengths, plan.prompt, rows=rows, kv_bytes=kv_bytes)
+
+    def decode_cost(self) -> AnalyticCost:
+        """The cost model of the decode step on this GPU."""
+        ceilings, geometry = self.cluster.ceilings, plan_memory(self.config).geometry
+        hardware = Hardware(ceilings.matrix / 1e12, ceilings.bandwidth / 1e12)
+        return AnalyticCost(geometry, hardware, layer_ms=LAYER_MS, eviction_layer_ms=EVICTION_LAYER_MS)
 
     def _learn(self, plan: MemoryPlan) -> tuple[float, float]:
         """Scoring and updates of a rank. Gathers within a node are hidden behind computation as far as it lasts."""
