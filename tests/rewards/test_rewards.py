@@ -7,13 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 
 from alula.data.answers import final_answer, last_boxed
 from alula.errors import SettingError
-from alula.rewards import Rewards, RewardTerm
+from alula.rewards import Answers, Rewards, RewardTerm
 from alula.rewards import format as answer_format
 from alula.rewards.length import overlong_penalty, target_penalty
 from alula.rewards.math_answer import build
@@ -260,6 +261,29 @@ def test_an_interrupted_batch_leaves_no_replies_behind(functions):
         with pytest.raises((TypeError, AttributeError), match=r"pickle|local object"):
             rewards.score(["aaaa", "b"], [{}, {"no": lambda: None}])
         assert rewards.score(["cc"], [{}]).parts[functions] == [2]
+
+
+def test_grading_in_the_background_gives_the_same(functions):
+    terms = [RewardTerm(name=functions), RewardTerm(name="length", weight=2.0, options={"target": 2})]
+    answers = Answers(["aa", "raise", "b"], [{}] * 3, ["stop"] * 3, [2, 1, 1])
+    with Rewards(terms, workers=2) as rewards:
+        result = rewards.begin(answers)
+        assert result() == rewards.score(answers.completions, answers.examples, answers.finishes, answers.lengths)
+
+
+def test_closing_ends_a_grading(functions, tmp_path):
+    note = tmp_path / "pid"
+    rewards = Rewards([RewardTerm(name=functions)], timeout=500, workers=1)
+    result = rewards.begin(Answers(["sleep", "a"], [{"note": str(note)}, {}], None, None))
+    end = time.monotonic() + 60
+    while not (note.exists() and note.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    rewards.close()
+    assert gone_within(5, int(note.read_text()))
+    with pytest.raises(CancelledError):
+        result()
+    assert rewards.score(["aa"], [{}]).total == [2]  # it can be used again
+    rewards.close()
 
 
 # --- names and options ------------------------------------------------------------------------------------------

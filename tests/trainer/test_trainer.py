@@ -288,6 +288,45 @@ def test_micro_batches_do_not_change_a_step(tmp_path):
     assert close(large, small, 1e-6)
 
 
+WAITS = """
+import time
+from pathlib import Path
+
+def until_scored(completion, example):
+    end = time.monotonic() + 60
+    while not Path("FOLDER/scored").exists():
+        if time.monotonic() > end:
+            raise TimeoutError("graded before scoring")
+        time.sleep(0.01)
+    return len(completion) % 3
+"""
+
+
+@pytest.mark.parametrize("kl", [0.3, 0.0])
+def test_answers_are_graded_while_they_are_scored(tmp_path, monkeypatch, kl):
+    """The reward waits until the learner has scored the rollouts: it would fail if grading came first."""
+    (tmp_path / "waiting_rewards.py").write_text(WAITS.replace("FOLDER", str(tmp_path)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewards = "rewards={use: ['waiting_rewards:until_scored'], timeout: 120, workers: 1}"
+    config = toy.quick(tmp_path / "run", rewards, f"objective.kl={kl}")
+
+    def note_scoring(run):
+        score = run.learner.score
+
+        def scored(*arguments, **options):
+            result = score(*arguments, **options)
+            (tmp_path / "scored").touch()
+            return result
+
+        run.learner.score = scored
+
+    _, batch, result, _, run = one_step(config, note_scoring)
+    run.rewards.close()
+    assert batch.rewards == [len(rollout.decoded()) % 3 for rollout in batch.rollouts]
+    assert not any(batch.failures)
+    assert result.updates
+
+
 def test_truncated_answers_can_be_masked(tmp_path):
     """An end token may come first, so some answers stop and others are cut off."""
     settings = ("sampling.prompts=8", "objective.kl=0", "sampling.max_new_tokens=3", toy.DENSE)

@@ -27,8 +27,10 @@ def collected(out, *settings):
     """A run after its first step, and the scored rollouts of the second."""
     run = toy.trainer(config(out, *settings))
     run.train_step()
-    batch = run.collector.collect(2, run.stream, Clock(run.world.device))
+    clock = Clock(run.world.device)
+    batch = run.collector.collect(2, run.stream, clock)
     run.updater.score(batch)
+    run.collector.grade(batch, clock)
     return run, batch
 
 
@@ -182,8 +184,8 @@ def test_reroll_replays_the_environment(tmp_path, monkeypatch):
     settings = ("objective.correction=reroll", "objective.correction.veto=0.999")
     run = toy.trainer(config(tmp_path, *settings))
     before = []
-    monkeypatch.setattr(run.collector, "_grade", lambda batch: before.append(batch) or grade(batch))
-    grade = type(run.collector)._grade.__get__(run.collector)
+    monkeypatch.setattr(run.collector, "_begin_grading", lambda batch: before.append(batch) or begin(batch))
+    begin = type(run.collector)._begin_grading.__get__(run.collector)
     run.train_step()
     [batch] = before
     assert any(batch.rerolled)

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -19,6 +20,8 @@ from alula.errors import SettingError
 
 START_LIMIT = 120.0
 """Seconds for a worker to import its graders."""
+POLL = 0.2
+"""Seconds after which a batch in another thread notices that the pool is closed."""
 
 Job = tuple[int, str, Mapping[str, Any]]
 """Number of the grader, completion, example."""
@@ -56,12 +59,26 @@ class WorkerPool:
         self.graders, self.timeout, self.size, self.memory = list(graders), timeout, size, memory
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
+        self._closing = False
         weakref.finalize(self, end_all, self._workers)
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The outcome of every job, in order."""
         with self._exclusively():
             return self._run(jobs)
+
+    def submit(self, jobs: Sequence[Job]) -> "Future[list[Outcome]]":
+        """The same in a thread of its own. `close` cancels it."""
+        future: Future[list[Outcome]] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(self.run(jobs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="grading", daemon=True).start()
+        return future
 
     def start(self) -> None:
         """Start the workers and wait until they are ready, so that a broken grader is reported now."""
@@ -71,8 +88,10 @@ class WorkerPool:
                 self._collect([])
 
     def close(self) -> None:
+        self._closing = True
         with self._lock:
             end_all(self._workers)
+            self._closing = False
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -87,6 +106,8 @@ class WorkerPool:
         outcomes: list[Outcome | None] = [None] * len(jobs)
         waiting = deque(range(len(jobs)))
         while waiting or any(worker.job is not None for worker in self._workers):
+            if self._closing:
+                raise CancelledError
             busy = sum(worker.job is not None for worker in self._workers)
             self._fill(min(self.size, busy + len(waiting)))
             for worker in [w for w in self._workers if w.ready and w.job is None]:
@@ -114,7 +135,7 @@ class WorkerPool:
         if not active:
             return
         timeout = max(0.0, min(w.deadline for w in active) - time.monotonic())
-        readable = set(wait([w.channel for w in active], timeout))
+        readable = set(wait([w.channel for w in active], min(timeout, POLL)))
         for worker in active:
             if worker.channel in readable:
                 self._receive(worker, outcomes)

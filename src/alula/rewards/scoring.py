@@ -12,7 +12,7 @@ from alula.data.answers import reference_text
 from alula.errors import SettingError, require, unknown
 from alula.rewards import graders
 from alula.rewards.length import length_reward
-from alula.rewards.pool import WorkerPool
+from alula.rewards.pool import Job, Outcome, WorkerPool
 from alula.rewards.task import task_reward
 
 
@@ -35,6 +35,13 @@ class Answers:
     finishes: Sequence[str] | None
     lengths: Sequence[int] | None
     episodes: Sequence[float | None] | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.completions)
+        for name in ("examples", "finishes", "lengths", "episodes"):
+            given = getattr(self, name)
+            if given is not None and len(given) != count:
+                raise SettingError(f"rewards: {count} completions but {len(given)} {name}; give one for each.")
 
 
 Scorer = Callable[[Answers], Sequence[float]]
@@ -97,22 +104,29 @@ class Rewards:
     ) -> RewardBatch:
         """Grade all answers. `finishes` is how each rollout ended ("stop", "length", …), `lengths` its tokens,
         `episodes` what an environment gave it."""
-        count = len(completions)
-        sizes = (("examples", examples), ("finishes", finishes), ("lengths", lengths), ("episodes", episodes))
-        for name, given in sizes:
-            if given is not None and len(given) != count:
-                raise SettingError(f"rewards: {count} completions but {len(given)} {name}; give one for each.")
+        answers = Answers(completions, examples, finishes, lengths, episodes)
+        return self._sum(answers, self._pool.run(self._jobs(answers)) if self._pool else [])
+
+    def begin(self, answers: Answers) -> Callable[[], RewardBatch]:
+        """Let the workers grade the answers while the caller does something else; the function that is returned waits
+        for them. Rewards of this process, which may use the GPU, are computed there. `close` ends the grading."""
+        outcomes = self._pool.submit(self._jobs(answers)) if self._pool else None
+        return lambda: self._sum(answers, outcomes.result() if outcomes else [])
+
+    def _jobs(self, answers: Answers) -> list[Job]:
+        """Of every reward that runs in the workers."""
+        pairs = list(zip(answers.completions, answers.examples))
+        return [(grader, c, e) for grader in range(len(self._remote)) for c, e in pairs]
+
+    def _sum(self, answers: Answers, outcomes: Sequence[Outcome]) -> RewardBatch:
+        """The weighted sum, from the workers' outcomes and the rewards of this process."""
+        count = len(answers.completions)
         failures: list[tuple[int, str]] = []
-        parts: dict[str, list[float]] = {}
-        for name, scorer in self._local.items():
-            parts[name] = list(scorer(Answers(completions, examples, finishes, lengths, episodes)))
-        if self._pool and self._remote:
-            jobs = [(g, c, e) for g in range(len(self._remote)) for c, e in zip(completions, examples)]
-            outcomes = self._pool.run(jobs)
-            for g, name in enumerate(self._remote):
-                graded = outcomes[g * count : (g + 1) * count]
-                parts[name] = [value for value, _ in graded]
-                failures += [(i, f"{name}: {reason}") for i, (_, reason) in enumerate(graded) if reason is not None]
+        parts = {name: list(scorer(answers)) for name, scorer in self._local.items()}
+        for g, name in enumerate(self._remote):
+            graded = outcomes[g * count : (g + 1) * count]
+            parts[name] = [value for value, _ in graded]
+            failures += [(i, f"{name}: {reason}") for i, (_, reason) in enumerate(graded) if reason is not None]
         for name, values in parts.items():
             for i, value in enumerate(values):
                 if not math.isfinite(value):

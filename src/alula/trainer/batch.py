@@ -1,5 +1,6 @@
 """The rollouts of a step on this rank, with everything that is known about them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from alula.engine.rollout import Rollout
 from alula.environments.episodes import Episode
 from alula.mismatch.control.monitor import Observation
 from alula.objective import ragged
+from alula.rewards import RewardBatch
 
 
 @dataclass
@@ -43,6 +45,8 @@ class RolloutBatch:
     """Groups of equal rewards among the drawn ones, before dynamic sampling chose."""
     drawn_tokens: int = 0
     """All generated tokens, including groups that were not chosen and tokens that a reroll replaced."""
+    grading: Callable[[], RewardBatch] | None = None
+    """Waits for the rewards, while the workers compute them."""
 
     @property
     def group(self) -> Tensor:

@@ -22,7 +22,7 @@ from alula.learner.learner import Learner
 from alula.mismatch.control.monitor import Monitor
 from alula.objective.advantages import has_signal
 from alula.objective.correction import correct
-from alula.rewards import Rewards
+from alula.rewards import Answers, RewardBatch, Rewards
 from alula.rollouts.job import Job
 from alula.rollouts.rollouts import Rollouts
 from alula.sparsity.policy import Sparsity
@@ -88,8 +88,9 @@ class Collector:
         """Whether every reward has graded some answer since the process started."""
 
     def collect(self, step: int, stream: PromptStream, clock: Clock) -> RolloutBatch:
-        """This rank's share of a step: `sampling.prompts` groups. Dynamic sampling draws further rounds until that
-        many groups have a signal, or `max_rounds`. With `rollouts.stale`, later steps are begun as well."""
+        """This rank's share of a step: `sampling.prompts` groups, whose grading has begun; `grade` waits for it.
+        Dynamic sampling draws further rounds until that many groups have a signal, or `max_rounds`. With
+        `rollouts.stale`, later steps are begun as well."""
         s = self.config.sampling
         last = min(step + self.config.rollouts.stale, self.config.steps)
         while not self.drawn or self.drawn[-1].step < last:
@@ -216,13 +217,22 @@ class Collector:
             self.sparsity = batch.observed.sparsity or self.sparsity
         if self.correction.reroll:
             self._reroll(batch, self.seed("reroll"), clock)
+        batch.grading = self._begin_grading(batch)
+        self.stop.raise_if_stop_requested()
+        if self.config.sampling.dynamic:  # the rewards tell whether another round follows
+            self.grade(batch, clock)
+        return batch
+
+    def grade(self, batch: RolloutBatch, clock: Clock) -> None:
+        """Wait for the rewards, which the workers compute since the rollouts ended. Every rank must call this."""
+        if batch.grading is None:
+            return
         self.show_phase("rewards")
         with clock.phase("reward"):
-            self._grade(batch)
-        self.stop.raise_if_stop_requested()
-        signal = has_signal(torch.tensor(batch.rewards), batch.group)[::n]
+            graded, batch.grading = batch.grading(), None
+            self._set_rewards(batch, graded)
+        signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: batch.n]
         batch.no_signal_groups = int((~signal).sum())
-        return batch
 
     def _reroll(self, batch: RolloutBatch, seed: int, clock: Clock) -> None:
         """Continue vetoed rollouts densely. The reported mismatch stays that of the original samples."""
@@ -280,14 +290,17 @@ class Collector:
             jobs = restarts(vetoed, seeds, batch.examples, replace(self.sampling(), seed=seed))
         return self.engines.generate(jobs, lambda suffix: self.stop.raise_if_stop_requested(all_ranks=False))
 
-    def _grade(self, batch: RolloutBatch) -> None:
-        graded = self.rewards.score(
+    def _begin_grading(self, batch: RolloutBatch) -> Callable[[], RewardBatch]:
+        answers = Answers(
             [rollout.decoded() for rollout in batch.rollouts],
             [example.record() for example in batch.examples],
             finishes=[rollout.finish for rollout in batch.rollouts],
             lengths=batch.lengths,
             episodes=[rollout.reward for rollout in batch.rollouts],
         )
+        return self.rewards.begin(answers)
+
+    def _set_rewards(self, batch: RolloutBatch, graded: RewardBatch) -> None:
         if not self.graded:
             self._raise_if_all_failed(batch)
             reasons = Counter(reason for _, reason in graded.failures)

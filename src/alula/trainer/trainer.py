@@ -238,9 +238,12 @@ class Trainer:
         self.rollouts.peak_bytes()  # of what ran between the steps
         batch = self.collector.collect(step, self.stream, clock)
         with self.rollouts.asleep():
+            if self.updater.skip_scoring:  # then the rewards tell what is left to score
+                self.collector.grade(batch, clock)
             self.logger.phase("scoring")
             with clock.phase("score"):
                 self.updater.score(batch)
+            self.collector.grade(batch, clock)  # meanwhile the workers have graded
             self.stop.raise_if_stop_requested()  # for the last time: from here on the step is finished
             self.logger.phase("learning")
             with clock.phase("update"):
