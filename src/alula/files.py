@@ -1,4 +1,4 @@
-"""File helpers: atomic writes, permissions, sizes as text, and the check that a continued job has the same settings."""
+"""File helpers: reading, atomic writes, permissions, sizes as text; the same-settings check of a continued job."""
 
 import os
 from collections.abc import Mapping
@@ -6,6 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from alula.errors import SettingError
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file that a person named; `what` begins the error, as in "recipe mine.yaml"."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{what}: not UTF-8 text (byte {error.start:,}); name another file.") from error
+    except OSError as error:
+        raise SettingError(f"{what}: cannot be read ({error.strerror}); name another file.") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -19,5 +19,6 @@ def import_object(name: str, setting: str, kind: str) -> Any:
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise unknown(f"{kind} of {module_name}", attribute, (each for each in vars(module) if each[0] != "_"))
+        known = (each for each in vars(module) if each[0] != "_")
+        raise SettingError(f"{setting}: {unknown(f'{kind} of {module_name}', attribute, known)}")
     return found

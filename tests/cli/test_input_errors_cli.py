@@ -126,3 +126,109 @@ def test_check_reports_a_reward_module_that_fails(recipe, tmp_path, capsys, monk
     monkeypatch.syspath_prepend(tmp_path)
     code, _, error = ended(capsys, "train", "--check", recipe, f"rewards.use={name}:f")
     assert (code, error) == (2, f"alula: rewards.use: {reason}; correct it.\n")
+
+
+NOISE = bytes(range(128, 256))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "noise", "--check"), "alula: recipe noise: not UTF-8 text (byte 0); name another file.\n"),
+        (("plan", "noise"), "alula: calibration file noise: not UTF-8 text (byte 0); name another file.\n"),
+        (("plan", "folder"), "alula: calibration file folder: cannot be read (Is a directory); name another file.\n"),
+        (("plan", "list"), "alula: calibration file list: not a calibration; `alula calibrate` writes one.\n"),
+        (("demo", "--out", "noise"), "alula: out=noise: is a file; choose a folder.\n"),
+        (("demo", "--steps", "0"), "alula: --steps 0: must be at least 1.\n"),
+        (("eval", "shape:tiny-llama", "--data", "task:copy-last", "--k", "0"), "alula: --k 0: must be at least 1.\n"),
+        (
+            ("eval", "shape:tiny-llama", "--data", "task:copy-last", "--limit", "0"),
+            "alula: --limit 0: must be at least 1.\n",
+        ),
+    ],
+)
+def test_files_and_numbers_that_cannot_work(tmp_path, capsys, monkeypatch, arguments, message):
+    (tmp_path / "noise").write_bytes(NOISE)
+    (tmp_path / "list").write_text("[1]")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _, error = ended(capsys, *arguments)
+    assert (code, error) == (2, message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "list", "noise"]
+    assert (tmp_path / "noise").read_bytes() == NOISE
+
+
+def test_timings_that_are_not_text_are_reported(tmp_path):
+    from alula.mismatch.plan.cost import load_cost
+
+    (tmp_path / "noise").write_bytes(NOISE)
+    with pytest.raises(SettingError, match="timings file .*noise: not UTF-8"):
+        load_cost(tmp_path / "noise", None)
+
+
+def test_gguf_without_its_packages_is_one_sentence(recipe, tmp_path, capsys, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("alula.models.load.find_spec", lambda name: None if name == "gguf" else object())
+    for arguments in (
+        ("generate", tmp_path / "model.gguf", "hello"),
+        ("train", "--check", recipe, f"model.source={tmp_path / 'model.gguf'}"),
+    ):
+        code, _, error = ended(capsys, *arguments)
+        assert (code, error.count("\n")) == (2, 1)
+        assert "GGUF files need gguf; install with `pip install 'alula[gguf]'`" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--n", 10**12), f"n={10**12}: ask for at most "),
+        (("--kv-memory", "900000GiB"), "kv_memory=900000GiB: cpu has "),
+    ],
+)
+def test_numbers_beyond_this_machine(tmp_path, capsys, options, message):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [1, 2, 3]}\n')
+    code, _, error = ended(
+        capsys, "generate", "shape:tiny-llama", "--device", "cpu", "--file", tmp_path / "prompts.jsonl", *options
+    )
+    assert (code, error.count("\n")) == (2, 1)
+    assert error.startswith(f"alula: {message}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("learner.lr=.inf", "setting learner.lr=inf: should be a finite number"),
+        ("engine.kv_memory=1KiB", "kv_memory=1024 bytes holds 0 pages"),
+        ("logging.sinks=nowhere", "setting logging.sinks.0='nowhere': should be 'tensorboard', 'wandb' or 'trackio'"),
+    ],
+)
+def test_check_rejects_what_the_run_would(recipe, capsys, setting, message):
+    code, _, error = ended(capsys, "train", "--check", recipe, setting)
+    assert (code, error.count("\n")) == (2, 1)
+    assert message in error
+
+
+def test_check_names_the_setting_of_a_reward_that_its_module_lacks(recipe, tmp_path, capsys, monkeypatch):
+    (tmp_path / "some_rewards.py").write_text("def right(completion, example):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, error = ended(capsys, "train", "--check", recipe, "rewards.use=some_rewards:rihgt")
+    assert code == 2
+    assert error.startswith("alula: reward some_rewards:rihgt: ")
+    assert "did you mean 'right'?" in error
+
+
+def test_unreadable_metrics_leave_an_existing_report_alone(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"not a line of metrics\n")
+    page = tmp_path / "report.html"
+    page.write_text("before")
+    code, _, error = ended(capsys, "report", tmp_path / "run", "-o", page)
+    assert code == 2
+    assert "no line of metrics.jsonl can be read" in error
+    assert page.read_text() == "before"
+
+
+def test_one_sink_needs_no_list():
+    from alula.config.settings import LoggingSettings
+
+    assert LoggingSettings(sinks="tensorboard").sinks == ["tensorboard"]

@@ -11,7 +11,7 @@ import typer
 from alula.cli import options as shared
 from alula.cli.common import check_output_file, warn_other_model
 from alula.cpus import set_threads
-from alula.errors import SettingError
+from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
     from alula.data import Dataset
@@ -68,6 +68,8 @@ def evaluate(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write all results to this JSON file.")] = None,
 ) -> None:
     """Evaluate models on data sets: pass@1, avg@k, maj@k, response length and KV use, as one table."""
+    require(k is None or k >= 1, f"--k {k}: must be at least 1.")
+    require(limit is None or limit >= 1, f"--limit {limit}: must be at least 1.")
     policies, page = check_policies(sparsity or ["dense"], sparse_adapter)
     given = {"k": k, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     entries = list_entries(data or [], suite, {name: value for name, value in given.items() if value is not None})

@@ -14,6 +14,7 @@ from alula.config.recipes import recipe_names, recipe_path
 from alula.config.run import RunConfig
 from alula.config.settings import UNKNOWN, fields_of, first_error, is_section
 from alula.errors import SettingError, require
+from alula.files import read_text
 from alula.sparsity.policy import Evict, sparsity_settings
 
 SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {
@@ -54,7 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not path.is_file():
         hint = f"; `alula train {path.stem}` runs the recipe of that name." if path.stem in recipe_names() else "."
         raise SettingError(f"recipe {str(path)!r}: no such file{hint}")
-    tree = parse_yaml(path.read_text(), f"recipe {path}")
+    tree = parse_yaml(read_text(path, f"recipe {path}"), f"recipe {path}")
     if not isinstance(tree, dict):
         raise SettingError(f"recipe {path}: must be a mapping of settings.")
     if folder:

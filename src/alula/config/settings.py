@@ -22,7 +22,7 @@ Decay = Literal["constant", "linear", "cosine"]
 Shard = Literal["node", "all"]
 
 
-CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 Settings = TypeVar("Settings")
 
 
@@ -537,8 +537,8 @@ class CheckpointSettings(Section):
 
 
 class LoggingSettings(Section):
-    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Where metrics go in addition to the run's folder: `tensorboard`, `wandb`, `trackio`."""
+    sinks: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_as_list)] = []
+    """Where metrics go in addition to the run's folder: `tensorboard`, `wandb`, `trackio`, or a list of them."""
     completions: Natural = 4
     """Sampled completions written per step."""
     rollouts: Natural = 10

@@ -63,7 +63,10 @@ def load(
     generated = kind in ("task", "reasoning-gym", "verifiers") and rest != ""
     if not generated:
         check_exists(source)  # before any other error about this source
-    require(generated or not options, f"data {source}: takes no options, got {sorted(options or ())}.")
+    require(
+        generated or not options,
+        f"{section}.options={sorted(options or ())}: only generated data takes options; leave them out for {source}.",
+    )
     if generated and kind == "task":
         from alula.data.tasks import build
 

@@ -16,6 +16,7 @@ from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.errors import require
 from alula.report import write_report
+from alula.run.run_dir import check_folder
 from alula.trainer.trainer import Trainer
 
 SPARSE = "sparsity.evict={method: rkv, budget: 28, buffer: 8, window: 4, sinks: 1}"
@@ -56,6 +57,8 @@ def run_demo(
     say: Callable[[str], None] = print,
 ) -> list[Arm]:
     torch.set_num_threads(threads_for(parameters=0))  # for the warm-up; the runs choose the same
+    require(steps is None or steps >= 1, f"--steps {steps}: must be at least 1.")
+    check_folder(out, new=False)
     require(not (out / "report.html").exists(), f"--out {out}: already contains a demo; choose another folder.")
     task = HintedPointer(symbols=12, min_hops=10, max_hops=12)
     say("A tiny Llama learns to chase pointers: careful chains first, then a mixture with a shortcut that guesses.")

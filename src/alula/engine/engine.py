@@ -37,20 +37,22 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 class Engine(EngineCore):
     """Generates with the model's own Hugging Face modules over a paged KV cache that physically evicts.
 
-    kv_memory: size of the KV pool. Default: twice what `max_rows` dense sequences of `max_length` need, at most 80 % of
-        the free memory on a GPU, at most 1 GiB on the CPU.
-    kv_dtype: `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one included.
-    max_rows: number of sequences that decode together.
-    max_length: most KV tokens of one sequence. Default: the model's limit, at most what the pool holds.
-    lookahead: decode steps planned and launched at a time; finished sequences are noticed at the end of each.
-    buckets: batch sizes that decode steps are padded to. A single bucket (prompts then run one by one) makes results
-        bit-equal for any batch composition.
-    sparse_adapter: a LoRA, or its folder, used in all forward passes of sparse policies and in none of the dense one.
-    swap_memory: host memory for the KV of preempted sequences and idle sessions. Default: a quarter of the memory that
-        is free. When it is full, the youngest sequence is computed again from its prompt, with the same tokens.
-    session_timeout: seconds after which an idle session is closed.
-    keep_prefixes: keep prompts' KV for later requests while nothing runs (a server). By default requests share prefixes
-        only while they are served together, so that results do not depend on earlier calls, not even in the last bits.
+    - `kv_memory`: size of the KV pool. Default: twice what `max_rows` dense sequences of `max_length` need, at most 80
+      % of the free memory on a GPU, at most 1 GiB on the CPU.
+    - `kv_dtype`: `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one included.
+    - `max_rows`: number of sequences that decode together.
+    - `max_length`: most KV tokens of one sequence. Default: the model's limit, at most what the pool holds.
+    - `lookahead`: decode steps planned and launched at a time; finished sequences are noticed at the end of each.
+    - `buckets`: batch sizes that decode steps are padded to. A single bucket (prompts then run one by one) makes
+      results bit-equal for any batch composition.
+    - `sparse_adapter`: a LoRA, or its folder, used in all forward passes of sparse policies and in none of the dense
+      one.
+    - `swap_memory`: host memory for the KV of preempted sequences and idle sessions. Default: a quarter of the memory
+      that is free. When it is full, the youngest sequence is computed again from its prompt, with the same tokens.
+    - `session_timeout`: seconds after which an idle session is closed.
+    - `keep_prefixes`: keep prompts' KV for later requests while nothing runs (a server). By default requests share
+      prefixes only while they are served together, so that results do not depend on earlier calls, not even in the last
+      bits.
 
     `generate` and `stream` serve a list of requests. The open interface serves requests as they come: `submit` at any
     time, `results` or `step`, `abort`, `pause` and `resume`, `update_weights`, `extend` for the next turn of a session.

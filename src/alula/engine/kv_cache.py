@@ -1,11 +1,14 @@
 """The KV cache's tensors, and the buffers that some policies need in addition."""
 
+import os
+
 import torch
 from torch import Tensor
 
 from alula.engine.block_manager import pages_for
 from alula.engine.virtual_memory import ReleasableBuffers
 from alula.errors import SettingError, require
+from alula.files import size_text
 from alula.models.geometry import Geometry
 from alula.ops import fp8
 from alula.ops.compact import PagedKeys
@@ -117,6 +120,8 @@ def pool_pages(
 ) -> tuple[int, int]:
     """The number of pages of the KV pool, and the most KV tokens of one sequence."""
     memory = parse_bytes(kv_memory) if kv_memory is not None else default_memory(device)
+    total = total_memory(device)
+    require(memory <= total, f"kv_memory={kv_memory}: {device} has {size_text(total)} in all; lower it.")
     pages = pages_in(memory, geometry, page)
     longest = min(max_length, (pages - 1) * page)
     if kv_memory is None:
@@ -137,6 +142,13 @@ def default_memory(device: torch.device) -> int:
         return 1 << 30
     free, _ = torch.cuda.mem_get_info(device)
     return int(free * 0.8)
+
+
+def total_memory(device: torch.device) -> int:
+    """All memory of a device, used or free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def pages_in(memory: int, geometry: Geometry, page: int) -> int:

@@ -11,6 +11,8 @@ from alula.errors import SettingError, named_settings, require, require_whole
 from alula.sparsity.policy import DENSE, Sparsity
 
 Finish = Literal["stop", "length", "error", "aborted"]
+MOST_ROLLOUTS = 1 << 20
+"""Rollouts per prompt: a limit far above any use, so that a typing error does not end in a full memory."""
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
@@ -43,6 +45,7 @@ class Sampling:
             topk_logprobs=self.topk_logprobs,
         )
         require(self.n >= 1, f"n={self.n}: ask for at least one rollout per prompt.")
+        require(self.n <= MOST_ROLLOUTS, f"n={self.n}: ask for at most {MOST_ROLLOUTS:,} rollouts per prompt.")
         require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1.")
         require(
             0 <= self.min_new_tokens <= self.max_new_tokens,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,11 @@ def find_pretrained(source: str) -> dict[str, Any]:
         f"model {source!r}: a single file must be .gguf; for safetensors give the folder with its config.json.",
     )
     if is_gguf:
+        missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
+        require(
+            not missing,
+            f"model {source!r}: GGUF files need {' and '.join(missing)}; install with `pip install 'alula[gguf]'`.",
+        )
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     require(
         not path.is_dir() or any(path.glob("*.safetensors")),

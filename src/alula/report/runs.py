@@ -57,6 +57,8 @@ def load_run(path: Path, name: str) -> Run:
         raise SettingError(f"run folder {path}: contains no metrics.jsonl; name a folder that `alula train` wrote.")
     notes: list[str] = []
     curves = read_curves(path / "metrics.jsonl", notes)
+    if notes and not curves:
+        raise SettingError(f"run folder {path}: no line of metrics.jsonl can be read; restore it from a copy.")
     status = read_mapping(path / "status.json", "whether the run finished", notes)
     return Run(
         name=name,

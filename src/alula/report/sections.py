@@ -78,8 +78,9 @@ def note_list(runs: list[Run]) -> str:
 
 def progress(run: Run) -> str:
     steps = f"{run.last_step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "") + " steps"
-    states = {"running": "not finished", "stopped": "stopped", "failed": "failed"}
-    return steps + (f' · <b class="state">{states[run.state]}</b>' if run.state in states else "")
+    if run.state == "running":  # or killed; red would alarm the reader of a live view
+        return f"{steps} · <b>not finished</b>"
+    return steps + (f' · <b class="state">{run.state}</b>' if run.state in ("stopped", "failed") else "")
 
 
 def phase_bars(runs: list[Run]) -> str:

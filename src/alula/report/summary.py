@@ -26,7 +26,7 @@ COLUMNS = (
     ("Cut off", "answers at the limit, last 10 steps"),
     ("Vetoed", "rollouts, mean of all steps"),
     ("KV saved", "tokens of a rollout, mean of all steps"),
-    ("Peak KV", "pages in use, highest step"),
+    ("Peak KV", "pages in use, highest step; dense: rollouts of the same answers"),
     ("Tokens/s", "rollouts, median step"),
     ("Time", "sum of all steps"),
 )

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from alula.errors import SettingError
+from alula.errors import SettingError, require
 from alula.report.page import render
 from alula.report.rollouts import render_rollouts
 from alula.report.runs import Run, load_runs, names_of
@@ -20,7 +20,12 @@ HOSTS = {LOCAL, "localhost"}
 
 def open_server(runs: list[Path], port: int) -> ThreadingHTTPServer:
     """A server of the live view of the run folders `runs`; call its `serve_forever`. Port 0 takes a free one."""
-    load_runs(runs)  # raises for a folder that is not a run
+    for run in runs:
+        require(
+            (run / "metrics.jsonl").is_file(),
+            f"run folder {run}: contains no metrics.jsonl; name a folder that `alula train` wrote, or wait a few "
+            "seconds if the run has just been started.",
+        )
     try:
         return ThreadingHTTPServer((LOCAL, port), partial(Handler, runs))
     except (OSError, OverflowError) as error:

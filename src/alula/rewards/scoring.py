@@ -154,18 +154,21 @@ TRIAL_EXAMPLES = 3
 """Examples that a reward is tried on; some of them may be unusual."""
 
 
-def try_out(settings: RewardSettings, examples: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if a reward can grade none of the first examples, each with its reference answer as completion (empty text
-    without a reference). Reward models are not loaded."""
+def try_out(settings: RewardSettings, examples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean grade of each reward on the first examples, each with its reference answer as completion (empty text
+    without a reference). Raises if a reward can grade none of them. Reward models are not loaded."""
     trial = examples[:TRIAL_EXAMPLES]
     answers = ["" if example.get("answer") is None else reference_text(example["answer"]) for example in trial]
+    grades: dict[str, float] = {}
     for term in settings.use:
         if term.name == "environment" or term.name.startswith("model:"):
             continue
         with Rewards([term], timeout=settings.timeout, workers=1, memory=settings.memory) as rewards:
             try:
                 lengths = [len(answer.split()) for answer in answers]
-                failures = rewards.score(answers, trial, ["stop"] * len(trial), lengths).failures
+                batch = rewards.score(answers, trial, ["stop"] * len(trial), lengths)
+                failures = batch.failures
+                grades[term.name] = sum(batch.parts[term.name]) / len(trial)
             except SettingError:
                 raise
             except Exception as error:  # from a reward in this process
@@ -175,6 +178,7 @@ def try_out(settings: RewardSettings, examples: Sequence[Mapping[str, Any]]) -> 
             f"reward {failures[0][1] if failures else ''} (tried on the reference answers of the first examples, such "
             f"as {answers[0]!r}); correct it.",
         )
+    return grades
 
 
 def local_scorer(term: RewardTerm) -> Scorer | None:

@@ -51,8 +51,10 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: Res
     if free is not None and open_settings(config.learner):
         config = with_choice(config, choose(config.learner, plan, free))
         plan = plan_memory(config, ranks, preflight.tokenized, nodes=nodes, workers=workers)
-    preflight.try_rewards()
-    environment = list(check_environment(config, preflight.training, preflight.tokenizer))
+    environment = [
+        *preflight.try_rewards(),
+        *check_environment(config, preflight.training, preflight.tokenizer),
+    ]
     check_sinks(config.logging.sinks)
     check_backend(config)
     console.print(work_table(config, plan, preflight, environment))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from alula.config.run import RunConfig
 from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
-from alula.engine.kv_cache import check_kv_dtype, parse_bytes
+from alula.engine.kv_cache import check_kv_dtype, pages_in, parse_bytes
 from alula.errors import SettingError
 from alula.files import size_text
 from alula.learner.activations import activation_bytes
@@ -149,6 +149,8 @@ def plan_memory(
     check_kv_dtype(config.engine.kv_dtype, getattr(torch, dtype_of(config)))
     width = 4 if dtype_of(config) == "float32" else 2
     geometry = replace(Geometry.of(model, config.engine.kv_dtype), value_bytes=width)
+    if config.engine.kv_memory:
+        pages_in(parse_bytes(config.engine.kv_memory, "engine.kv_memory"), geometry, config.page)
     kv_token = geometry.kv_token_bytes
     layer_inputs = geometry.layers * text.hidden_size * (4 if config.model.residual else width)
 

@@ -204,11 +204,16 @@ class Preflight:
         if self.config.eval.every and not self.sources:
             yield "held-out data", f"{self.config.eval.size:,} examples of the same, set aside"
 
-    def try_rewards(self) -> None:
-        """Grade the data itself: a field that a reward lacks is reported before the first rollout."""
-        for dataset in (self.training, *(self.held_out if self.sources else ())):
+    def try_rewards(self) -> Iterator[tuple[str, str]]:
+        """Grade the data itself, and describe the grades as rows of the table of work. A field that a reward lacks is
+        reported before the first rollout."""
+        named = [("reference answers", self.training)]
+        named += [("  held-out", dataset) for dataset in (self.held_out if self.sources else ())]
+        for name, dataset in named:
             if dataset is not None:
-                try_out(self.config.rewards, [example.record() for example in dataset])
+                grades = try_out(self.config.rewards, [example.record() for example in dataset])
+                if grades and isinstance(dataset[0].answer, str | int | float):  # not the tests of a coding task
+                    yield name, ", ".join(f"{reward} grades the first {grade:.2g}" for reward, grade in grades.items())
 
 
 def described(source: Source, dataset: Dataset | None, purpose: str) -> str:

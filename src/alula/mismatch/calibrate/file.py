@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from alula.errors import SettingError, require
-from alula.files import write_atomically
+from alula.files import read_text, write_atomically
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import BinTail, Tail
 from alula.sparsity.family import PolicyFamily, parse_families
@@ -127,12 +127,13 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
+        file = f"calibration file {path}"
+        require(Path(path).exists(), f"{file}: does not exist; `alula calibrate` writes one.")
         try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise SettingError(f"calibration file {path}: does not exist; `alula calibrate` writes one.") from None
+            data = json.loads(read_text(Path(path), file))
         except json.JSONDecodeError as error:
-            raise SettingError(f"calibration file {path}: not JSON ({error}).") from error
+            raise SettingError(f"{file}: not JSON ({error}).") from error
+        require(isinstance(data, dict), f"{file}: not a calibration; `alula calibrate` writes one.")
         return cls.from_dict(data, str(path))
 
     @classmethod

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from alula.errors import SettingError, require, unknown
+from alula.files import read_text
 from alula.models.geometry import Geometry
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
@@ -179,12 +180,12 @@ def load_cost(path: str | Path, geometry: Geometry) -> FittedCost:
 
     The records may be anywhere in the JSON; records of another geometry are ignored.
     """
+    file = f"timings file {path}"
+    require(Path(path).exists(), f"{file}: does not exist; `alula bench` writes one.")
     try:
-        data = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise SettingError(f"timings file {path}: does not exist; `alula bench` writes one.") from None
+        data = json.loads(read_text(Path(path), file))
     except json.JSONDecodeError as error:
-        raise SettingError(f"timings file {path}: not JSON ({error}).") from error
+        raise SettingError(f"{file}: not JSON ({error}).") from error
     if isinstance(data, dict) and "constants" in data:
         return FittedCost.load(path, geometry)
     timings = [record for record in records(data) if Geometry(**record["shape"]) == geometry]
