@@ -162,7 +162,7 @@ def test_timings_that_are_not_text_are_reported(tmp_path):
     from alula.mismatch.plan.cost import load_cost
 
     (tmp_path / "noise").write_bytes(NOISE)
-    with pytest.raises(SettingError, match="timings file .*noise: not UTF-8"):
+    with pytest.raises(SettingError, match=r"timings file .*noise: not UTF-8"):
         load_cost(tmp_path / "noise", None)
 
 
