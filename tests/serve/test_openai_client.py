@@ -34,6 +34,7 @@ def reference():
 def test_models(client):
     (card,) = client.models.list().data
     assert (card.id, card.max_model_len, card.sparsity) == ("tiny", 2048, "dense")
+    assert card.created > 0
 
 
 @pytest.mark.parametrize("policy", [None, POLICY])

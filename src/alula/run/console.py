@@ -101,6 +101,8 @@ def describe(metrics: Mapping[str, float], width: int | None = None) -> str:
         ("tok/s", "speed/tokens_per_s", lambda value: f"{value:,.0f}"),
         ("rejected", "mismatch/rejected", lambda value: f"{value:.1%}"),
         ("tool failures", "environment/failed", lambda value: f"{value:.1%}"),
+        ("waiting for tools", "time/environment_mean", seconds),
+        ("given tokens", "environment/given_tokens", lambda value: f"{value:.0f}"),
     )
     words = [f"{name} {write(metrics[key])}" for name, key, write in shown if metrics.get(key) is not None]
     while width is not None and words and len(SEPARATOR.join(words)) > width:

@@ -1,6 +1,7 @@
 """The routes that control a server: health, models, metrics, pause, weights, memory, sessions."""
 
 import asyncio
+import time
 from typing import get_args
 
 from starlette.requests import Request as HTTPRequest
@@ -19,6 +20,7 @@ class Control:
 
     def __init__(self, service: Service) -> None:
         self.service, self.engine, self.thread = service, service.engine, service.thread
+        self.started = int(time.time())
 
     async def health(self, request: HTTPRequest) -> Response:
         healthy = self.thread.healthy and not self.service.draining
@@ -28,6 +30,7 @@ class Control:
         card = {
             "id": self.service.model,
             "object": "model",
+            "created": self.started,
             "owned_by": "alula",
             "max_model_len": self.engine.max_length,
             "sparsity": self.service.sparsity.describe(),
