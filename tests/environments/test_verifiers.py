@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import hypothesis  # noqa: F401 - its pytest plugin would import it at the end, beside verifiers' threads: CPython 3.11 fails
@@ -70,6 +71,16 @@ def test_an_episode_of_several_turns(uv):
     given_up = build()
     call(calls, given_up.reset, example, 0)
     call(calls, given_up.close)
+    calls.timeout = 0.2  # verifiers takes longer to start its chat program
+    late = build()
+    calls.start("reset", lambda: calls.resolve(late.reset(example, 0)))
+    while not (outcomes := calls.poll(wait=1)):
+        pass
+    assert outcomes[0].failure == "no answer within 0.2 s"
+    deadline = time.monotonic() + 20
+    while not late.episode.done():
+        assert time.monotonic() < deadline, "an episode that was given up goes on"
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

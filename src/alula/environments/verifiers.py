@@ -102,11 +102,11 @@ class VerifiersEpisode:
     async def _next(self) -> dict[str, Any] | None:
         """The next request of the harness; None if the episode has ended."""
         request = asyncio.create_task(self.requests.get())
-        await asyncio.wait({request, self.episode}, return_when=asyncio.FIRST_COMPLETED)
-        if request.done():
-            return request.result()
-        request.cancel()
-        return None
+        try:
+            await asyncio.wait({request, self.episode}, return_when=asyncio.FIRST_COMPLETED)
+            return request.result() if request.done() else None
+        finally:
+            request.cancel()
 
     def _errors(self) -> str:
         result = self.episode.result()
