@@ -21,6 +21,7 @@ from alula.config.load import load_config
 from alula.engine.rollout import Sampling
 from alula.errors import RunFailed, SettingError
 from alula.rollouts.job import Job
+from alula.rollouts.ray_rollouts import connect
 from alula.rollouts.worker_pool import WorkerPool
 from alula.sparsity.evict import METHODS
 from forked_ranks import run_on_nodes
@@ -253,6 +254,14 @@ def test_a_pool_of_odd_workers_ends_with_a_reason(cluster, monkeypatch, what, er
         assert len(pool.messages) >= (0 if what == "raises" else 2)
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nowhere.invalid:6379"])
+def test_an_address_where_nobody_answers(address):
+    began = time.monotonic()
+    with pytest.raises(SettingError, match=rf"rollouts\.address={address}: no Ray cluster answers"):
+        connect(address)
+    assert time.monotonic() < began + 30, "not after Ray's own minutes"
 
 
 def test_too_many_workers_for_the_cluster(cluster):

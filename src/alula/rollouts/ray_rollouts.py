@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -28,6 +29,8 @@ from alula.sparsity.policy import Sparsity
 
 WAIT = 0.5
 """Seconds between two looks for a stop signal."""
+REACHED = 20.0
+"""Seconds within which a cluster must accept a connection."""
 
 
 class RayRollouts(Rollouts):
@@ -67,16 +70,8 @@ class RayRollouts(Rollouts):
     def _start(self, config: RunConfig, longest: int) -> None:
         settings = config.rollouts
         if not ray.is_initialized():
-            address = settings.address or os.environ.get("RAY_ADDRESS")
             self.started_ray = True
-            starting: dict[str, Any] = {} if address else {"include_dashboard": False}
-            try:
-                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **starting)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise SettingError(
-                    f"rollouts.address={address}: no Ray cluster answers there ({error}); start one with "
-                    "`ray start --head`, or leave the address out to start one on this machine."
-                ) from error
+            connect(settings.address or os.environ.get("RAY_ADDRESS"))
         gpus = settings.gpus_per_worker
         if gpus is None:
             gpus = float(self.world.device.type == "cuda")
@@ -241,3 +236,18 @@ class RayRollouts(Rollouts):
             self.pool.close()
             if self.started_ray:
                 ray.shutdown()
+
+
+def connect(address: str | None) -> None:
+    """Join the cluster at `address`; without one that of this machine, or start one."""
+    starting: dict[str, Any] = {"include_dashboard": False} if address in (None, "", "local") else {}
+    try:
+        host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+        if port.isdigit():
+            socket.create_connection((host, int(port)), REACHED).close()  # Ray itself tries for minutes
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **starting)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SettingError(
+            f"rollouts.address={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, "
+            "or leave the address out to start one on this machine."
+        ) from error
