@@ -1,13 +1,14 @@
-"""Predictions of `alula estimate` against whole steps that were measured on one H200: a table of docs/scale-out.md.
+"""The tables of docs/scale-out.md: predictions of `alula estimate` against measured steps, and what Ray costs.
 
-    python benchmarks/steps.py docs/scale-out.md     # writes the table; without a file it prints it
+    python benchmarks/steps.py docs/scale-out.md     # writes the tables; without a file it prints them
 
 Needs no GPU. Raw rows are those of results/training-h200.json. Rows marked *reported* were stated in a report, without
 raw results (results/steps-h200.json says what of them is assumed); one whose raw row exists under `long` is left out.
 Rows marked *fit* compare with a fit to measured steps of SmolLM2-135M: rollouts 2.13 ms × longest answer + 5.2 ns ×
 tokens held, summed over steps; scoring and updates 6.1 µs a token.
 
-A second table compares with steps on a simulated cluster (results/cluster-steps.json).
+Further tables compare with steps on a simulated cluster (results/cluster-steps.json), and show what workers on Ray cost
+(results/ray-rollouts*.json).
 """
 
 import json
@@ -159,7 +160,43 @@ def cluster_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"steps": steps_table, "cluster": cluster_table}
+def ray_results() -> list[tuple[str, dict]]:
+    """Raw results of ray_rollouts.py, each with the name of its machine."""
+    found = [read("ray-rollouts.json"), read("ray-rollouts-h200.json")]
+    environments = [result["environment"] for result in found if result]
+    names = [next(iter(each["gpus"]), f"{each['cpus']} CPU cores").partition(",")[0] for each in environments]
+    return list(zip(names, found))
+
+
+def ray_steps_table() -> str:
+    lines = ["| | model | | local | one worker on Ray |", "|---|---|---|---:|---:|"]
+    for machine, result in ray_results():
+        local, remote = result["steps"]
+        model = local.get("model", "shape:tiny-llama").removeprefix("shape:")
+        for name, text in (("step", "a step"), ("rollout", "its rollouts"), ("weights", "weights to the engine")):
+            seconds = [f"{row[name]:.2f} s" if row[name] >= 0.005 else "–" for row in (local, remote)]
+            if seconds != ["–", "–"]:
+                lines.append(f"| {machine} | {model} | {text} | {' | '.join(seconds)} |")
+    return "\n".join(lines)
+
+
+def ray_weights_table() -> str:
+    head = ("", "weights", "put into the store", "pulled and copied by a worker", "a plain copy")
+    lines = [f"| {' | '.join(head)} |", "|---|---:|---:|---:|---:|"]
+    for machine, result in ray_results():
+        for row in result["weights"]:
+            model = f", {row['weights'].removeprefix('shape:')}" if str(row["weights"]).startswith("shape:") else ""
+            seconds = " | ".join(f"{row[name]:.2f} s" for name in ("put_s", "take_s", "copy_s"))
+            lines.append(f"| {machine} | {row['bytes'] / 1e9:.2f} GB{model} | {seconds} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "steps": steps_table,
+    "cluster": cluster_table,
+    "Ray's steps": ray_steps_table,
+    "Ray's weights": ray_weights_table,
+}
 
 
 def main() -> None:
