@@ -116,6 +116,7 @@ def test_the_coding_recipe_has_the_settings_of_the_paper():
     assert (config.data.source, config.sampling.max_new_tokens, config.learner.lr) == ("taco", 24000, 5e-7)
     assert config.steps * config.sampling.prompts == pytest.approx(21000, rel=0.002)
     assert [source.source for source in config.eval.data] == ["livecodebench", "humaneval+", "mbpp+"]
+    assert config.eval.size >= 1055, "all problems of every set"
     assert config.sparsity == mathematics.sparsity, "the schedule is that of mathematics"
     assert config.objective == mathematics.objective
 
