@@ -171,6 +171,8 @@ def ray_results() -> list[tuple[str, dict]]:
 def ray_steps_table() -> str:
     lines = ["| | model | | local | one worker on Ray |", "|---|---|---|---:|---:|"]
     for machine, result in ray_results():
+        if len(result["steps"]) < 2:  # stopped before the run with a worker
+            continue
         local, remote = result["steps"]
         model = local.get("model", "shape:tiny-llama").removeprefix("shape:")
         for name, text in (("step", "a step"), ("rollout", "its rollouts"), ("weights", "weights to the engine")):
@@ -186,7 +188,8 @@ def ray_weights_table() -> str:
     for machine, result in ray_results():
         for row in result["weights"]:
             model = f", {row['weights'].removeprefix('shape:')}" if str(row["weights"]).startswith("shape:") else ""
-            seconds = " | ".join(f"{row[name]:.2f} s" for name in ("put_s", "take_s", "copy_s"))
+            times = (row[name] for name in ("put_s", "take_s", "copy_s"))
+            seconds = " | ".join(f"{each:.2f} s" if each >= 0.01 else f"{1e3 * each:.1f} ms" for each in times)
             lines.append(f"| {machine} | {row['bytes'] / 1e9:.2f} GB{model} | {seconds} |")
     return "\n".join(lines)
 
