@@ -25,8 +25,8 @@ from alula.rollouts.ray_rollouts import connect
 from alula.rollouts.worker_pool import WorkerPool
 from alula.sparsity.evict import METHODS
 from forked_ranks import run_on_nodes
-from hostile_programs import below
 from odd_worker import OddWorker
+from processes import descendants
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_run_on_workers_equals_the_local_one(cluster, local, tmp_path, name, w
 
 
 def rollout_processes():
-    return [pid for pid in below(os.getpid()) if b"RolloutWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in descendants(os.getpid()) if b"RolloutWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def add_node(cluster):
@@ -129,7 +129,7 @@ def add_node(cluster):
 def remove_node(cluster):
     """A node with all that runs on it, at once: by themselves, its workers would answer for a while."""
     node = next(iter(cluster.worker_nodes))
-    processes = below(node.all_processes["raylet"][0].process.pid)
+    processes = descendants(node.all_processes["raylet"][0].process.pid)
     cluster.remove_node(node, allow_graceful=False)
     for pid in processes:
         with suppress(ProcessLookupError):
