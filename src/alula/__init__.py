@@ -1,11 +1,6 @@
 """Alula: reinforcement learning of reasoning LLMs with sparse rollouts."""
 
-import os
 from typing import TYPE_CHECKING, Any
-
-# Read when torch is loaded. Threads that wait for each other then sleep instead of spinning, which on cores with other
-# work makes two threads many times slower than one. The number of threads, and so every result, stays the same.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 

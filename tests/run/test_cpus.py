@@ -1,8 +1,6 @@
 """Cores that a process may use."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,13 +54,3 @@ def test_threads_follow_omp_then_the_record_then_the_size_of_the_model(monkeypat
         assert threads_for(SMALL_MODEL) == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads_for(1, recorded=3) == 2
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, expected):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    if given:
-        environment["OMP_WAIT_POLICY"] = given
-    code = "import alula, os, sys; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
-    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert printed.stdout.strip() == expected
