@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 
 import ray_ranks_worker
@@ -28,7 +29,6 @@ from forked_ranks import run_on_nodes
 from odd_worker import OddWorker
 from processes import descendants
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "src" / "alula" / "recipes"
