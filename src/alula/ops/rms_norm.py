@@ -67,7 +67,7 @@ def _add_norm(
 
 @triton.jit
 def inverse_rms(x, SIZE: tl.constexpr, EPSILON: tl.constexpr):
-    """Of one vector of SIZE values, padded with zeros."""
+    """Norm of one vector of SIZE values, padded with zeros."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + EPSILON)
 

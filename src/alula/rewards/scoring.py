@@ -114,7 +114,7 @@ class Rewards:
         return lambda: self._sum(answers, outcomes.result() if outcomes else [])
 
     def _jobs(self, answers: Answers) -> list[Job]:
-        """Of every reward that runs in the workers."""
+        """Jobs of every reward that runs in the workers."""
         pairs = list(zip(answers.completions, answers.examples))
         return [(grader, c, e) for grader in range(len(self._remote)) for c, e in pairs]
 
