@@ -194,7 +194,7 @@ def check(seen: list[dict[str, Any]], device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["weights", "steps"])
+    parser.add_argument("--only", choices=["weights", "steps"], help="the other part stays as --out has it")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=30, help="more than three, which warm up")
     parser.add_argument("--repeat", type=int, default=5)
@@ -209,7 +209,8 @@ def main() -> None:
     if given.only != "weights":
         settings, cuda = [*SETTINGS[given.device], *given.settings], given.device == "cuda"
         parts["steps"] = steps(given.steps, given.device, given.colocated or cuda, settings)
-    result: dict[str, Any] = {"environment": environment()}
+    before = json.loads(given.out.read_text()) if given.only and given.out and given.out.exists() else {}
+    result: dict[str, Any] = before | {"environment": environment()}
     for name, rows in parts.items():
         result[name] = []
         for row in rows:
