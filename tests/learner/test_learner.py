@@ -378,7 +378,7 @@ def test_lora_trains_adapters_only_and_merges_into_plain_weights(shape):
 def test_one_compiled_layer_serves_all_layers_and_micro_batches(monkeypatch):
     """Attention is one opaque operation on CUDA; here a traceable stand-in, since the CPU's loop is not."""
 
-    def stand_in(query, key, value, cu_seqlens, max_seqlen, scaling, window=None):
+    def stand_in(query, key, value, cu_seqlens, max_seqlen, scaling, window=None, one_by_one=None):
         return query * key.mean() * scaling + value.mean() + cu_seqlens.sum() * 0
 
     monkeypatch.setattr("alula.learner.forward.packed_attention", stand_in)

@@ -13,9 +13,9 @@ def test_every_layer_attends_packed_and_no_mask_is_built(tiny, monkeypatch):
     other = share_weights(tiny.model)
     calls = []
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         calls.append(arguments[3].tolist())
-        return real(*arguments)
+        return real(*arguments, **options)
 
     real = attention.packed_attention
     monkeypatch.setattr(attention, "packed_attention", counted)

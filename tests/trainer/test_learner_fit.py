@@ -74,6 +74,7 @@ def test_the_first_that_fits_is_chosen(tmp_path):
         result = choose(LearnerSettings(**given), plan, int((fixed + room) / USABLE) + 2)
         return result["activation_checkpointing"], result["token_budget"]
 
+    assert chosen(10**15) == (False, 65536)
     assert chosen(2000 * 16384) == (False, 16384)
     assert chosen(2000 * 16384 - 100) == (False, 8192)
     assert chosen(2000 * 5000) == (False, 4096), "the longest sequence is a micro-batch by itself"
@@ -92,10 +93,10 @@ def test_the_choice_is_recorded_and_kept_by_a_resume(tmp_path, monkeypatch):
     memory = [10**12]
     monkeypatch.setattr(learner_fit, "available", lambda device: memory[0])
     fitted = fit_learner(config, GPU, False, None)
-    assert (fitted.learner.activation_checkpointing, fitted.learner.token_budget) == (False, 16384)
+    assert (fitted.learner.activation_checkpointing, fitted.learner.token_budget) == (False, 65536)
     assert fitted.learner.lr == 0.1
     path = tmp_path / learner_fit.FILE
-    assert json.loads(path.read_text()) == {"activation_checkpointing": False, "token_budget": 16384}
+    assert json.loads(path.read_text()) == {"activation_checkpointing": False, "token_budget": 65536}
     memory[0] = 0
     assert fit_learner(config, GPU, True, None) == fitted
     given = toy.toy(tmp_path, "learner={lr: 0.1, token_budget: 77}")

@@ -279,8 +279,8 @@ class LearnerSettings(Section):
     max_skipped: Count = 5
     """The run stops after this many updates in a row with a loss or gradient that is not finite."""
     token_budget: Count | None = None
-    """Tokens per micro-batch, prompts included; a longer sequence is a micro-batch by itself. By default 16384, or less
-    where a GPU's memory demands it."""
+    """Tokens per micro-batch, prompts included; a longer sequence is a micro-batch by itself. By default 16384; on a
+    GPU what its memory allows, 4096 to 65536."""
     logprob_chunk: Count = 2048
     """Positions whose logits are in memory at the same time."""
     activation_checkpointing: bool | None = None

@@ -43,6 +43,8 @@ class PrefillContext:
     cache: KVCache
     cu_seqlens: Tensor
     max_seqlen: int
+    one_by_one: Tensor | None = None
+    """boundaries on the CPU, if the sequences should be attended one by one"""
     page: Tensor | None = None
     slot: Tensor | None = None
     """int64 [T] each: page and slot of every token; None if nothing is cached"""
@@ -73,7 +75,7 @@ class PrefillContext:
             for i, (q, k) in enumerate(zip(query.split(self.lengths), key.split(lengths_k))):
                 if self.attention_sums[i] is not None:
                     self.add_attention(layer, i, attention_received(q, k, scaling))
-        bounds = (self.cu_seqlens_k, self.max_seqlen_k)
+        bounds = (self.cu_seqlens_k, self.max_seqlen_k, self.one_by_one)
         return packed_attention(query, key, value, self.cu_seqlens, self.max_seqlen, scaling, None, *bounds)
 
     def keep_queries(self, layer: int, query: Tensor) -> None:

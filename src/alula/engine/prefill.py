@@ -14,6 +14,7 @@ from alula.engine.model_runner import ModelRunner
 from alula.engine.schedule_plan import Prefill, Start
 from alula.engine.sequence import Prefilled, PrefillOutput, Sequence
 from alula.ops.sample import proposal_logits, sample
+from alula.ops.sequence_attention import one_by_one
 
 
 @dataclass
@@ -29,7 +30,9 @@ class FirstTokens:
 @torch.inference_mode()
 def forward_packed(runner: ModelRunner, sequences: list[list[int]]) -> Tensor:
     """Dense hidden states of complete sequences, packed; nothing is cached."""
-    context = PrefillContext(runner.cache, *boundaries([len(s) for s in sequences], runner.device))
+    lengths, cache = [len(s) for s in sequences], runner.cache
+    alone = one_by_one(lengths, cache.geometry.head_dim, cache.dtype, cache.device)
+    context = PrefillContext(cache, *boundaries(lengths, cache.device), alone)
     return runner.forward(*packed(sequences, runner.device), context)
 
 
@@ -114,6 +117,8 @@ def cache_spans(cache: KVCache, spans: list[KVSpan]) -> dict[str, Any]:
             "max_seqlen_k": longest_k,
             "key_lengths": stops,
         }
+    else:
+        arguments["one_by_one"] = one_by_one(lengths, cache.geometry.head_dim, cache.dtype, device)
     return arguments
 
 

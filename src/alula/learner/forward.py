@@ -16,7 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alula.errors import SettingError, require
 from alula.learner.logprobs import chunked_logprobs
 from alula.learner.packing import Packed
+from alula.models.geometry import head_dim
 from alula.ops.packed_attention import packed_attention
+from alula.ops.sequence_attention import one_by_one
 
 
 class Policy(nn.Module):
@@ -52,6 +54,7 @@ def hidden_states(model: PreTrainedModel, batch: Packed, **options: Any) -> Tens
         use_cache=False,
         cu_seqlens=batch.cu_seqlens,
         max_seqlen=batch.max_seqlen,
+        one_by_one=one_by_one(batch.lengths, head_dim(model.config), model.dtype, batch.cu_seqlens.device),
         **options,
     ).last_hidden_state[0, batch.targets]
 
@@ -68,6 +71,7 @@ def attend(
     *,
     cu_seqlens: Tensor,
     max_seqlen: int,
+    one_by_one: Tensor | None,
     scaling: float,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -80,7 +84,8 @@ def attend(
             "model's configuration."
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q, k, v, cu_seqlens, max_seqlen, scaling, sliding_window)[None], None
+    out = packed_attention(q, k, v, cu_seqlens, max_seqlen, scaling, sliding_window, one_by_one=one_by_one)
+    return out[None], None
 
 
 AttentionInterface.register(NAME, attend)

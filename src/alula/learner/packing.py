@@ -41,6 +41,8 @@ class Packed:
     """int64 [1, T]: starts at 0 in every sequence."""
     cu_seqlens: Tensor
     """int32 [sequences + 1]: boundaries."""
+    lengths: list[int]
+    """Tokens of each sequence."""
     max_seqlen: int
     targets: Tensor
     """int64 [N]: positions in [0, T) whose next token is a sampled response token."""
@@ -119,8 +121,11 @@ def collate(sequences: Sequence[Tokens], index: Sequence[int], device: torch.dev
     input_ids, target_positions = torch.tensor(ids), torch.cat(targets)
     rows = torch.repeat_interleave(torch.arange(len(response_lengths)), torch.tensor(response_lengths))
     target_ids = input_ids[target_positions + 1]
+    lengths = [end - start for start, end in pairwise(boundaries)]
 
     def on_device(tensor: Tensor) -> Tensor:
+        if torch.device(device).type == "cuda":
+            tensor = tensor.pin_memory()  # a copy from other memory waits for all that the GPU has to do
         return tensor.to(device, non_blocking=True)
 
     return Packed(
@@ -128,7 +133,8 @@ def collate(sequences: Sequence[Tokens], index: Sequence[int], device: torch.dev
         input_ids=on_device(input_ids[None]),
         position_ids=on_device(torch.cat(positions)[None]),
         cu_seqlens=on_device(torch.tensor(boundaries, dtype=torch.int32)),
-        max_seqlen=max(end - start for start, end in pairwise(boundaries)),
+        lengths=lengths,
+        max_seqlen=max(lengths),
         targets=on_device(target_positions),
         target_ids=on_device(target_ids),
         sequence=on_device(rows),

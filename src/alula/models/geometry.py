@@ -28,7 +28,7 @@ class Geometry:
             layers=config.num_hidden_layers,
             query_heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=head_dim(config),
             value_bytes=next(model.parameters()).dtype.itemsize,
             kv_dtype=kv_dtype,
         )
@@ -53,6 +53,12 @@ class Geometry:
     def attention_width(self) -> int:
         """Values of one token's queries in one layer, over all heads."""
         return self.query_heads * self.head_dim
+
+
+def head_dim(config: Any) -> int:
+    """Width of a head, from a model's configuration."""
+    config = config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def attention_scaling(model: Any) -> float:

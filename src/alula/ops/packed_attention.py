@@ -1,7 +1,8 @@
 """Causal attention over sequences packed one after another, without padding and without a mask.
 
-Flash attention (varlen) on CUDA in half precision; scaled-dot-product attention per sequence elsewhere. Both have a
-backward pass. Keys and values may have fewer heads than queries.
+On CUDA in half precision: flash attention's packed kernel, or cuDNN's one launch per sequence where they are long;
+scaled-dot-product attention per sequence elsewhere. All have a backward pass. Keys and values may have fewer heads than
+queries.
 """
 
 import inspect
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+from alula.ops.sequence_attention import sequence_attention
 
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """torch 2.11 groups heads by default; later versions need the argument."""
@@ -26,18 +29,22 @@ def packed_attention(
     window: int | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
+    one_by_one: Tensor | None = None,
 ) -> Tensor:
     """softmax(scaling · q kᵀ) v of every token over its own sequence up to itself.
 
     query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D]; `cu_seqlens` int32 [sequences + 1] are the
     boundaries, `max_seqlen` the longest. `window` lets a query see only its last `window` tokens, itself
     included (Mistral's sliding window). Keys may be longer: with boundaries of their own, `cu_seqlens_k`, the queries
-    are the last tokens of their sequence.
+    are the last tokens of their sequence. `one_by_one` are the boundaries on the CPU if the sequences should be
+    attended one by one (`alula.ops.sequence_attention`).
     """
     if cu_seqlens_k is None or max_seqlen_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     if window is not None and window >= max_seqlen_k:
         window = None
+    if one_by_one is not None and window is None:
+        return sequence_attention(query, key, value, one_by_one, scaling)[0]
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
         options: dict[str, Any] = {
             "scale": scaling,
