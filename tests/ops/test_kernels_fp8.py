@@ -142,7 +142,7 @@ def test_append_quantises(selector, dtype, kernels):
 @pytest.mark.parametrize("lists", [1, 2], ids=["one list", "a list per head"])
 def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, kernels, monkeypatch):
     """In float32 bit for bit: a power of two changes no digit. Bytes that no row holds are NaN."""
-    monkeypatch.setattr(attention_module, "piece_length", lambda row_heads: 32)
+    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (32, 40))
     page, width = 4, 20
     table = torch.stack([tables(3, width, seed=h) for h in range(lists)], 1)
     tokens = ints([[70], [33], [5]]).expand(3, lists).contiguous()

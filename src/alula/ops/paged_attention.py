@@ -2,8 +2,8 @@
 
 `table[b, h, i]` is the i-th page that KV head h of row b reads, `tokens[b, h]` the number of tokens in those pages. A
 middle dimension of 1 serves all heads (dense), one of `kv_heads` gives each head its own list (selection). Both
-implementations reduce over pieces of the context whose length depends on the number of rows and heads only, so a row's
-result is independent of the other rows' lengths.
+implementations reduce over pieces of the context. Their length depends on the number of rows and heads and on the row's
+own length only, so a row's result is independent of the other rows' lengths.
 """
 
 import torch
@@ -94,9 +94,10 @@ def paged_attention_triton(
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
-    piece = piece_length(batch * kv_heads)
+    piece, whole = piece_lengths(batch * kv_heads)
     stages = pipeline_stages(piece, dim * keys.dtype.itemsize)
-    splits = triton.cdiv(most_tokens, piece)
+    small = piece == LONGEST_PIECE and dim * keys.dtype.itemsize <= 128
+    splits = 1 if most_tokens <= whole else triton.cdiv(most_tokens, piece)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     if splits == 1:  # merging one piece would change no bit of it
@@ -108,7 +109,7 @@ def paged_attention_triton(
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
     if scales is not None:
-        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece, stages)
+        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece, whole, stages)
     else:
         _split[(batch, kv_heads, splits)](
             q,
@@ -132,10 +133,12 @@ def paged_attention_triton(
             DIM_POW2=dim_pow2,
             PAGE=page,
             BLOCK_M=max(16, triton.next_power_of_2(group)),
-            BLOCK_N=64,
+            # programs of many narrow heads are small: more of them run at once, and the last wave is shorter
+            BLOCK_N=32 if small else 64,
             PIECE=piece,
+            WHOLE=whole,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=2,
+            num_warps=1 if small else 2,
             num_stages=stages,
         )
     if splits > 1:
@@ -153,22 +156,24 @@ def paged_attention_triton(
             DIM=dim,
             DIM_POW2=dim_pow2,
             PIECE=piece,
+            WHOLE=whole,
             BLOCK_S=together,
             num_warps=2 if together == 16 else 4,
         )
     return out, lse
 
 
-def piece_length(row_heads: int) -> int:
-    """Tokens reduced by one program before the results of all pieces are merged. Few rows need short pieces to occupy
-    the device; with many rows whole contexts do, and merging only costs."""
-    return min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
+def piece_lengths(row_heads: int) -> tuple[int, int]:
+    """Tokens reduced by one program before the results of all pieces are merged; the length up to which a context is one
+    piece. Few rows need short pieces to occupy the device; with many rows whole contexts do, and merging costs."""
+    piece = min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
+    return piece, LONGEST_PIECE if row_heads >= SHORTEST_PIECE else SHORTEST_PIECE
 
 
 def pipeline_stages(piece: int, vector_bytes: int) -> int:
     """Five hold two tiles of KV, since the page numbers take stages too: one is read while another is computed. Three
     hold one, and leave room for more programs, which hide each other's latency where there are enough of them."""
-    return 5 if piece <= 256 and vector_bytes <= 256 else 3  # 72 KiB of shared memory at most
+    return 5 if piece * vector_bytes <= 65536 and vector_bytes <= 256 else 3  # 72 KiB of shared memory at most
 
 
 @triton.jit
@@ -196,13 +201,15 @@ def _split(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
-    start = split * PIECE
+    piece = tl.where(count <= WHOLE, WHOLE, PIECE)
+    start = split * piece
     if start < count:
-        end = tl.minimum(start + PIECE, count)
+        end = tl.minimum(start + piece, count)
         g = tl.arange(0, BLOCK_M)
         d = tl.arange(0, DIM_POW2)
         in_dim = d < DIM
@@ -254,11 +261,12 @@ def _merge(
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
     PIECE: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     row, q_head = tl.program_id(0), tl.program_id(1)
     count = tl.load(tokens + row * tokens_row + (q_head // GROUP) * tokens_head)
-    used = tl.cdiv(count, PIECE)
+    used = tl.cdiv(count, tl.where(count <= WHOLE, WHOLE, PIECE))
     line = (row * tl.num_programs(1) + q_head).to(tl.int64)
     d = tl.arange(0, DIM_POW2)
     top = float("-inf")

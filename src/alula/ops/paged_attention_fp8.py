@@ -28,9 +28,11 @@ def split_fp8(
     part_lse: Tensor,
     scaling: float,
     piece: int,
+    whole: int,
     stages: int,
 ) -> None:
-    """Attention over pieces of `piece` tokens: part [B, Hq, splits, D] and part_lse fp32 [B, Hq, splits]."""
+    """Attention over pieces of `piece` tokens, contexts up to `whole` in one: part [B, Hq, splits, D] and part_lse fp32
+    [B, Hq, splits]."""
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group, splits = q_heads // kv_heads, part.shape[2]
@@ -60,6 +62,7 @@ def split_fp8(
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=64,
         PIECE=piece,
+        WHOLE=whole,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         HEADROOM=HEADROOM,
         FACTOR=tl.float32 if q.dtype == torch.float32 else tl.float16,
@@ -71,6 +74,14 @@ def split_fp8(
 @triton.jit
 def _e4m3(code, FACTOR: tl.constexpr):
     return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(FACTOR)
+
+
+@triton.jit
+def _places(pages, t, end, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
+    """Slots of tokens `t` among all of the pool's for this head, and which of them are in the piece."""
+    valid = t < end
+    page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
+    return (page * HEADS + head) * PAGE + t % PAGE, valid
 
 
 @triton.jit
@@ -100,15 +111,17 @@ def _split_fp8(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
+    WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADROOM: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
-    start = split * PIECE
+    piece = tl.where(count <= WHOLE, WHOLE, PIECE)
+    start = split * piece
     if start < count:
-        end = tl.minimum(start + PIECE, count)
+        end = tl.minimum(start + piece, count)
         g = tl.arange(0, BLOCK_M)
         d = tl.arange(0, 2 * HALF)
         h = tl.arange(0, HALF)
@@ -128,20 +141,23 @@ def _split_fp8(
         even = tl.zeros([BLOCK_M, HALF], tl.float32)
         odd = tl.zeros([BLOCK_M, HALF], tl.float32)
         pages = table + row * table_row + head * table_head
+        next_place, next_valid = _places(pages, start + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
+        next_key_scale = tl.load(scales + next_place, mask=next_valid, other=0)
+        next_scale = tl.load(scales + value_scales + next_place, mask=next_valid, other=0)
         for first in range(start, end, BLOCK_N):
-            t = first + tl.arange(0, BLOCK_N)
-            valid = t < end
-            page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
-            place = (page * HEADS + head) * PAGE + t % PAGE
+            key_scale, scale = next_key_scale, next_scale.to(tl.int32)
+            next_place, next_valid = _places(pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
+            next_key_scale = tl.load(scales + next_place, mask=next_valid, other=0)
+            next_scale = tl.load(scales + value_scales + next_place, mask=next_valid, other=0)
+            place, valid = _places(pages, first + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
             key = tl.load(keys + (place * DIM)[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
             logits = tl.dot(query, key.to(FACTOR), input_precision=PRECISION) * query_scale[:, None]
-            logits *= power_of_two_triton(tl.load(scales + place, mask=valid, other=0))[None, :]
+            logits *= power_of_two_triton(key_scale)[None, :]
             logits = tl.where(valid[None, :], logits, float("-inf"))
             peak = tl.maximum(top, tl.max(logits, 1))
             weights = tl.exp2(logits - peak[:, None])
             rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(weights, 1)
-            scale = tl.load(scales + value_scales + place, mask=valid, other=0).to(tl.int32)
             most = tl.maximum(tl.max(scale, 0), HEADROOM + 1)
             below = tl.maximum(scale - most + 127 + HEADROOM, 0)
             weights = (weights * power_of_two_triton(below)[None, :]).to(FACTOR)
