@@ -93,7 +93,7 @@ class Step:
             held = prompt + done + self.engine.lookahead
             if policy.evict is not None and isinstance(policy.evict.budget, int):
                 held = min(held, max(prompt, policy.evict.budget + policy.evict.buffer))
-            rows = 1 + max((i for i, n in enumerate(self.workload.lengths) if n > done), default=0)
+            rows = max(1, sum(n > done for n in self.workload.lengths))
             for running in {rows, min(rows, max(1, pool // held))}:  # all that are left, or those that the pool holds
                 wanted.add((runner.bucket_for(running), runner.padded_kv_len(held)))
         with torch.inference_mode():

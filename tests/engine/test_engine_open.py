@@ -1,6 +1,7 @@
 """The open engine: requests of any kind at any time, pauses, weight updates, shared prefixes, bounded host memory."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -41,6 +42,54 @@ def engine_of(loaded, **options):
 def same(rollout, expected):
     assert rollout.token_ids == expected.token_ids
     assert torch.equal(rollout.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("policy", [None, RKV, H2O, BLOCK, BOTH], ids=["dense", "rkv", "h2o", "block-topk", "both"])
+def test_rollouts_that_change_their_row_stay_what_they_are(loaded, policy):
+    """The last row's rollout is the longest; it moves each time a smaller batch holds all that are left."""
+    engine, sizes = engine_of(loaded, buckets=(1, 2, 4, 8)), []
+    step = engine.runner.step
+    engine.runner.step = lambda state, bucket, longest: sizes.append(bucket) or step(state, bucket, longest)
+    samplings = [
+        Sampling(max_new_tokens=n, ignore_eos=True, temperature=t) for n, t in zip(range(6, 62, 7), (1, 0.7) * 4)
+    ]
+    requests = [engine.requests([PROMPTS[i % 3]], s, policy, indices=[i])[0] for i, s in enumerate(samplings)]
+    done = {rollout.prompt_index: rollout for rollout in engine.stream(requests)}
+    assert sorted(set(sizes), reverse=True) == [8, 4, 2, 1]
+    assert sizes == sorted(sizes, reverse=True)
+    for i, sampling in enumerate(samplings):
+        alone = engine_of(loaded).generate([PROMPTS[i % 3]], sampling, policy, indices=[i])[0]
+        assert done[i].token_ids == alone.token_ids
+        torch.testing.assert_close(done[i].logprobs, alone.logprobs, atol=1e-5, rtol=0)
+
+
+def test_no_garbage_is_collected_within_a_step(loaded):
+    engine, phases = engine_of(loaded), []
+    request = engine.requests([PROMPTS[0]], SAMPLING)[0]
+    engine.submit(request)
+    before, limits = gc.isenabled(), gc.get_threshold()
+    notice = lambda phase, info: phases.append(phase)  # noqa: E731
+    try:
+        gc.set_threshold(1)
+        gc.callbacks.append(notice)
+        launch = engine._launch
+
+        def watched():
+            phases.clear()
+            launches = launch()
+            assert not phases
+            return launches
+
+        engine._launch = watched
+        engine.step()
+        assert gc.isenabled() == before
+        engine._launch = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        assert gc.isenabled() == before
+    finally:
+        gc.callbacks.remove(notice)
+        gc.set_threshold(*limits)
 
 
 def test_requests_of_every_kind_at_any_time_are_as_alone(loaded):

@@ -59,6 +59,7 @@ def test_pages_are_conserved_and_all_sequences_finish(data):
         ahead=data.draw(st.integers(0, 1)),
         prefill_tokens=data.draw(st.sampled_from([1, 20, 1000])),
         host=data.draw(st.sampled_from([0, 5, 20, 10**6])),
+        buckets=data.draw(st.sampled_from([(), (1, 2, 3, 4, 6), (2, 6)])),
     )
     simulation.run(data.draw(st.lists(arrivals(page), min_size=1, max_size=6)))
 
@@ -73,6 +74,16 @@ def test_dense_sequences_are_swapped_out_and_come_back():
         simulation.run([Arrival(0, 8, 30, [30, 30, 30, 9], DENSE), Arrival(2, 5, 30, [30, 30], DENSE)])
         assert simulation.swaps > 0
         assert simulation.rejected == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_long_rollouts_in_high_rows_move_down(ahead):
+    simulation = Simulation(pages=200, page=2, rows=8, lookahead=4, ahead=ahead, buckets=(1, 2, 4, 8))
+    simulation.run([Arrival(0, 8, 60, [8, 8, 8, 24, 8, 24, 8, 60], DENSE)])
+    assert simulation.moves == 3, "the sixth and the last once four rows hold all, the last again when it is alone"
+    simulation = Simulation(pages=200, page=2, rows=8, lookahead=4, ahead=ahead)
+    simulation.run([Arrival(0, 8, 60, [8, 8, 8, 24, 8, 24, 8, 60], DENSE)])
+    assert simulation.moves == 0, "nothing is padded"
 
 
 def test_the_last_sequence_frees_the_pages_of_a_waiting_prompt():

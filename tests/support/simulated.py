@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.rollout import Sampling
-from alula.engine.schedule_plan import Chunk, SwapOut
+from alula.engine.schedule_plan import Chunk, Move, SwapOut, padded_rows
 from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import Request, Sequence, kind_of
 from alula.errors import SettingError
@@ -48,9 +48,11 @@ class Life:
 
 
 class Simulation:
-    def __init__(self, *, pages: int, page: int, rows: int, lookahead: int, ahead: int, prefill_tokens=64, host=10**6):
+    def __init__(
+        self, *, pages: int, page: int, rows: int, lookahead: int, ahead: int, prefill_tokens=64, host=10**6, buckets=()
+    ):
         self.pool = BlockManager(pages)
-        self.page, self.ahead = page, ahead
+        self.page, self.ahead, self.buckets = page, ahead, buckets
         self.scheduler = Scheduler(
             self.pool,
             page=page,
@@ -58,13 +60,16 @@ class Simulation:
             width=self.pool.usable,
             lookahead=lookahead,
             prefill_tokens=prefill_tokens,
+            buckets=buckets,
             swap_bytes=lambda sequence: len(sequence.pages),
             swap_memory=host,
         )
         self.slots = [[None] * page for _ in range(pages)]
+        self.rows: dict[tuple, Sequence] = {}
+        """Whose state each row of each kind holds."""
         self.lives: dict[Sequence, Life] = {}
         self.order_started: list[tuple[int, int]] = []
-        self.rejected = self.swaps = self.evictions = self.launches = self.hits = 0
+        self.rejected = self.swaps = self.evictions = self.launches = self.hits = self.moves = 0
 
     def run(self, arrivals: list[Arrival]) -> None:
         waiting = deque(sorted(arrivals, key=lambda a: a.at))
@@ -97,6 +102,7 @@ class Simulation:
                 if start.copy:
                     self.slots[start.copy[1]] = list(self.slots[start.copy[0]])
                 life = self.lives[start.sequence]
+                self.rows[life.sequence.request.kind, life.sequence.row] = life.sequence
                 life.content, life.written = self.prompt_labels(start.sequence.request), 0
                 assert not scheduler.swapped, "no new sequence starts while a swapped one waits"
                 if not start.sequence.attempt:
@@ -104,6 +110,7 @@ class Simulation:
             plan = scheduler.plan()
             self.check_pages()
             self.swap_out(plan.swap_out)
+            self.move(plan.moves)
             launched += [self.launch(chunk) for chunk in plan.chunks]
             left = self.ahead * (len(plan.chunks) or min(1, len(admission.prefill)))
             while len(launched) > left:
@@ -179,8 +186,16 @@ class Simulation:
     def read(self, pages: list[int], count: int) -> list:
         return [self.slots[pages[i // self.page]][i % self.page] for i in range(count)]
 
+    def move(self, moves: list[Move]) -> None:
+        for move in moves:
+            kind = move.sequence.request.kind
+            assert self.rows[kind, move.source] is move.sequence
+            self.rows[kind, move.target] = move.sequence
+            self.moves += 1
+
     def restore(self, life: Life) -> None:
         assert life.saved is not None
+        self.rows[life.sequence.request.kind, life.sequence.row] = life.sequence
         self.write(life.sequence.pages, 0, life.saved[: life.sequence.kv_len])
         life.saved = life.sequence.saved = None
 
@@ -196,6 +211,9 @@ class Simulation:
         kv_len, left = chunk.kv_len.tolist(), chunk.remaining.tolist()
         tables = {part.row: chunk.table[part.row].tolist() for part in chunk.parts}
         assert len(tables) == len(chunk.parts)
+        assert all(self.rows[chunk.kind, part.row] is part.sequence for part in chunk.parts), "another's state"
+        if self.buckets:
+            assert padded_rows(1 + max(tables), self.buckets) == padded_rows(len(tables), self.buckets), "gaps"
         for step in range(chunk.steps):
             for event in (e for e in chunk.events if e.step == step):
                 self.evict(event, tables, kv_len)

@@ -116,7 +116,7 @@ class Engine(EngineCore):
             width=self.max_length // page,
             lookahead=self.lookahead,
             prefill_tokens=prefill_tokens,
-            pinned=len(runner.buckets) == 1,
+            buckets=runner.buckets,
             swap_bytes=lambda s: host_bytes(s, geometry, page, dtype.itemsize, cuda),
             swap_memory=default_swap_memory() if swap_memory is None else parse_bytes(swap_memory, "swap_memory"),
         )

@@ -1,5 +1,6 @@
 """The open engine: requests come at any time, their rollouts go out as they finish."""
 
+import gc
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,7 @@ from alula.engine.rollout import Prompt, Rollout, Sampling
 from alula.engine.schedule_plan import Prefill
 from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import BatchKind, Request, Sequence, kind_of
-from alula.engine.swapping import park, restore, swap_out
+from alula.engine.swapping import move_rows, park, restore, swap_out
 from alula.errors import require
 from alula.sparsity.evict import needs_queries
 from alula.sparsity.evict.query_statistics import QueryStatistics
@@ -161,9 +162,10 @@ class EngineCore:
         self._sweep_aborted()
         if not self.paused:
             self._close_expired_sessions()
-            with self._drop_all_on_failure():
-                launches = self._launch()
-            self._collect(self._in_flight * launches)
+            with no_garbage_collection():
+                with self._drop_all_on_failure():
+                    launches = self._launch()
+                self._collect(self._in_flight * launches)
         return bool(self._live)
 
     def _launch(self) -> int:
@@ -186,6 +188,8 @@ class EngineCore:
         plan = scheduler.plan()
         for out in plan.swap_out:
             swap_out(runner, out)
+        if plan.moves:
+            move_rows(runner, plan.moves)
         for extension in plan.extensions:
             self._launched.append(extend(runner, extension, version))
         for chunk in plan.chunks:
@@ -437,3 +441,16 @@ class EngineCore:
             yield
         finally:
             self.wake()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """The engine makes no cyclic garbage, but many objects: they would start collections of all objects in the process,
+    half a second each once models are compiled, while the device waits."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

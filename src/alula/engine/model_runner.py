@@ -16,7 +16,7 @@ from alula.engine.eviction import compile_eviction, evict, upload_tables
 from alula.engine.fused_decoder import FusedDecoder, fusible
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
-from alula.engine.schedule_plan import Chunk, EvictionEvent
+from alula.engine.schedule_plan import Chunk, EvictionEvent, padded_rows
 from alula.engine.sequence import BatchKind, Sequence, Teacher
 from alula.engine.virtual_memory import ReleasableBuffers
 from alula.models.load import lm_logits
@@ -170,7 +170,7 @@ class ModelRunner:
 
     def bucket_for(self, rows: int) -> int:
         """The padded batch size for this many rows."""
-        return next((b for b in self.buckets if b >= rows), rows)
+        return padded_rows(rows, self.buckets)
 
     def padded_kv_len(self, tokens: int) -> int:
         """The context size rounded up to a power of two on CUDA, so that a few graphs cover all lengths."""

@@ -1,11 +1,12 @@
 """Rows and pages of running sequences: who has which, what each needs next, and what is left."""
 
 from collections import Counter
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 
 import numpy as np
 
 from alula.engine.block_manager import BlockManager, pages_for
+from alula.engine.schedule_plan import Move, padded_rows
 from alula.engine.sequence import BatchKind, Sequence
 from alula.sparsity.footprint import steps_to_eviction
 
@@ -19,10 +20,14 @@ class Rows:
 
 
 class RowPages:
-    """Assigns rows and pages to running sequences. `width` is the number of pages of a row's page table."""
+    """Assigns rows and pages to running sequences. `width` is the number of pages of a row's page table, `buckets` are
+    the batch sizes that rows are padded to, if they are."""
 
-    def __init__(self, pool: BlockManager, page: int, rows: int, width: int, lookahead: int) -> None:
+    def __init__(
+        self, pool: BlockManager, page: int, rows: int, width: int, lookahead: int, buckets: tuple[int, ...] = ()
+    ) -> None:
         self.pool, self.page, self.rows, self.width, self.lookahead = pool, page, rows, width, lookahead
+        self.buckets = buckets
         self.batches: dict[BatchKind, Rows] = {}
         self.running: list[Sequence] = []  # oldest first
         self.promised = 0
@@ -115,6 +120,27 @@ class RowPages:
             sequence.scratch = self.scratch(sequence)
             self._scratches[sequence.scratch] += 1
 
+    def close_gaps(self, sequences: list[Sequence]) -> list[Move]:
+        """Move sequences of one kind from the highest rows to free ones below, if a smaller bucket then holds them all.
+
+        Otherwise one long rollout in a high row would keep the batch large when most others have ended.
+        """
+        batch, now = self.batches[sequences[0].request.kind], padded_rows(1 + max(map(row_of, sequences)), self.buckets)
+        if not self.buckets or padded_rows(len(sequences), self.buckets) >= now:
+            return []
+        lowest = nsmallest(len(sequences), [*map(row_of, sequences), *batch.free])
+        bucket = padded_rows(1 + lowest[-1], self.buckets)
+        if bucket >= now:
+            return []
+        moves = []
+        for sequence in [s for s in sequences if row_of(s) >= bucket]:
+            moves.append(Move(sequence, row_of(sequence), heappop(batch.free)))
+            sequence.row = moves[-1].target
+            self.write_table(sequence, 0)
+        for move in moves:
+            heappush(batch.free, move.source)
+        return moves
+
     def leave(self, sequence: Sequence, release: bool = True) -> None:
         """Take back a sequence's row, and its pages."""
         self.running.remove(sequence)
@@ -130,3 +156,8 @@ class RowPages:
         if release:
             self.pool.release(sequence.pages)
             sequence.pages, sequence.shared = [], 0
+
+
+def row_of(sequence: Sequence) -> int:
+    assert sequence.row is not None
+    return sequence.row

@@ -57,6 +57,15 @@ class SwapOut:
 
 
 @dataclass
+class Move:
+    """A sequence that goes from row `source` to row `target`."""
+
+    sequence: Sequence
+    source: int
+    target: int
+
+
+@dataclass
 class Admission:
     """What to run before the next chunks."""
 
@@ -144,5 +153,11 @@ class Plan:
     """The next work of everything that runs, in this order."""
 
     swap_out: list[SwapOut] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     extensions: list[Extension] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+
+
+def padded_rows(rows: int, buckets: tuple[int, ...]) -> int:
+    """The batch size, one of `buckets`, that this many rows are padded to; without one that is large enough, `rows`."""
+    return next((bucket for bucket in buckets if bucket >= rows), rows)

@@ -28,7 +28,8 @@ most 1 % more steps."""
 class Scheduler:
     """Queues of sequences. `width` is the number of pages of a row's page table.
 
-    pinned: compute everything one by one, so that no result depends on another sequence, not even in the last bits.
+    buckets: batch sizes that rows are padded to. With a single one everything is computed one by one (`pinned`): no
+    result depends on another sequence then, not even in the last bits.
     swap_bytes: host memory that a sequence takes while it is swapped out.
     swap_memory: host memory for all of them together.
     """
@@ -42,14 +43,14 @@ class Scheduler:
         width: int,
         lookahead: int,
         prefill_tokens: int = 16384,
-        pinned: bool = False,
+        buckets: tuple[int, ...] = (),
         swap_bytes: Callable[[Sequence], int] = lambda sequence: 0,
         swap_memory: float = float("inf"),
     ) -> None:
         self.pool, self.page = pool, page
-        self.rows = RowPages(pool, page, rows, width, lookahead)
+        self.rows = RowPages(pool, page, rows, width, lookahead, buckets)
         self.planner = ChunkPlanner(self.rows)
-        self.prefill_tokens, self.pinned = prefill_tokens, pinned
+        self.prefill_tokens, self.pinned = prefill_tokens, len(buckets) == 1
         self.swap_bytes, self.swap_memory, self.swap_used = swap_bytes, swap_memory, 0
         self.waiting: deque[Group] = deque()
         self.swapped: deque[Sequence] = deque()
@@ -255,6 +256,7 @@ class Scheduler:
                 (extending if self.rows.extends(sequence) else decoding).setdefault(sequence.request.kind, []).append(
                     sequence
                 )
+        plan.moves = [move for sequences in decoding.values() for move in self.rows.close_gaps(sequences)]
         plan.extensions = [
             self.planner.extension(kind, together)
             for kind, sequences in extending.items()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alula.engine.batch_state import BatchState, to_device, to_host
 from alula.engine.model_runner import ModelRunner
-from alula.engine.schedule_plan import SwapOut
+from alula.engine.schedule_plan import Move, SwapOut
 from alula.engine.sequence import Saved, Sequence
 from alula.models.geometry import Geometry
 
@@ -42,6 +42,21 @@ def park(runner: ModelRunner, sequence: Sequence) -> None:
     assert sequence.row is not None
     sequence.saved = Saved()
     save_row(runner.batches[sequence.request.kind], sequence, sequence.row, sequence.kv_len, sequence.saved)
+
+
+@torch.inference_mode()
+def move_rows(runner: ModelRunner, moves: list[Move]) -> None:
+    """Move the state of sequences to other rows."""
+    for kind in {move.sequence.request.kind for move in moves}:
+        state, own = runner.batches[kind], [move for move in moves if move.sequence.request.kind == kind]
+        source = to_device(np.asarray([move.source for move in own]), runner.device)
+        target = to_device(np.asarray([move.target for move in own]), runner.device)
+        state.token[target], state.ended[target] = state.token[source], state.ended[source]
+        for buffer in (state.ring, state.accumulated):
+            if buffer is not None:
+                buffer[:, target] = buffer[:, source]
+        for move in own:
+            state.enter(move.sequence, runner.cache.page)
 
 
 def save_row(state: BatchState, sequence: Sequence, row: int, kv_len: int, saved: Saved) -> None:
