@@ -164,8 +164,8 @@ def paged_attention_triton(
 
 
 def piece_lengths(row_heads: int) -> tuple[int, int]:
-    """Tokens reduced by one program before the results of all pieces are merged; the length up to which a context is one
-    piece. Few rows need short pieces to occupy the device; with many rows whole contexts do, and merging costs."""
+    """Tokens reduced by one program before the results of all pieces are merged; the length up to which a context is
+    one piece. Few rows need short pieces to occupy the device; with many rows whole contexts do, and merging costs."""
     piece = min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
     return piece, LONGEST_PIECE if row_heads >= SHORTEST_PIECE else SHORTEST_PIECE
 
