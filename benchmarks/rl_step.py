@@ -1,10 +1,12 @@
 """A whole RL step as `alula train` runs it, with given lengths of the answers, and what each part of it takes."""
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from alula.distributed import init_world
 from alula.engine.rollout import Rollout
 from alula.engine.schedule_plan import Part
 from alula.engine.sequence import Request
+from alula.heap import frozen_heap
 from alula.models.load import load_model
+from alula.ops.sequence_attention import padded
 from alula.rollouts.build import build_engine
 from alula.trainer.batch import RolloutBatch
 from alula.trainer.build import build_learner
@@ -76,12 +80,20 @@ class Step:
     def warm_up(self, sparsity: str, longest: int = 600) -> None:
         """Compile all kernels and the learner on short answers, and capture the graphs of the long ones.
 
-        The learner sees a few groups only: its shapes are dynamic."""
+        The learner sees a few groups, since its shapes are dynamic, and answers of each padded length, for which
+        attention plans its kernels."""
         lengths = self.workload.lengths
         rollouts = generate(self.engine, self.requests(sparsity, [min(n, longest) for n in lengths]))
         few = max(self.workload.updates, len(self.workload.prompts) // 8) * GROUP
         self.learn(Phases(self.engine.device), rollouts[:few], sparsity)
+        prompt = self.workload.prompts[0]
+        kinds = {padded(len(prompt) + n): n for n in lengths}.values()
+        long = [SimpleNamespace(prompt_ids=prompt, token_ids=[0] * n) for n in kinds]
+        with self.engine.asleep():
+            self.learner.score(long)
+            self.learner.update(long, lambda logprobs, entropy, batch: (logprobs.sum() * 1e-9, {}))
         self._capture(sparsity)
+        gc.collect()
 
     def _capture(self, sparsity: str) -> None:
         """Capture the decode steps that the workload will replay, as far as lengths alone tell."""
@@ -122,10 +134,11 @@ class Step:
         if engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         engine.pool.peak, graphs = 0, len(engine.runner._graphs)
-        with DecodeClock(engine) as clock, phases.phase("rollout"):
-            rollouts = generate(engine, requests)
-        captured = len(engine.runner._graphs) - graphs
-        result, unscored = self.learn(phases, rollouts, sparsity)
+        with frozen_heap():  # as in a run
+            with DecodeClock(engine) as clock, phases.phase("rollout"):
+                rollouts = generate(engine, requests)
+            captured = len(engine.runner._graphs) - graphs
+            result, unscored = self.learn(phases, rollouts, sparsity)
         tokens, scored = sum(workload.lengths), phases["score"] + unscored
         return {
             "model": workload.model,

@@ -15,6 +15,7 @@ from alula.engine import swapping
 from alula.engine.rollout import Span
 from alula.engine.swapping import available_memory, host_bytes, swap_out
 from alula.errors import SettingError
+from alula.heap import frozen_heap
 from alula.models.load import LoadedModel
 from alula.models.lora import init_adapter
 from random_load import Load, Versions, assert_as_alone
@@ -63,33 +64,23 @@ def test_rollouts_that_change_their_row_stay_what_they_are(loaded, policy):
         torch.testing.assert_close(done[i].logprobs, alone.logprobs, atol=1e-5, rtol=0)
 
 
-def test_no_garbage_is_collected_within_a_step(loaded):
-    engine, phases = engine_of(loaded), []
-    request = engine.requests([PROMPTS[0]], SAMPLING)[0]
-    engine.submit(request)
-    before, limits = gc.isenabled(), gc.get_threshold()
-    notice = lambda phase, info: phases.append(phase)  # noqa: E731
-    try:
-        gc.set_threshold(1)
-        gc.callbacks.append(notice)
-        launch = engine._launch
+def test_a_rollout_may_move_and_end_in_the_same_chunk(loaded):
+    engine = engine_of(loaded, buckets=(1, 2), lookahead=4)
+    given = [([PROMPTS[i]], Sampling(max_new_tokens=n, ignore_eos=True), RKV) for i, n in ((0, 5), (1, 7))]
+    requests = [engine.requests(*each, indices=[i])[0] for i, each in enumerate(given)]
+    done = {rollout.prompt_index: rollout for rollout in engine.stream(requests)}
+    for i, each in enumerate(given):
+        assert done[i].token_ids == engine_of(loaded).generate(*each, indices=[i])[0].token_ids
 
-        def watched():
-            phases.clear()
-            launches = launch()
-            assert not phases
-            return launches
 
-        engine._launch = watched
-        engine.step()
-        assert gc.isenabled() == before
-        engine._launch = lambda: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-        assert gc.isenabled() == before
-    finally:
-        gc.callbacks.remove(notice)
-        gc.set_threshold(*limits)
+def test_collections_leave_out_what_was_there_before(loaded):
+    engine = engine_of(loaded)
+    for rollout in engine.stream(engine.requests(PROMPTS[:2], SAMPLING)):
+        assert gc.get_freeze_count() > 10_000
+        with frozen_heap():
+            pass
+        assert gc.get_freeze_count() > 10_000, f"rollout {rollout.prompt_index}: the outer block still holds"
+    assert gc.get_freeze_count() == 0
 
 
 def test_requests_of_every_kind_at_any_time_are_as_alone(loaded):

@@ -24,6 +24,11 @@ POLICIES = {
 FAMILIES = {"llama": 1, "mistral": 4, "qwen2": 3, "qwen3": 2}
 
 
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels on the CPU; with a GPU tests/integration/test_gpu.py compares them"
+)
+
+
 def fuse(engine):
     """What `compiled` does, without the compiler."""
     for model in filter(None, (engine.model, engine.sparse_model)):
@@ -58,6 +63,7 @@ def test_fused_steps_equal_the_modules(name, family, differences):
     assert differences(loaded, POLICIES[name]).max() < 1e-5
 
 
+@interpreted
 @pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -75,7 +81,9 @@ def test_fused_steps_round_where_the_modules_do(residual, differences):
 
 
 @pytest.mark.parametrize(
-    "kernels", [False, pytest.param(True, marks=[pytest.mark.kernels, pytest.mark.slow])], ids=["torch", "triton"]
+    "kernels",
+    [False, pytest.param(True, marks=[interpreted, pytest.mark.kernels, pytest.mark.slow])],
+    ids=["torch", "triton"],
 )
 def test_fused_steps_on_quantised_kv(kernels, differences):
     """A last bit of a key may round it to its other neighbour."""

@@ -79,7 +79,7 @@ class StepBench:
         order = np.random.default_rng(0).permutation(np.arange(1, engine.pool.count))[:need]
         self.table = order.reshape(batch, count).astype(np.int32)
         for row in range(batch):
-            self.state.enter(Sequence(request, sample=row, row=row), engine.page)
+            self.state.enter(Sequence(request, sample=row), row, engine.page)
         for filled in (*engine.cache.parts, *engine.cache.summaries.values()):
             if filled[:, -1].any():  # not the zeros of a fresh pool
                 continue

@@ -198,9 +198,9 @@ class BatchState:
     def top_p(self) -> Tensor:
         return self.floats[1]
 
-    def enter(self, sequence: Sequence, page: int) -> None:
-        """Note a sequence's settings for its row; they are uploaded with the next chunk."""
-        row, sampling, sparsity = sequence.row, sequence.request.sampling, sequence.request.sparsity
+    def enter(self, sequence: Sequence, row: int, page: int) -> None:
+        """Note a sequence's settings for a row; they are uploaded with the next chunk."""
+        sampling, sparsity = sequence.request.sampling, sequence.request.sparsity
         evictor = sequence.request.evictor
         ints = dict.fromkeys(self.INTS, 0) | {
             "ring_size": evictor.queries if evictor else 0,

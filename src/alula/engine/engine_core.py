@@ -1,6 +1,5 @@
 """The open engine: requests come at any time, their rollouts go out as they finish."""
 
-import gc
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import BatchKind, Request, Sequence, kind_of
 from alula.engine.swapping import move_rows, park, restore, swap_out
 from alula.errors import require
+from alula.heap import frozen_heap
 from alula.sparsity.evict import needs_queries
 from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.policy import Sparsity
@@ -162,10 +162,9 @@ class EngineCore:
         self._sweep_aborted()
         if not self.paused:
             self._close_expired_sessions()
-            with no_garbage_collection():
-                with self._drop_all_on_failure():
-                    launches = self._launch()
-                self._collect(self._in_flight * launches)
+            with self._drop_all_on_failure():
+                launches = self._launch()
+            self._collect(self._in_flight * launches)
         return bool(self._live)
 
     def _launch(self) -> int:
@@ -241,12 +240,13 @@ class EngineCore:
 
     def _results(self, inbox: deque[Rollout]) -> Iterator[Rollout]:
         """Rollouts that go to `inbox`, until no request is left whose rollouts do."""
-        while inbox or any(other is inbox for other in self._inbox.values()):
-            if not inbox:
-                self._require_running()
-                self.step()
-            while inbox:
-                yield inbox.popleft()
+        with frozen_heap():
+            while inbox or any(other is inbox for other in self._inbox.values()):
+                if not inbox:
+                    self._require_running()
+                    self.step()
+                while inbox:
+                    yield inbox.popleft()
 
     def _require_running(self) -> None:
         require(self.cache.resident, "the engine is asleep; call wake() first.")
@@ -441,16 +441,3 @@ class EngineCore:
             yield
         finally:
             self.wake()
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """The engine makes no cyclic garbage, but many objects: they would start collections of all objects in the process,
-    half a second each once models are compiled, while the device waits."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

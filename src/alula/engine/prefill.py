@@ -199,7 +199,8 @@ def start_rows(runner: ModelRunner, starts: list[Start]) -> None:
             width = min(output.rings.shape[3], state.ring.shape[3])
             state.ring[:, row, :, :width] = output.rings[:, prompt, :, :width]
         for s, p in zip(sequences, prefilled):
-            state.enter(s, cache.page)
+            assert s.row is not None
+            state.enter(s, s.row, cache.page)
             sums = None if output.attention_sums is None else output.attention_sums[p.prompt]
             if sums is not None:
                 state.set_sums(s.row, sums)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def move_rows(runner: ModelRunner, moves: list[Move]) -> None:
             if buffer is not None:
                 buffer[:, target] = buffer[:, source]
         for move in own:
-            state.enter(move.sequence, runner.cache.page)
+            state.enter(move.sequence, move.target, runner.cache.page)
 
 
 def save_row(state: BatchState, sequence: Sequence, row: int, kv_len: int, saved: Saved) -> None:
@@ -73,6 +73,7 @@ def restore(runner: ModelRunner, sequence: Sequence) -> None:
     """Give a sequence its state back, in its new row and pages."""
     cache, state, saved, row = runner.cache, runner.batches[sequence.request.kind], sequence.saved, sequence.row
     assert saved is not None
+    assert row is not None
 
     def on_device(tensor: Tensor) -> Tensor:
         return tensor.to(runner.device, non_blocking=True)
@@ -92,7 +93,7 @@ def restore(runner: ModelRunner, sequence: Sequence) -> None:
     if saved.token is not None:
         state.token[row] = saved.token
     state.ended[row] = 0
-    state.enter(sequence, cache.page)
+    state.enter(sequence, row, cache.page)
     sequence.saved = None
 
 

@@ -20,6 +20,7 @@ from alula.config.run import RunConfig
 from alula.distributed import resolve_device
 from alula.engine.rollout import Rollout
 from alula.engine.schedule_plan import KVNeed
+from alula.heap import frozen_heap
 from alula.models.lora import Adapter, merged_weight
 from alula.rollouts.build import build_engine, build_episodes, load_policy
 from alula.rollouts.job import Job
@@ -120,10 +121,11 @@ class RolloutWorker:
             self.engine.measure_queries(orders.text)
         refused = [number for number, job, needs in orders.jobs if not self._add(number, job, needs)]
         finished: list[tuple[int, Rollout]] = []
-        while self.runner.unfinished and time.monotonic() < began + SLICE:
-            if not self.engine.cache.resident:
-                self.engine.wake()
-            finished += self.runner.step(wait=SLICE)
+        with frozen_heap():
+            while self.runner.unfinished and time.monotonic() < began + SLICE:
+                if not self.engine.cache.resident:
+                    self.engine.wake()
+                finished += self.runner.step(wait=SLICE)
         for _, rollout in finished:
             self.progress += 1 + len(rollout)
             if rollout.hidden is not None:

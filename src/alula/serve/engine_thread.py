@@ -16,6 +16,7 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
 from alula.engine.sequence import Request, Sequence
 from alula.errors import RunFailed, SettingError
+from alula.heap import frozen_heap
 from alula.serve.sessions import Sessions
 
 T = TypeVar("T")
@@ -171,9 +172,10 @@ class EngineThread:
     # -- in the engine's thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopped:
-            self._run_commands()
-            self._step()
+        with frozen_heap():
+            while not self._stopped:
+                self._run_commands()
+                self._step()
 
     def _run_commands(self) -> None:
         """Run the queued commands; wait for one if there is nothing to compute."""

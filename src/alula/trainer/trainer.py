@@ -6,6 +6,7 @@ Between two steps: held-out evaluation, checkpoint. A checkpoint holds everythin
 run that was killed at any moment resumes exactly.
 """
 
+import gc
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ from alula.config.run import RunConfig
 from alula.cpus import set_threads
 from alula.data import PromptStream
 from alula.distributed import init_world
+from alula.heap import frozen_heap
 from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
 from alula.rewards import Rewards
@@ -201,6 +203,7 @@ class Trainer:
             stack.enter_context(self.logger)
             stack.enter_context(self.stop.listening())
             self.rewards.start()
+            frozen = False
             try:
                 if self.distill and self.distill.first_due():
                     self.distill_first(self.distill)
@@ -214,6 +217,10 @@ class Trainer:
                     if self.step == self.config.steps:
                         break
                     self.train_step()
+                    if not frozen:  # by now everything is compiled
+                        gc.collect()
+                        stack.enter_context(frozen_heap())
+                        frozen = True
             except Stopped:
                 self.save()
                 self.logger.state = "stopped"
