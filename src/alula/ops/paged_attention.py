@@ -109,7 +109,7 @@ def paged_attention_triton(
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
     if scales is not None:
-        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece, whole, stages)
+        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece, whole)
     else:
         _split[(batch, kv_heads, splits)](
             q,

@@ -29,7 +29,6 @@ def split_fp8(
     scaling: float,
     piece: int,
     whole: int,
-    stages: int,
 ) -> None:
     """Attention over pieces of `piece` tokens, contexts up to `whole` in one: part [B, Hq, splits, D] and part_lse fp32
     [B, Hq, splits]."""
@@ -67,7 +66,7 @@ def split_fp8(
         HEADROOM=HEADROOM,
         FACTOR=tl.float32 if q.dtype == torch.float32 else tl.float16,
         num_warps=2,
-        num_stages=stages,
+        num_stages=2,
     )
 
 
