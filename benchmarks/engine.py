@@ -147,7 +147,12 @@ def fp8_kv(ceilings: Ceilings) -> Iterator[dict]:
         one.sleep()
         del one
         release()
-    yield from kernel(ceilings, fp8=True)
+
+
+def fp8_kernel(ceilings: Ceilings) -> Iterator[dict]:
+    """The paged decode kernel over KV in bfloat16 and in 8 bits."""
+    for fp8 in (False, True):
+        yield from kernel(ceilings, fp8)
 
 
 def kernel(ceilings: Ceilings, fp8: bool = False) -> list[dict]:
@@ -370,6 +375,7 @@ SECTIONS = {
     "steps": steps,
     "large": large,
     "fp8": fp8_kv,
+    "fp8-kernel": fp8_kernel,
     "transformers": transformers_generate,
     "peak": peak,
     "pool": pool,

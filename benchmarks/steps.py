@@ -2,10 +2,10 @@
 
     python benchmarks/steps.py docs/scale-out.md     # writes the tables; without a file it prints them
 
-Needs no GPU. Raw rows are those of results/training-h200.json. Rows marked *reported* were stated in a report, without
-raw results (results/steps-h200.json says what of them is assumed); one whose raw row exists under `long` is left out.
-Rows marked *fit* compare with a fit to measured steps of SmolLM2-135M: rollouts 2.13 ms × longest answer + 5.2 ns ×
-tokens held, summed over steps; scoring and updates 6.1 µs a token.
+Needs no GPU. Raw rows are those of results/training-h200.json; the estimate's constants were fitted to those of the
+section `long`. The other sections are *older* than today's decode steps and learner. Rows marked *reported* were stated
+in a report, without raw results (results/steps-h200.json says what of them is assumed), and are older too; they are
+left out where `long` has the row.
 
 Further tables compare with steps on a simulated cluster (results/cluster-steps.json), and show what workers on Ray cost
 (results/ray-rollouts*.json).
@@ -18,12 +18,9 @@ from functools import cache
 from pathlib import Path
 
 from alula.config.load import load_config
-from alula.sparsity.footprint import footprint
-from alula.sparsity.policy import Sparsity
 from alula.trainer.step_plan import Cluster, StepPlan, StepPlanner
 
 RESULTS = Path(__file__).with_name("results")
-LAYERS = {"smollm2-135m": 30}
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,7 @@ class Measured:
     kv_memory: str | None = None
     prompt: int = 128
     source: str = ""
-    """Empty for a raw row; else `reported` or `fit`."""
-    long: bool = False
-    """One of the section `long`, which came after the cost model."""
+    """Empty for a raw row of today's engine; else `older` or `reported`."""
 
     @property
     def step_s(self) -> float:
@@ -91,7 +86,6 @@ def long_steps() -> list[Measured]:
             row.get("strict_score_s", row["score_s"]) + row["update_s"],  # scoring is not skipped
             row.get("kv_memory"),
             source="" if name_of(row) in known else "reported",
-            long=name_of(row) in known,
         )
         for row in (*raw, *reported)
     ]
@@ -111,22 +105,21 @@ def measured() -> list[Measured]:
             memory = None if section == "small" else "40GiB"
             mean = round(row["mean_length"])
             steps.append(
-                Measured(model, policy, prompts, row["rollouts"], mean, most, row["rollout_s"], learner, memory, prompt)
+                Measured(
+                    model,
+                    policy,
+                    prompts,
+                    row["rollouts"],
+                    mean,
+                    most,
+                    row["rollout_s"],
+                    learner,
+                    memory,
+                    prompt,
+                    "older",
+                )
             )
     return steps
-
-
-def fitted() -> list[Measured]:
-    """What the fit gives for long answers of equal length."""
-    rows = []
-    for rollouts, answer in ((256, 5120), (512, 5120), (512, 6144)):
-        for policy in ("dense", "rkv:512+128"):
-            held = footprint(Sparsity.parse(policy), 128, answer, LAYERS["smollm2-135m"]).held.sum() * rollouts
-            generate, learn = 2.13e-3 * answer + 5.2e-9 * float(held), 6.1e-6 * rollouts * (128 + answer)
-            rows.append(
-                Measured("smollm2-135m", policy, rollouts // 8, rollouts, answer, answer, generate, learn, source="fit")
-            )
-    return rows
 
 
 def steps_table() -> str:
@@ -134,7 +127,7 @@ def steps_table() -> str:
         "| model | policy | rollouts | mean / most tokens | generating | error | learning | error | step | error |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in (*measured(), *fitted()):
+    for row in measured():
         plan = predicted(row)
         policy = row.sparsity.partition(",")[0] + (f", {row.source}" if row.source else "")
         cells = [row.model, policy, f"{row.rollouts:,}", f"{row.mean:,} / {row.most:,}"]

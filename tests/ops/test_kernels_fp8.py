@@ -142,7 +142,6 @@ def test_append_quantises(selector, dtype, kernels):
 @pytest.mark.parametrize("lists", [1, 2], ids=["one list", "a list per head"])
 def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, kernels, monkeypatch):
     """In float32 bit for bit: a power of two changes no digit. Bytes that no row holds are NaN."""
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (32, 40))
     page, width = 4, 20
     table = torch.stack([tables(3, width, seed=h) for h in range(lists)], 1)
     tokens = ints([[70], [33], [5]]).expand(3, lists).contiguous()
@@ -162,7 +161,9 @@ def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, ker
     exact = paged_attention_torch(q.float(), *(x.float() for x in plain), table, tokens, 0.3, 70)
     for on in (False, True):
         kernels(on)
+        monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (16, 40))  # twice as long with scales
         actual = paged_attention(q, keys, values, table, tokens, 0.3, 70, scales)
+        monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (32, 40))
         if dtype == torch.float32:
             assert all(map(torch.equal, actual, paged_attention(q, *plain, table, tokens, 0.3, 70)))
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}

@@ -33,29 +33,26 @@ def steps():
     return module
 
 
-def test_measured_steps_are_estimated_within_a_seventh(steps):
-    """Raw rows under `long` are newer than the cost model, and of newer kernels: the estimate may be a third off."""
+def test_measured_steps_are_estimated_within_a_tenth(steps):
+    """Older engines were slower, most of all with short steps: the estimate may be a quarter below them."""
     *known, paper = steps.measured()
+    assert sum(not row.source for row in known) >= 4
     for row in known:
-        plan, within, step_within = steps.predicted(row), *((0.35, 0.35) if row.long else (0.14, 0.1))
+        plan, within = steps.predicted(row), 0.25 if row.source else 0.1
         assert plan.rollouts == pytest.approx(row.rollout_s, rel=within), row
         assert plan.learner == pytest.approx(row.learner_s, rel=within), row
-        assert plan.in_turn == pytest.approx(row.step_s, rel=step_within), row
+        assert plan.in_turn == pytest.approx(row.step_s, rel=within), row
     assert steps.predicted(paper).rollouts < 0.6 * paper.rollout_s, "the known miss: 128 different prompt lengths"
-    for row in steps.fitted():
-        plan = steps.predicted(row)
-        assert plan.rollouts == pytest.approx(row.rollout_s, rel=0.14), row
-        assert plan.in_turn == pytest.approx(row.step_s, rel=0.1), row
 
 
 def test_a_raw_row_takes_the_place_of_a_reported_one(steps, monkeypatch):
     before, read = steps.long_steps(), steps.read
-    assert {row.source for row in before if not row.long} <= {"reported"}
+    assert {row.source for row in before} == {"", "reported"}
     raw = {"model": "qwen3-1.7b", "sparsity": "rkv:512+128", "prompts": 32, "rollouts": 256, "mean_length": 4001.5}
     raw |= {"most": 8192, "rollout_s": 30.0, "score_s": 1.0, "strict_score_s": 5.0, "update_s": 20.0}
     monkeypatch.setattr(steps, "read", lambda name: read(name) | ({"long": {"rows": [raw]}} if "train" in name else {}))
     after = steps.long_steps()
-    [row] = [row for row in after if row.long]
+    [row] = [row for row in after if not row.source]
     assert (row.mean, row.rollout_s, row.learner_s, row.source) == (4002, 30.0, 25.0, "")
     assert len([r for r in after if (r.model, r.sparsity) == ("qwen3-1.7b", "rkv:512+128")]) == 1
 

@@ -95,6 +95,7 @@ def paged_attention_triton(
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
     piece, whole = piece_lengths(batch * kv_heads)
+    piece = piece if scales is None else 2 * piece  # of half the bytes
     stages = pipeline_stages(piece, dim * keys.dtype.itemsize)
     small = piece == LONGEST_PIECE and dim * keys.dtype.itemsize <= 128
     splits = 1 if most_tokens <= whole else triton.cdiv(most_tokens, piece)
