@@ -96,8 +96,6 @@ def paged_attention_triton(
     group = q_heads // kv_heads
     piece, whole = piece_lengths(batch * kv_heads)
     piece = piece if scales is None else 2 * piece  # of half the bytes
-    stages = pipeline_stages(piece, dim * keys.dtype.itemsize)
-    small = piece == LONGEST_PIECE and dim * keys.dtype.itemsize <= 128
     splits = 1 if most_tokens <= whole else triton.cdiv(most_tokens, piece)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
@@ -112,6 +110,8 @@ def paged_attention_triton(
     if scales is not None:
         split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece, whole)
     else:
+        # Programs of many narrow heads are small: more of them run at once, and the last wave is shorter.
+        small = piece == LONGEST_PIECE and dim * keys.dtype.itemsize <= 128
         _split[(batch, kv_heads, splits)](
             q,
             keys,
@@ -134,13 +134,12 @@ def paged_attention_triton(
             DIM_POW2=dim_pow2,
             PAGE=page,
             BLOCK_M=max(16, triton.next_power_of_2(group)),
-            # programs of many narrow heads are small: more of them run at once, and the last wave is shorter
             BLOCK_N=32 if small else 64,
             PIECE=piece,
             WHOLE=whole,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=1 if small else 2,
-            num_stages=stages,
+            num_stages=pipeline_stages(piece, dim * keys.dtype.itemsize),
         )
     if splits > 1:
         together = max(16, 8192 // piece)  # not a function of `splits`: it orders the sum

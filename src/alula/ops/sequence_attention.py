@@ -129,12 +129,8 @@ def _sequence(x: Tensor, start: int, stop: int) -> Tensor:
 def _forward(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """[1, H, S, D] each -> (out [1, Hq, S, D], logsumexp [1, Hq, S])"""
     if q.is_cuda:
-        shape = (
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-        )  # no boundaries: cuDNN's packed path is slow, and its backward wrong
+        # No boundaries: with them cuDNN takes its packed path, which is slow and has a wrong backward pass.
+        shape = (None, None, q.shape[2], k.shape[2])
         found = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *shape, True, 0.0, True, False, scale=scaling)
         return found[0], found[1][..., 0]
     scores = _scores(q, k, scaling)
