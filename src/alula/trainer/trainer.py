@@ -217,7 +217,7 @@ class Trainer:
                     if self.step == self.config.steps:
                         break
                     self.train_step()
-                    if not frozen:  # by now everything is compiled
+                    if not frozen and self.world.device.type == "cuda":  # by now everything is compiled
                         gc.collect()
                         stack.enter_context(frozen_heap())
                         frozen = True
