@@ -14,10 +14,8 @@ Evaluated densely and with the policy of the rollouts. A finished run is not rep
 """
 
 import argparse
-import os
 import re
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,6 @@ from raw import raw_run
 from run import Run, in_a_child, run_all
 from torch import Tensor, nn
 
-from alula.config.load import load_config
 from alula.distill.attention.attention import use_sparse_attention
 from alula.distill.attention.visibility import Visibility
 from alula.learner.forward import hidden_states
@@ -93,26 +90,8 @@ class SparseLearner(nn.Module):
 class OwnMaskRun(Run):
     divergence: float = 0.0
 
-    def __call__(self) -> None:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
-        start, data = prepared(self.bed, self.seed, self.work, probe.print_step), self.work / f"data-{self.seed}"
-        settings = [
-            f"model.source={start / 'model'}",
-            f"data.source={data / 'train.jsonl'}",
-            f"seed={self.seed}",
-            f"eval.data.source={data / 'held.jsonl'}",
-            f"out={self.folder}",
-        ]
-        config = load_config(self.bed.recipe, [*settings, *self.arm.settings])
-        with self.log.open("a") as log:
-            try:
-                trainer = Trainer(config, resume="auto", stream=log)
-                SparseLearner(trainer, self.divergence)
-                trainer.run()
-            except BaseException:
-                traceback.print_exc(file=log)
-                raise SystemExit(1) from None
+    def prepare(self, trainer: Trainer) -> None:
+        SparseLearner(trainer, self.divergence)
 
 
 def planned(bed: Any, seed: int, work: Path) -> list[Run]:

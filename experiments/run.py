@@ -60,6 +60,9 @@ class Run:
         status = self.folder / "status.json"
         return status.exists() and json.loads(status.read_text())["state"] == "finished"
 
+    def prepare(self, trainer: Any) -> None:
+        """What an experiment changes in the trainer."""
+
     def __call__(self) -> None:
         import torch
 
@@ -78,7 +81,9 @@ class Run:
         config = load_config(self.bed.recipe, [*settings, *self.arm.settings, *self.settings])
         with self.log.open("a") as log:
             try:
-                Trainer(config, resume="auto", stream=log).run()
+                trainer = Trainer(config, resume="auto", stream=log)
+                self.prepare(trainer)
+                trainer.run()
                 if self.finished:  # nobody goes on from it, and beside the model it is most of the folder
                     shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             except BaseException:
