@@ -139,16 +139,17 @@ def gates_of(bed: LongBed, seed: int, work: Path, compressors: Sequence[str]) ->
         yield gate("dense gain in 16 steps", "at least 0.10", end - start, end - start >= 0.1, f"{steps} steps")
         yield gate("dense accuracy, end", "below 0.97", end, end < 0.97)
     dense = next(row["accuracy"] for row in probed if row["sparsity"] == "dense")
-    shares = {method: smallest_share(probed, method, KEPT * dense) for method in compressors}
-    second = sorted(share for share in shares.values())[1]
-    reached = ", ".join(f"{m} {s:.2f}" if s < 1 else f"{m} none" for m, s in shares.items())
-    yield gate(
-        f"KV share at {KEPT:.0%} of dense, second best", f"at most {KV_SHARE}", second, second <= KV_SHARE, reached
-    )
-    lowest = {method: lowest_accuracy(probed, method) / dense for method in compressors}
-    worst = max(lowest.values())
-    shown = ", ".join(f"{m} {value:.2f}" for m, value in lowest.items())
-    yield gate("smallest budget, share of dense accuracy", f"below {LOST}", worst, worst < LOST, shown)
+    if dense:  # else nothing can be kept or lost
+        shares = {method: smallest_share(probed, method, KEPT * dense) for method in compressors}
+        second = sorted(share for share in shares.values())[1]
+        reached = ", ".join(f"{m} {s:.2f}" if s < 1 else f"{m} none" for m, s in shares.items())
+        yield gate(
+            f"KV share at {KEPT:.0%} of dense, second best", f"at most {KV_SHARE}", second, second <= KV_SHARE, reached
+        )
+        lowest = {method: lowest_accuracy(probed, method) / dense for method in compressors}
+        worst = max(lowest.values())
+        shown = ", ".join(f"{m} {value:.2f}" for m, value in lowest.items())
+        yield gate("smallest budget, share of dense accuracy", f"below {LOST}", worst, worst < LOST, shown)
     choices = text["choices"]
     yield gate(f"tokens with entropy above {ENTROPY} nat", "at least 0.10", choices, choices >= 0.1)
     share = text["prompt_tokens"] / (text["prompt_tokens"] + text["answer_tokens"])
