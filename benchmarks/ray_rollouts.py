@@ -213,6 +213,7 @@ def main() -> None:
     result: dict[str, Any] = before | {"environment": environment()}
     for name, rows in parts.items():
         result[name] = []
+        result.setdefault("taken", {})[name] = {key: result["environment"][key] for key in ("commit", "command")}
         for row in rows:
             print(json.dumps(row), flush=True)
             result[name].append(row)

@@ -1,7 +1,7 @@
 """A learner that attends as the rollout did: the sparse policy itself is trained, and the dense one shares its weights.
 
     python experiments/own_mask.py --bed tiny --seeds 3 --jobs 2
-    python experiments/own_mask.py --table docs/results/own-mask.md
+    python experiments/tables.py own-mask
 
 The idea of Shadow Mask Distillation (arXiv 2605.06850). Every token is scored and trained with the KV that its rollout
 held (`Rollout.history`), so no mismatch is left to correct. Arms at each budget of R-KV:
@@ -10,11 +10,11 @@ held (`Rollout.history`), so no mismatch is left to correct. Arms at each budget
     own mask                    L = policy loss of the sparse policy
     own mask, KL                L + λ KL(sparse ‖ dense), the dense policy without gradient: it teaches
 
-Evaluated densely and with the policy of the rollouts. A finished run is not repeated. --out receives one line per run.
+Evaluated densely and with the policy of the rollouts. A finished run is not repeated. --out receives
+`own-mask/<bed>.jsonl`, one line per run.
 """
 
 import argparse
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +25,7 @@ import probe
 import torch
 from arms import DENSE, Arm
 from beds import BEDS, prepared
-from lines import read_lines, write_lines
-from raw import raw_run
+from raw import write_raw
 from run import Run, in_a_child, run_all
 from torch import Tensor, nn
 
@@ -109,23 +108,6 @@ def planned(bed: Any, seed: int, work: Path) -> list[Run]:
     return runs
 
 
-def table(path: Path) -> str:
-    """Markdown: one row per arm; accuracies of each seed."""
-    rows = read_lines(path)
-    columns = ("arm", "dense, start", "dense, end", "sparse, start", "sparse, end", "reward, end")
-    lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        own = [row for row in rows if row["arm"] == arm]
-        cells = [arm]
-        for policy in ("dense", "sparse"):
-            for at in (0, -1):
-                found = [[e["accuracy"] for e in row["evals"] if e["policy"] == policy] for row in own]
-                cells.append(", ".join(f"{100 * each[at]:.0f}" for each in found if each) or "–")
-        cells.append(", ".join(f"{sum(row['steps']['reward/mean'][-5:]) / 5:.2f}" for row in own))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bed", choices=BEDS, default="tiny")
@@ -134,14 +116,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    parser.add_argument("--table", type=Path, help="write the table into this page, and run nothing")
     options = parser.parse_args()
-    raw = options.out / "own-mask" / f"{options.bed}.jsonl"
-    if options.table:
-        page = options.table.read_text()
-        pattern = r"(?<=<!-- own mask -->\n).*?(?=\n<!-- end -->)"
-        options.table.write_text(re.sub(pattern, lambda _: table(raw), page, flags=re.DOTALL))
-        return
     deadline = time.perf_counter() + options.seconds
     bed, work = BEDS[options.bed], options.work / options.bed
     (work / "logs").mkdir(parents=True, exist_ok=True)
@@ -150,7 +125,7 @@ def main() -> None:
         in_a_child(prepared, bed, seed, work, probe.print_step)
         runs += planned(bed, seed, work)
     run_all(runs, options.jobs, deadline)
-    write_lines(raw, [row for run in runs if (row := raw_run(bed, run.arm, run.seed, work, ()))])
+    write_raw("own-mask", bed, [(run.arm, run.seed) for run in runs], work, options.out)
 
 
 if __name__ == "__main__":

@@ -327,6 +327,18 @@ def distilled_table(bed: str, question: str) -> str:
     return markdown(["distilled at", "", "there, mean of 3 seeds", *(f"at {size}" for size in budgets)], body)
 
 
+def own_mask_table(bed: str, question: str) -> str:
+    """One row per arm with a number per seed: accuracy of both policies in %, and the mean of the last five rewards."""
+    body = []
+    for arm, runs in by_arm(raw(question, bed)).items():
+        cells = [arm]
+        for policy in ("dense", "sparse"):
+            found = [[e["accuracy"] for e in run["evals"] if e["policy"] == policy] for run in runs]
+            cells += [", ".join(f"{100 * each[at]:.0f}" for each in found if each) or "–" for at in (0, -1)]
+        body.append([*cells, ", ".join(f"{fmean(run['steps']['reward/mean'][-5:]):.2f}" for run in runs)])
+    return markdown(["arm", "dense, start", "dense, end", "sparse, start", "sparse, end", "reward, end"], body)
+
+
 TABLES: dict[str, Callable[[str, str], str]] = {
     "outcome": outcome_table,
     "probe": probe_table,
@@ -339,6 +351,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "alone": alone_table,
     "warnings": warnings_table,
     "distilled": distilled_table,
+    "own-mask": own_mask_table,
     "gates": lambda bed, question: gates_table(raw(question, bed)),
     "budgets": lambda bed, question: budgets_table(raw(question, bed)),
     "calibration": lambda bed, question: calibration_table(raw(question, bed)),

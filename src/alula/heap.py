@@ -1,7 +1,7 @@
 """Garbage collections without the objects that were there before.
 
-A full collection visits every object of the process: a million of them, for half a second, once models are compiled.
-The engine makes no cyclic garbage, but many objects, which start collections, and its device waits meanwhile.
+A full collection visits every object of the process. Once models are compiled, it takes half a second. The engine makes
+no cyclic garbage, but it makes many objects, which start collections, and its device waits meanwhile.
 """
 
 import gc

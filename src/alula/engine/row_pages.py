@@ -125,8 +125,10 @@ class RowPages:
 
         Otherwise one long rollout in a high row would keep the batch large when most others have ended.
         """
+        if not self.buckets:
+            return []
         batch, now = self.batches[sequences[0].request.kind], padded_rows(1 + max(map(row_of, sequences)), self.buckets)
-        if not self.buckets or padded_rows(len(sequences), self.buckets) >= now:
+        if padded_rows(len(sequences), self.buckets) >= now:
             return []
         lowest = nsmallest(len(sequences), [*map(row_of, sequences), *batch.free])
         bucket = padded_rows(1 + lowest[-1], self.buckets)

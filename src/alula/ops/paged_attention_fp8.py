@@ -148,6 +148,7 @@ def _split_fp8(
             next_place, next_valid = _places(pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
             next_key_scale = tl.load(scales + next_place, mask=next_valid, other=0)
             next_scale = tl.load(scales + value_scales + next_place, mask=next_valid, other=0)
+            # Known from the tile before, but keys and values are copied ahead only from pages read in the same tile.
             place, valid = _places(pages, first + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
             key = tl.load(keys + (place * DIM)[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
             logits = tl.dot(query, key.to(FACTOR), input_precision=PRECISION) * query_scale[:, None]
