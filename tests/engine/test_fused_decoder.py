@@ -34,7 +34,7 @@ def fuse(engine):
     for model in filter(None, (engine.model, engine.sparse_model)):
         for layer in model.base_model.layers:
             fuse_projections(layer)
-    engine.runner.fuse_decoding()
+    engine.runner.fuse_layers()
     assert engine.runner._fused
     return engine
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from alula.engine.sequence import BatchKind, Sequence
 from alula.engine.virtual_memory import ReleasableBuffers
 from alula.models.geometry import Geometry
+from alula.ops.advance_rows import RowState
 from alula.sparsity.footprint import UNLIMITED
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.select import METHODS as SELECTORS
@@ -197,6 +198,12 @@ class BatchState:
     @property
     def top_p(self) -> Tensor:
         return self.floats[1]
+
+    def row_state(self, rows: int) -> RowState:
+        """What decode steps advance, of the rows 0 .. rows-1."""
+        fields = ("position", "kv_len", "remaining", "live", "context_len", "token", "forced")
+        stops = (self.stop[:rows], self.ended[:rows]) if self.features.stops else (None, None)
+        return RowState(*(getattr(self, name)[:rows] for name in fields), self.column, *stops)
 
     def enter(self, sequence: Sequence, row: int, page: int) -> None:
         """Note a sequence's settings for a row; they are uploaded with the next chunk."""

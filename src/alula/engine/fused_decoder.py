@@ -1,13 +1,15 @@
-"""Decode steps of Llama- and Qwen-shaped models in few kernels.
+"""Passes of Llama- and Qwen-shaped models in few kernels.
 
-A layer takes ten kernels: four products, two sums with their norms, one that rotates and appends, attention in two,
-and the gated activation. The weights are those of the model's own modules, whose joint buffers
-(`alula.engine.fused_linear`) give q, k, v and gate, up in one product each. Every rounding is where the modules round.
-Other models, and all passes besides decode steps, run the modules themselves.
+A layer of a decode step takes ten: four products, two sums with their norms, one that rotates and appends, attention in
+two, and the gated activation. Prompts and scores take the same, with their own attention. The weights are those of the
+model's own modules, whose joint buffers (`alula.engine.fused_linear`) give q, k, v and gate, up in one product each.
+Every rounding is where the modules round. Other models run the modules themselves.
 """
 
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -17,10 +19,11 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from alula.engine.attention import DecodeContext
+from alula.engine.attention import AttentionContext, DecodeContext
 from alula.engine.fused_linear import JointSlice
+from alula.models.residual import residual_of
 from alula.ops.rms_norm import add_norm
-from alula.ops.rotary import Rotary
+from alula.ops.rotary import Rotary, rotate
 from alula.ops.silu_mul import silu_mul
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -30,8 +33,10 @@ LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3Decode
 def fusible(model: PreTrainedModel) -> bool:
     """Whether `FusedDecoder` computes what the model does. Its projections are fused already."""
     decoder: Any = model.base_model
-    return all(_known(layer) for layer in decoder.layers) and all(
-        2 * decoder.rotary_emb.inv_freq.numel() == layer.self_attn.head_dim for layer in decoder.layers
+    rotary = decoder.rotary_emb
+    fixed = rotary.rope_type not in ("dynamic", "longrope")  # angles of a position that depend on the others
+    return fixed and all(
+        _known(layer) and 2 * rotary.inv_freq.numel() == layer.self_attn.head_dim for layer in decoder.layers
     )
 
 
@@ -48,14 +53,26 @@ def _known(layer: Any) -> bool:
 
 
 class FusedDecoder:
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, max_length: int) -> None:
         self.decoder: Any = model.base_model
+        self._max_length = max_length
+        self._plain_embedding = residual_of(model) is None and type(self.decoder.embed_tokens) is nn.Embedding
 
-    def forward(self, ids: Tensor, positions: Tensor, context: DecodeContext) -> Tensor:
-        """Last hidden states [B, width] of one new token [B] per row."""
-        stream = self.decoder.embed_tokens(ids)
-        cos, sin = (x[0] for x in self.decoder.rotary_emb(stream[None], positions[None]))
-        branch = None
+    @cached_property
+    def _angles(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, D] of every position that decode steps reach."""
+        positions = torch.arange(self._max_length, device=self.decoder.embed_tokens.weight.device)
+        return self._angles_at(positions)
+
+    def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        like = self.decoder.embed_tokens(positions[:1])
+        cos, sin = self.decoder.rotary_emb(like, positions[None])
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def forward(self, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states [T, width] of tokens [T]."""
+        cos, sin = self._angles if isinstance(context, DecodeContext) else self._angles_at(positions)
+        stream, branch = self._embedded(ids), None
         for layer in self.decoder.layers:
             attention, mlp = layer.self_attn, layer.mlp
             stream, normed = _add_norm(stream, branch, layer.input_layernorm)
@@ -65,12 +82,17 @@ class FusedDecoder:
             branch = linear(active, mlp.down_proj.weight, mlp.down_proj.bias)
         return _add_norm(stream, branch, self.decoder.norm)[1]
 
+    def _embedded(self, ids: Tensor) -> Tensor:
+        embedding = self.decoder.embed_tokens
+        # The module takes five times as long for few rows.
+        return embedding.weight[ids] if self._plain_embedding else embedding(ids)
+
 
 def _add_norm(stream: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     return add_norm(stream, branch, norm.weight, norm.variance_epsilon)
 
 
-def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, context: DecodeContext) -> Tensor:
+def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
     joint = linear(normed, attention.q_proj.joint, attention.q_proj.joint_bias)
     heads = joint.view(len(joint), -1, attention.head_dim)
     kv_heads = attention.k_proj.out_features // attention.head_dim
@@ -79,5 +101,9 @@ def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, context
     if hasattr(attention, "q_norm"):
         norms = attention.q_norm, attention.k_norm
         rotary = Rotary(cos, sin, norms[0].weight, norms[1].weight, norms[0].variance_epsilon)
-    out = context.attend(attention.layer_idx, query, key, value, attention.scaling, rotary)
+    if isinstance(context, DecodeContext):
+        out = context.attend(attention.layer_idx, query, key, value, attention.scaling, rotary)
+    else:
+        query, key = rotate(query, rotary.query_norm, rotary), rotate(key, rotary.key_norm, rotary)
+        out = context.attend(attention.layer_idx, query, key, value, attention.scaling)
     return linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)

@@ -21,6 +21,7 @@ from alula.engine.sequence import BatchKind, Sequence, Teacher
 from alula.engine.virtual_memory import ReleasableBuffers
 from alula.models.load import lm_logits
 from alula.ops.acceptance import acceptance
+from alula.ops.advance_rows import Budgets, begin_step, end_step
 from alula.ops.sample import proposal_logits, sample
 from alula.sparsity.policy import Evict
 
@@ -72,20 +73,15 @@ class ModelRunner:
         self._layout = (cache.geometry, rows, max_length // cache.page, steps, cache.device, cache.dtype, hidden)
         self.device = cache.device
         self.head = model.get_output_embeddings()
-        if compiled:
-            # All engines and learners of a process compile the same forward, and each adds its own cache entries.
-            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for each in filter(None, (model, sparse_model)):
             install(each)
-            if compiled:
-                options: dict[str, Any] = {"post_grad_custom_pre_pass": merge_equal_products}
-                for layer in each.base_model.layers:  # type: ignore[union-attr]
-                    fuse_projections(layer)
-                    layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
+            for layer in each.base_model.layers if compiled else ():  # type: ignore[union-attr]
+                fuse_projections(layer)
         self._fused: dict[bool, FusedDecoder] = {}
-        """The decoders of decode steps, for the dense (False) and the sparse (True) weights."""
+        """The decoders of models with known layers, for the dense (False) and the sparse (True) weights."""
         if compiled:
-            self.fuse_decoding()
+            self.fuse_layers()
+            self._compile_others()
         self.use_graphs = graphs
         self._graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
@@ -108,15 +104,25 @@ class ModelRunner:
 
     # -- the model --------------------------------------------------------------------------------------
 
-    def fuse_decoding(self) -> None:
-        """Run decode steps of models with known layers through `FusedDecoder`."""
+    def fuse_layers(self) -> None:
+        """Run models with known layers through `FusedDecoder`."""
         models = {False: self.model, True: self.sparse_model}
-        self._fused = {adapted: FusedDecoder(m) for adapted, m in models.items() if m is not None and fusible(m)}
+        known = {adapted: m for adapted, m in models.items() if m is not None and fusible(m)}
+        self._fused = {adapted: FusedDecoder(m, self.max_length) for adapted, m in known.items()}
+
+    def _compile_others(self) -> None:
+        # All engines and learners of a process compile the same forward, and each adds its own cache entries.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        options: dict[str, Any] = {"post_grad_custom_pre_pass": merge_equal_products}
+        for adapted, model in ((False, self.model), (True, self.sparse_model)):
+            if model is not None and adapted not in self._fused:
+                for layer in model.base_model.layers:  # type: ignore[union-attr]
+                    layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, options=options)
 
     def forward(self, ids: Tensor, positions: Tensor, context: AttentionContext, adapted: bool = False) -> Tensor:
         """Last hidden states [T, width] of tokens [T]; attention goes through `context`."""
         adapted = adapted and self.sparse_model is not None
-        if isinstance(context, DecodeContext) and adapted in self._fused:
+        if adapted in self._fused:
             return self._fused[adapted].forward(ids, positions, context)
         model = self.sparse_model if adapted and self.sparse_model is not None else self.model
         with attention_context(context):
@@ -181,17 +187,9 @@ class ModelRunner:
 
         Returns what a selector read, layer by layer, if that is recorded.
         """
-        features = state.features
-        live = (state.remaining[:bucket] > 0).int()
-        if features.stops:
-            live = live * (1 - state.ended[:bucket])
-        state.live[:bucket] = live
-        state.context_len[:bucket] = state.kv_len[:bucket] * live + 1
-        page_budget = None
-        if state.selector is not None:
-            bins = torch.div(state.position[:bucket] + 1, state.bin_width[:bucket].clamp(min=1), rounding_mode="floor")
-            bins = bins.clamp(max=state.budget.shape[1] - 1)
-            page_budget = state.budget[:bucket].gather(1, bins[:, None].long())[:, 0]
+        features, rows = state.features, state.row_state(bucket)
+        budgets = Budgets(state.budget[:bucket], state.bin_width[:bucket]) if state.selector is not None else None
+        counter, forced, page_budget = begin_step(rows, budgets)
         context = DecodeContext(self.cache, state, bucket, max_kv_len, page_budget)
         hidden = self.forward(state.token[:bucket], state.position[:bucket], context, state.kind.adapted)
         logits = self.logits(hidden)
@@ -202,11 +200,7 @@ class ModelRunner:
             proposal = proposal_logits(
                 logits, state.temperature[:bucket], state.top_p[:bucket], state.top_k[:bucket], banned
             )
-        forced = state.forced[:bucket].index_select(1, state.column)[:, 0]
-        counter = state.position[:bucket].long() + 1
         token, logprob = sample(logits, state.temperature[:bucket], state.key[:bucket], counter, forced, proposal)
-        state.out_token[:bucket].index_copy_(1, state.column, token[:, None])
-        state.out_logprob[:bucket].index_copy_(1, state.column, logprob[:, None])
         if features.topk:
             scale = torch.where(state.temperature[:bucket] == 0, 1, state.temperature[:bucket])[:, None]
             top = torch.log_softmax(logits / scale, -1).topk(features.topk)
@@ -218,13 +212,7 @@ class ModelRunner:
             dense = state.teacher[:bucket].index_select(1, state.column)[:, 0]
             alpha = self.acceptance(dense, logits, state.temperature[:bucket])
             state.out_acceptance[:bucket].index_copy_(1, state.column, alpha[:, None])
-        if features.stops:
-            stopped = (token[:, None] == state.stop[:bucket]).any(1) & (forced < 0)
-            state.ended[:bucket] |= stopped.int() * live
-        state.token[:bucket] = torch.where(live > 0, token, state.token[:bucket])
-        state.ints[:2, :bucket] += live  # position and kv_len
-        state.remaining[:bucket] -= live
-        state.column += 1
+        end_step(rows, token, logprob, state.out_token[:bucket], state.out_logprob[:bucket])
         return context.selected
 
     def graph_for(self, state: BatchState, bucket: int, max_kv_len: int) -> torch.cuda.CUDAGraph | None:

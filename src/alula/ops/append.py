@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.fp8 import dequantise, power_of_two_triton, quantise, quantise_vector
-from alula.ops.rotary import Rotary, rotate, rotated_vector
+from alula.ops.rotary import Rotary, rotate_torch, rotated_vector
 
 
 class Summariser(Protocol):
@@ -52,7 +52,9 @@ def append(
             _summarise_full_pages(keys, table[: len(k)], kv_len, live, summaries, selector, scales)
         return query
     if rotary is not None:
-        q, k = rotate(q, rotary.query_norm, rotary), rotate(k, rotary.key_norm, rotary)
+        here = position[: len(k)]
+        own = rotary._replace(cos=rotary.cos[here], sin=rotary.sin[here])
+        q, k = rotate_torch(q, rotary.query_norm, own), rotate_torch(k, rotary.key_norm, own)
     append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector, scales)
     return q
 
@@ -239,8 +241,9 @@ def _append(
     base = (page * HEADS + head) * PAGE * DIM
     new_key = k + row * k_row + head * k_head
     if ROTATE:
-        row_cos = tl.load(cos + row * DIM + d, mask=inside, other=0.0).to(tl.float32)
-        row_sin = tl.load(sin + row * DIM + d, mask=inside, other=0.0).to(tl.float32)
+        angle = tl.load(position + row).to(tl.int64) * DIM + d
+        row_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        row_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         key = rotated_vector(new_key, key_norm, row_cos, row_sin, DIM, DIM_POW2, NORM, EPSILON)
     else:
         key = tl.load(new_key + d, mask=inside, other=0.0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alula.ops.dispatch import tl, triton
+from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.rms_norm import inverse_rms, rms_norm, scaled
 
 
@@ -17,7 +17,7 @@ class Rotary(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    """[B, D] each, of the rows' positions"""
+    """[positions, D] each; for packed tokens, those of each token"""
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     """[D]: weights of the norms per head (Qwen3); both or none"""
@@ -25,11 +25,87 @@ class Rotary(NamedTuple):
 
 
 def rotate(x: Tensor, norm: Tensor | None, rotary: Rotary) -> Tensor:
-    """[B, H, D] -> [B, H, D]"""
+    """[T, H, D] -> [T, H, D], with the cos and sin [T, D] of the tokens' positions."""
+    return rotate_triton(x, norm, rotary) if use_triton(x) else rotate_torch(x, norm, rotary)
+
+
+def rotate_torch(x: Tensor, norm: Tensor | None, rotary: Rotary) -> Tensor:
     if norm is not None:
         x = rms_norm(x, norm, rotary.epsilon)
     first, second = x.chunk(2, -1)
     return x * rotary.cos[:, None] + torch.cat((-second, first), -1) * rotary.sin[:, None]
+
+
+def rotate_triton(x: Tensor, norm: Tensor | None, rotary: Rotary) -> Tensor:
+    """The last dimension of x is contiguous."""
+    tokens, heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = 16
+    _rotate[(triton.cdiv(tokens, block), heads)](
+        x,
+        x if norm is None else norm,
+        rotary.cos,
+        rotary.sin,
+        out,
+        tokens,
+        x.stride(0),
+        x.stride(1),
+        HEADS=heads,
+        DIM=dim,
+        DIM_POW2=triton.next_power_of_2(dim),
+        NORM=norm is not None,
+        EPSILON=rotary.epsilon,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+# No specialisation on the number of tokens: the kernel must not be compiled again for another prompt.
+@triton.jit(do_not_specialize=["tokens"])
+def _rotate(
+    x,
+    norm,
+    cos,
+    sin,
+    out,
+    tokens,
+    x_row,
+    x_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    NORM: tl.constexpr,
+    EPSILON: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head of BLOCK tokens."""
+    head = tl.program_id(1)
+    t = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    d = tl.arange(0, DIM_POW2)
+    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    inside = (t < tokens)[:, None] & (d < DIM)[None, :]
+    line = x + t[:, None] * x_row + head * x_head
+    own = tl.load(line + d[None, :], mask=inside, other=0.0)
+    other = tl.load(line + partner[None, :], mask=inside, other=0.0)
+    if NORM:
+        wide = own.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + EPSILON)[:, None]
+        own = scaled(own, inverse, tl.load(norm + d, mask=d < DIM, other=0.0)[None, :]).to(own.dtype)
+        other = scaled(other, inverse, tl.load(norm + partner, mask=d < DIM, other=0.0)[None, :]).to(own.dtype)
+    angle = t[:, None] * DIM + d[None, :]
+    row_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    row_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    turned = turn(own, other, row_cos, row_sin, (d < DIM // 2)[None, :])
+    tl.store(out + (t[:, None] * HEADS + head) * DIM + d[None, :], turned, mask=inside)
+
+
+@triton.jit
+def turn(own, other, cos, sin, first):
+    """The rotated values; `other` are their partners, `first` whether they are in the first half."""
+    turned = other.to(tl.float32) * tl.where(first, -1.0, 1.0)
+    straight = (own.to(tl.float32) * cos).to(own.dtype).to(tl.float32)
+    return (straight + (turned * sin).to(own.dtype).to(tl.float32)).to(own.dtype)
 
 
 @triton.jit
@@ -45,6 +121,4 @@ def rotated_vector(
         inverse = inverse_rms(own, DIM, EPSILON)
         own = scaled(own, inverse, tl.load(norm + d, mask=d < DIM, other=0.0)).to(own.dtype)
         other = scaled(other, inverse, tl.load(norm + partner, mask=d < DIM, other=0.0)).to(other.dtype)
-    turned = other.to(tl.float32) * tl.where(d < DIM // 2, -1.0, 1.0)
-    straight = (own.to(tl.float32) * cos).to(own.dtype).to(tl.float32)
-    return (straight + (turned * sin).to(own.dtype).to(tl.float32)).to(own.dtype)
+    return turn(own, other, cos, sin, d < DIM // 2)

@@ -40,7 +40,7 @@ def write_tokens_triton(
     read_key, read_value = key, value
     if scales is not None:
         read_key, read_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
-    _write_tokens[(tokens, heads)](
+    _write_tokens[(tokens,)](
         key,
         value,
         page,
@@ -55,6 +55,7 @@ def write_tokens_triton(
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        HEADS=heads,
         DIM=dim,
         DIM_POW2=triton.next_power_of_2(dim),
         PAGE=keys.shape[2],
@@ -80,26 +81,29 @@ def _write_tokens(
     key_head,
     value_row,
     value_head,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DIM_POW2)
     inside = d < DIM
-    place = (tl.load(page + row).to(tl.int64) * heads + head) * PAGE + tl.load(slot + row)
-    k = tl.load(key + row * key_row + head * key_head + d, mask=inside, other=0.0)
-    v = tl.load(value + row * value_row + head * value_head + d, mask=inside, other=0.0)
-    if FP8:
-        k, key_scale = quantise_vector(k)
-        v, value_scale = quantise_vector(v)
-        tl.store(scales + place, key_scale)
-        tl.store(scales + value_scales + place, value_scale)
-        line = (row * heads + head) * DIM + d
-        read = k.to(tl.float32) * power_of_two_triton(key_scale)
-        tl.store(read_key + line, read.to(read_key.dtype.element_ty), mask=inside)
-        read = v.to(tl.float32) * power_of_two_triton(value_scale)
-        tl.store(read_value + line, read.to(read_value.dtype.element_ty), mask=inside)
-    tl.store(keys + place * DIM + d, k, mask=inside)
-    tl.store(values + place * DIM + d, v, mask=inside)
+    first = tl.load(page + row).to(tl.int64) * HEADS * PAGE + tl.load(slot + row)
+    for head in tl.static_range(HEADS):
+        place = first + head * PAGE
+        k = tl.load(key + row * key_row + head * key_head + d, mask=inside, other=0.0)
+        v = tl.load(value + row * value_row + head * value_head + d, mask=inside, other=0.0)
+        if FP8:
+            k, key_scale = quantise_vector(k)
+            v, value_scale = quantise_vector(v)
+            tl.store(scales + place, key_scale)
+            tl.store(scales + value_scales + place, value_scale)
+            line = (row * HEADS + head) * DIM + d
+            read = k.to(tl.float32) * power_of_two_triton(key_scale)
+            tl.store(read_key + line, read.to(read_key.dtype.element_ty), mask=inside)
+            read = v.to(tl.float32) * power_of_two_triton(value_scale)
+            tl.store(read_value + line, read.to(read_value.dtype.element_ty), mask=inside)
+        tl.store(keys + place * DIM + d, k, mask=inside)
+        tl.store(values + place * DIM + d, v, mask=inside)
