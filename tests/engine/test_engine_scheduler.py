@@ -150,13 +150,14 @@ def test_a_restarted_sequence_takes_the_pages_of_a_prompt_behind_it():
     assert simulation.rejected == 0
 
 
-def test_a_swapped_sequence_resumes_when_it_can_stay(monkeypatch):
-    """Sixteen sequences in the room of four at full length: fewer swaps, and hardly more chunks."""
+@pytest.mark.parametrize("evict", [None, Evict("streaming", 48, buffer=16, window=2, sinks=1)], ids=["dense", "evict"])
+def test_a_swapped_sequence_resumes_when_it_can_stay(evict, monkeypatch):
+    """Sixteen sequences in the room of a few at full length: fewer swaps, and hardly more chunks."""
     counts = []
     for steps in (scheduler_module.RESUMED_STEPS, 0):
         monkeypatch.setattr(scheduler_module, "RESUMED_STEPS", steps)
         simulation = Simulation(pages=400, page=2, rows=16, lookahead=4, ahead=1)
-        simulation.run([Arrival(0, 8, 192, [192 - 4 * i], DENSE) for i in range(16)])
+        simulation.run([Arrival(0, 8, 192, [192 - 4 * i], Sparsity(evict)) for i in range(16)])
         counts.append((simulation.swaps, simulation.launches))
     (swaps, launches), (more_swaps, fewest) = counts
     assert swaps < 0.9 * more_swaps
