@@ -107,10 +107,10 @@ class Step:
                 held = min(held, max(prompt, policy.evict.budget + policy.evict.buffer))
             rows = max(1, sum(n > done for n in self.workload.lengths))
             for running in {rows, min(rows, max(1, pool // held))}:  # all that are left, or those that the pool holds
-                wanted.add((runner.bucket_for(running), runner.padded_kv_len(held)))
+                wanted.add(runner.step_size(state, range(running), held))
         with torch.inference_mode():
-            for bucket, max_kv_len in sorted(wanted):
-                runner.graph_for(state, bucket, max_kv_len)
+            for size in sorted(wanted):
+                runner.graph_for(state, size)
 
     def requests(self, sparsity: str, lengths: list[int] | None = None) -> list[Request]:
         """Rollouts of one prompt and one length share a request."""

@@ -56,7 +56,7 @@ def engine(model: str, batch: int, longest: int, buckets: tuple[int, ...] = ()) 
 def step(one: Engine, batch: int, context: int, sparsity: Sparsity, ceilings: Ceilings) -> Row:
     bench = StepBench(one, batch, context, sparsity)
     seconds, floor = bench.seconds(chunks=4), bench.floor_bytes() / ceilings.bandwidth
-    record = timing_record(one.geometry, bench.bucket, context, sparsity, seconds * 1e3)
+    record = timing_record(one.geometry, bench.size.rows, context, sparsity, seconds * 1e3)
     return {"ms": seconds * 1e3, "floor_ms": floor * 1e3, "timing": record}
 
 
@@ -148,7 +148,7 @@ def share(ceilings: Ceilings) -> Iterator[Row]:
         engine_attention.select_pages = kept  # type: ignore[assignment]
         whole.reset()
         with torch.inference_mode():
-            one.runner.step(whole.state, whole.bucket, whole.max_kv_len)
+            one.runner.step(whole.state, whole.size)
         ready = iter(())
 
         def known(*arguments: Any) -> Any:

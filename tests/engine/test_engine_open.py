@@ -50,7 +50,7 @@ def test_rollouts_that_change_their_row_stay_what_they_are(loaded, policy):
     """The last row's rollout is the longest; it moves each time a smaller batch holds all that are left."""
     engine, sizes = engine_of(loaded, buckets=(1, 2, 4, 8)), []
     step = engine.runner.step
-    engine.runner.step = lambda state, bucket, longest: sizes.append(bucket) or step(state, bucket, longest)
+    engine.runner.step = lambda state, size: sizes.append(size.rows) or step(state, size)
     samplings = [
         Sampling(max_new_tokens=n, ignore_eos=True, temperature=t) for n, t in zip(range(6, 62, 7), (1, 0.7) * 4)
     ]

@@ -92,7 +92,9 @@ def poison_what_is_not_held(keys, values, table, tokens):
 @pytest.mark.slow
 def test_paged_attention(group, page, kernels, monkeypatch):
     """Rows of one token, of several splits, at page and split borders; all others' memory is poison."""
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (32, 100) if page == 4 else (64, 64))
+    monkeypatch.setattr(
+        attention_module, "piece_lengths", lambda row_heads, selected: (32, 100) if page == 4 else (64, 64)
+    )
     lengths = ints([[1], [64], [65], [150]])
     width = 160 // page
     table = shuffled_table(4, width)[:, None]
@@ -110,7 +112,7 @@ def test_paged_attention(group, page, kernels, monkeypatch):
 @PAGES
 @pytest.mark.slow
 def test_paged_attention_with_a_list_per_head(group, page, kernels, monkeypatch):
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (32, 64))
+    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (32, 64))
     width = 96 // page
     table = torch.stack([shuffled_table(3, width, seed=h) for h in range(2)], 1)
     tokens = ints([[5, 70], [33, 1], [96, 64]])
@@ -142,7 +144,7 @@ def test_paged_attention_takes_views_and_large_logits(kernels):
 @pytest.mark.parametrize("whole", [64, 100])
 @pytest.mark.parametrize("on", [False, True])
 def test_attention_of_a_row_does_not_depend_on_how_long_its_neighbours_are(on, whole, kernels, monkeypatch):
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (64, whole))
+    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (64, whole))
     monkeypatch.setattr(attention_module, "TORCH_CHUNK", 16)
     kernels(on)
     table = shuffled_table(2, 64)[:, None]
@@ -161,12 +163,13 @@ def test_pieces_are_short_for_few_rows():
 def test_short_contexts_are_one_piece_if_there_are_enough():
     lengths = [attention_module.piece_lengths(row_heads)[1] for row_heads in (1, 127, 128, 9999)]
     assert lengths == [128, 128, 1024, 1024]
+    assert attention_module.piece_lengths(9999, selected=True)[1] == 128
 
 
 @pytest.mark.parametrize(("piece", "whole"), [(128, 128), (128, 200), (256, 1024), (1024, 1024)])
 def test_attention_over_pieces_of_each_length(piece, whole, kernels, monkeypatch):
     """A row of 300 tokens takes several pieces or one; the bound of 2,000 tokens makes merging necessary or not."""
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (piece, whole))
+    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (piece, whole))
     table = shuffled_table(3, 20)[:, None]
     tokens = ints([[300], [129], [1]])
     q, keys, values = noise(3, 4, 16), noise(61, 2, 16, 16, seed=1), noise(61, 2, 16, 16, seed=2)

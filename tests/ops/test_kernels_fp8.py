@@ -161,9 +161,11 @@ def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, ker
     exact = paged_attention_torch(q.float(), *(x.float() for x in plain), table, tokens, 0.3, 70)
     for on in (False, True):
         kernels(on)
-        monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (16, 40))  # twice as long with scales
+        monkeypatch.setattr(
+            attention_module, "piece_lengths", lambda row_heads, selected: (16, 40)
+        )  # twice as long with scales
         actual = paged_attention(q, keys, values, table, tokens, 0.3, 70, scales)
-        monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads: (32, 40))
+        monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (32, 40))
         if dtype == torch.float32:
             assert all(map(torch.equal, actual, paged_attention(q, *plain, table, tokens, 0.3, 70)))
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}

@@ -8,6 +8,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from alula.ops.append import append
 from alula.ops.fp8 import dequantise
+from alula.ops.paged_attention import NewTokens, paged_attention_triton
 from alula.ops.rms_norm import add_norm
 from alula.ops.rotary import Rotary, rotate
 from alula.ops.silu_mul import silu_mul
@@ -118,3 +119,38 @@ def test_appended_tokens_are_rotated_first(group, quantised, normed, dtype, kern
             torch.testing.assert_close(actual, expected, rtol=0.13, atol=0.05)
         else:
             close(actual, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("ringed", [False, True], ids=["no ring", "ring"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_that_appends_is_append_and_attention(group, ringed, normed, dtype, monkeypatch):
+    """To the bit; rows of one and of several pieces, one of them at the end of a page, and one that has ended."""
+    monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1")
+    rows, dim, page, width = 5, 24, 4, 40
+    joint = noise(rows, 2 * group + 4, dim, dtype=dtype)
+    q, k, v = joint[:, : 2 * group], joint[:, 2 * group : -2], joint[:, -2:]
+    angle = torch.cat([noise(200, dim // 2, seed=1)] * 2, 1) * 9
+    norms = [norm_of(dim, seed, dtype).weight.detach() if normed else None for seed in (2, 3)]
+    rotary = Rotary(angle.cos().to(dtype), angle.sin().to(dtype), *norms, 1e-5)
+    table = (1 + torch.randperm(rows * width, generator=torch.Generator().manual_seed(4))).view(rows, width)
+    table = table.int().to(DEVICE)
+    kv_len, live = ints([0, 3, 131, 159, 60]), ints([1, 1, 1, 1, 0])
+    position, ring_size = ints([7, 3, 190, 159, 61]), ints([2, 3, 0, 3, 3])
+    context = (kv_len * live + 1)[:, None]
+    results = []
+    for fused in (False, True):
+        keys, values = (noise(rows * width + 1, 2, page, dim, seed=s, dtype=dtype) for s in (5, 6))
+        ring = noise(rows, 2 * group, 3, dim, seed=7, dtype=dtype) if ringed else None
+        read = (keys, values, table[:, None], context, 0.2, 160)
+        if fused:
+            new = NewTokens(k, v, live, position, rotary, ring, ring_size)
+            out, lse = paged_attention_triton(q, *read, new=new)
+        else:
+            rest = (ring, None, None, None, rotary)
+            query = append(q, k, v, keys, values, table, kv_len, live, position, ring_size, *rest)
+            out, lse = paged_attention_triton(query, *read)
+        results.append([out[:-1], lse[:-1], keys[1:], values[1:], ring if ringed else out[:-1]])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)

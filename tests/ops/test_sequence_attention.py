@@ -35,6 +35,11 @@ def test_equals_a_softmax_per_sequence(heads):
     compare([1, 300, 256, 257], heads, 8, torch.float32, "cpu", 1e-4)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_sequences_of_one_padded_length_are_taken_together(count):
+    compare([512] * count, (4, 2), 8, torch.float32, "cpu", 1e-4)
+
+
 def test_any_layout_of_the_heads():
     compare([40, 300], (4, 2), 8, torch.float32, "cpu", 1e-4, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))
 
@@ -71,7 +76,8 @@ def test_only_long_sequences_on_hopper_are_taken_one_by_one():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "dim"), [((16, 8), 128), ((9, 3), 64)])
 def test_cudnn_equals_a_softmax_per_sequence(heads, dim):
-    compare([3000, 1, 4100, 700], heads, dim, torch.bfloat16, "cuda", 0.06, scaling=dim**-0.5)
+    for lengths in ([3000, 1, 4100, 700], [4096, 4096]):
+        compare(lengths, heads, dim, torch.bfloat16, "cuda", 0.06, scaling=dim**-0.5)
 
 
 @pytest.mark.gpu

@@ -89,8 +89,7 @@ class StepBench:
                 filled.random_(0, 64)  # e4m3 below 2
             else:
                 filled.fill_(127)  # scales of 1
-        self.max_kv_len = engine.runner.padded_kv_len(self.held + engine.lookahead)
-        self.bucket = engine.runner.bucket_for(batch)
+        self.size = engine.runner.step_size(self.state, range(batch), self.held + engine.lookahead)
         self.reset()
 
     def reset(self) -> None:
@@ -104,8 +103,8 @@ class StepBench:
         """Mean seconds of one step over `chunks` × lookahead steps. The context is reset after every chunk."""
         engine, runner, steps = self.engine, self.engine.runner, self.engine.lookahead
         with torch.inference_mode():
-            graph = runner.graph_for(self.state, self.bucket, self.max_kv_len)
-            step = graph.replay if graph is not None else lambda: runner.step(self.state, self.bucket, self.max_kv_len)
+            graph = runner.graph_for(self.state, self.size)
+            step = graph.replay if graph is not None else lambda: runner.step(self.state, self.size)
             total = 0.0
             for i in range(chunks + 1):
                 self.reset()
@@ -133,7 +132,7 @@ def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ce
         "of_floor": floor / seconds,
         "tokens_per_s": batch / seconds,
         "kv_bytes": batch * bench.held * engine.geometry.kv_token_bytes,
-        "timing": timing_record(engine.geometry, bench.bucket, bench.held, sparsity, seconds * 1e3),
+        "timing": timing_record(engine.geometry, bench.size.rows, bench.held, sparsity, seconds * 1e3),
     }
 
 

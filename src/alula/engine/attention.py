@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from alula.engine.batch_state import BatchState
+from alula.engine.batch_state import BatchState, StepSize
 from alula.engine.kv_cache import KVCache
 from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
+from alula.ops.dispatch import use_triton
 from alula.ops.packed_attention import packed_attention
-from alula.ops.paged_attention import paged_attention
+from alula.ops.paged_attention import NewTokens, paged_attention, paged_attention_triton
 from alula.ops.rotary import Rotary
 from alula.ops.select_pages import select_pages
 
@@ -111,14 +112,13 @@ class ExtendContext(PrefillContext):
 
 @dataclass
 class DecodeContext:
-    """One new token in each of the rows 0 .. bucket-1: appended to the cache, then attending to it."""
+    """One new token in each of the first rows: appended to the cache, then attending to it."""
 
     cache: KVCache
     state: BatchState
-    bucket: int
-    max_kv_len: int
+    size: StepSize
     page_budget: Tensor | None
-    """int32 [bucket]: pages that a selector may read"""
+    """int32 [rows]: pages that a selector may read"""
     selected: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
     """Per layer: pages and token counts that were read; None for a layer that read everything. Filled on request."""
 
@@ -126,12 +126,19 @@ class DecodeContext:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, rotary: Rotary | None = None
     ) -> Tensor:
         """With `rotary`, queries and keys are still to be rotated."""
-        cache, state, bucket = self.cache, self.state, self.bucket
+        cache, state = self.cache, self.state
+        bucket, kv_len, read_len = self.size
         kind, features, selector = state.kind, state.features, state.selector
         ring = state.ring[layer] if features.ring else None  # type: ignore[index]
         summaries = cache.summaries[kind.selector][layer] if kind.selector else None
         keys, values = cache.keys[layer], cache.values[layer]
         scales = None if cache.scales is None else cache.scales[:, layer]
+        alone = summaries is None and scales is None and not features.accumulated
+        if rotary is not None and alone and use_triton(query):
+            rows = (state.live, state.position, rotary, ring, state.ring_size)
+            table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
+            new = NewTokens(key, value, *rows)
+            return paged_attention_triton(query, keys, values, table, tokens, scaling, kv_len, new=new)[0]
         query = append(
             query,
             key,
@@ -149,7 +156,7 @@ class DecodeContext:
             scales,
             rotary,
         )
-        table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
+        table, tokens, longest = state.table[:bucket, None], state.context_len[:bucket, None], kv_len
         if summaries is not None and selector is not None and layer >= kind.dense_layers:
             table, tokens = select_pages(
                 query,
@@ -158,14 +165,15 @@ class DecodeContext:
                 state.context_len[:bucket],
                 self.page_budget,  # type: ignore[arg-type]
                 cache.page,
-                self.max_kv_len,
+                kv_len,
                 selector,
             )
+            longest = read_len
             if features.record_selected:
                 self.selected.append((table.cpu(), tokens.cpu()))
         elif features.record_selected:
             self.selected.append(None)
-        out, lse = paged_attention(query, keys, values, table, tokens, scaling, self.max_kv_len, scales)
+        out, lse = paged_attention(query, keys, values, table, tokens, scaling, longest, scales)
         if features.accumulated:
             accumulated = state.accumulated[layer]  # type: ignore[index]
             wanted = state.accumulates[:bucket] * state.live[:bucket]
@@ -176,7 +184,7 @@ class DecodeContext:
                 state.context_len[:bucket, None],
                 lse,
                 scaling,
-                min(self.max_kv_len, accumulated.shape[2]),
+                min(kv_len, accumulated.shape[2]),
                 accumulated,
                 wanted,
                 None if scales is None else scales[0],

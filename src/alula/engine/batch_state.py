@@ -6,7 +6,7 @@ queued before the steps that read them, results are copied back behind the steps
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,6 +78,16 @@ class BatchFeatures:
             )
             features = own if features is None else features | own
         return features or cls()
+
+
+class StepSize(NamedTuple):
+    """What a decode step is captured for."""
+
+    rows: int
+    kv_len: int
+    """The most tokens that a row holds."""
+    read_len: int
+    """The most tokens that a layer reads of a row if it selects."""
 
 
 class BatchState:
@@ -199,11 +209,16 @@ class BatchState:
     def top_p(self) -> Tensor:
         return self.floats[1]
 
+    def pages_read(self, rows: Iterable[int]) -> int:
+        """The most pages that a selector may read of any of these rows."""
+        return int(self._host_budget[list(rows)].max())
+
     def row_state(self, rows: int) -> RowState:
         """What decode steps advance, of the rows 0 .. rows-1."""
-        fields = ("position", "kv_len", "remaining", "live", "context_len", "token", "forced")
-        stops = (self.stop[:rows], self.ended[:rows]) if self.features.stops else (None, None)
-        return RowState(*(getattr(self, name)[:rows] for name in fields), self.column, *stops)
+        names = ("position", "kv_len", "remaining", "live", "context_len", "token", "forced")
+        own = {name: getattr(self, name)[:rows] for name in names}
+        stops = {"stop": self.stop[:rows], "ended": self.ended[:rows]} if self.features.stops else {}
+        return RowState(**own, column=self.column, **stops)
 
     def enter(self, sequence: Sequence, row: int, page: int) -> None:
         """Note a sequence's settings for a row; they are uploaded with the next chunk."""

@@ -21,7 +21,7 @@ from alula.engine.rollout import Prompt, Rollout, Sampling, Scores
 from alula.engine.schedule_plan import KVNeed
 from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import Request, Sequence
-from alula.engine.swapping import default_swap_memory, host_bytes
+from alula.engine.swapping import default_swap_memory, host_bytes, pin_with_threads
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
 from alula.models.experts import check_graphs
 from alula.models.geometry import Geometry, attention_scaling, max_positions
@@ -94,6 +94,8 @@ class Engine(EngineCore):
         """The most KV tokens of one sequence, rounded up to full pages."""
         self.lookahead, self.prefill_tokens = lookahead or (8 if cuda else 1), prefill_tokens
         cache = KVCache(geometry, dtype, attention_scaling(model), pages, page, device)
+        if cuda:
+            pin_with_threads()
         sparse_model: PreTrainedModel | None = None
         if sparse_adapter is not None:
             sparse_model = share_weights(model)

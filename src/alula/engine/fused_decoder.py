@@ -1,9 +1,10 @@
 """Passes of Llama- and Qwen-shaped models in few kernels.
 
-A layer of a decode step takes ten: four products, two sums with their norms, one that rotates and appends, attention in
-two, and the gated activation. Prompts and scores take the same, with their own attention. The weights are those of the
-model's own modules, whose joint buffers (`alula.engine.fused_linear`) give q, k, v and gate, up in one product each.
-Every rounding is where the modules round. Other models run the modules themselves.
+A layer of a decode step takes eight or nine: four products, two sums with their norms, the gated activation, and
+attention in one or two, which rotates and appends the new token itself where it can. Prompts and scores take the same
+with their own attention, and two more that rotate. The weights are those of the model's own modules, whose joint
+buffers (`alula.engine.fused_linear`) give q, k, v and gate, up in one product each. Every rounding is where the modules
+round. Other models run the modules themselves.
 """
 
 from functools import cached_property

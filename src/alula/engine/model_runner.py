@@ -1,7 +1,7 @@
 """Runs the model: forward passes, and decode steps (captured as CUDA graphs) with the evictions between them."""
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alula.engine.attention import AttentionContext, DecodeContext, attention_context, install
-from alula.engine.batch_state import BatchState, PendingResults, copy_to, to_device, to_host
+from alula.engine.batch_state import BatchState, PendingResults, StepSize, copy_to, to_device, to_host
 from alula.engine.eviction import compile_eviction, evict, upload_tables
 from alula.engine.fused_decoder import FusedDecoder, fusible
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
@@ -27,6 +27,9 @@ from alula.sparsity.policy import Evict
 
 LOGITS_BYTES = 1 << 28
 """Logits that are not sampled from are computed in chunks of at most this many bytes."""
+
+CAPTURE_BYTES = 1 << 30
+"""Free memory that capturing a decode step wants."""
 
 MAX_GRAPHS = 256
 """Captured decode steps that are kept; the one unused for longest is dropped."""
@@ -85,6 +88,7 @@ class ModelRunner:
         self.use_graphs = graphs
         self._graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
         self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._capture_stream = torch.cuda.Stream(cache.device) if graphs else None
         self._compiled_evictions: set[Evict] = set()
 
     def batch(self, kind: BatchKind, in_use: Container[BatchKind] = ()) -> BatchState:
@@ -138,9 +142,8 @@ class ModelRunner:
     def decode(self, chunk: Chunk, version: int = 0) -> DecodedChunk:
         """Launch a chunk: its steps with the evictions due before each."""
         state = self.batches[chunk.kind]
-        bucket = self.bucket_for(1 + max(part.row for part in chunk.parts))
-        max_kv_len = self.padded_kv_len(chunk.max_kv_len)
-        graph = self.graph_for(state, bucket, max_kv_len)
+        size = self.step_size(state, [part.row for part in chunk.parts], chunk.max_kv_len)
+        graph = self.graph_for(state, size)
         copy_to(state.table[:, : chunk.table.shape[1]], chunk.table)
         state.upload(chunk.position, chunk.kv_len, chunk.remaining, chunk.forced)
         if state.features.teacher:
@@ -157,8 +160,8 @@ class ModelRunner:
             if graph is not None:
                 graph.replay()
             else:
-                selected.append(self.step(state, bucket, max_kv_len))
-        return DecodedChunk(chunk, version, self._results(state, bucket, chunk.steps), kept, selected)
+                selected.append(self.step(state, size))
+        return DecodedChunk(chunk, version, self._results(state, size.rows, chunk.steps), kept, selected)
 
     def _results(self, state: BatchState, bucket: int, steps: int) -> PendingResults:
         features = state.features
@@ -174,23 +177,26 @@ class ModelRunner:
             arrays["hidden"] = state.out_hidden[:bucket, :steps].view(torch.uint8)
         return PendingResults(arrays)
 
-    def bucket_for(self, rows: int) -> int:
-        """The padded batch size for this many rows."""
-        return padded_rows(rows, self.buckets)
+    def step_size(self, state: BatchState, rows: Collection[int], kv_len: int) -> StepSize:
+        """The size of decode steps of these rows, which hold up to `kv_len` tokens."""
+        kv_len = self._padded(kv_len)
+        read = kv_len if state.selector is None else self._padded(state.pages_read(rows) * self.cache.page)
+        return StepSize(padded_rows(1 + max(rows), self.buckets), kv_len, min(kv_len, read))
 
-    def padded_kv_len(self, tokens: int) -> int:
-        """The context size rounded up to a power of two on CUDA, so that a few graphs cover all lengths."""
+    def _padded(self, tokens: int) -> int:
+        """A length rounded up to a power of two on CUDA, so that a few graphs cover all lengths."""
         return tokens if self.device.type == "cpu" else min(max(512, 1 << (tokens - 1).bit_length()), self.max_length)
 
-    def step(self, state: BatchState, bucket: int, max_kv_len: int) -> Selected:
-        """One decode step of rows 0 .. bucket-1. Everything it reads and writes stays on the device.
+    def step(self, state: BatchState, size: StepSize) -> Selected:
+        """One decode step of the first rows. Everything it reads and writes stays on the device.
 
         Returns what a selector read, layer by layer, if that is recorded.
         """
+        bucket = size.rows
         features, rows = state.features, state.row_state(bucket)
         budgets = Budgets(state.budget[:bucket], state.bin_width[:bucket]) if state.selector is not None else None
         counter, forced, page_budget = begin_step(rows, budgets)
-        context = DecodeContext(self.cache, state, bucket, max_kv_len, page_budget)
+        context = DecodeContext(self.cache, state, size, page_budget)
         hidden = self.forward(state.token[:bucket], state.position[:bucket], context, state.kind.adapted)
         logits = self.logits(hidden)
         proposal = None
@@ -215,11 +221,11 @@ class ModelRunner:
         end_step(rows, token, logprob, state.out_token[:bucket], state.out_logprob[:bucket])
         return context.selected
 
-    def graph_for(self, state: BatchState, bucket: int, max_kv_len: int) -> torch.cuda.CUDAGraph | None:
-        """The captured decode step for this batch and context size, captured now if it is new."""
+    def graph_for(self, state: BatchState, size: StepSize) -> torch.cuda.CUDAGraph | None:
+        """The captured decode step of this size, captured now if it is new."""
         if not self.use_graphs or state.features.record_selected:
             return None
-        key = (state.kind, state.generation, bucket, max_kv_len, state.features.graph_key)
+        key = (state.kind, state.generation, size, state.features.graph_key)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
@@ -229,15 +235,20 @@ class ModelRunner:
         # No row is live while warming up and capturing: writes go to the scratch page.
         state.remaining.zero_()
         state.column.zero_()
-        stream = torch.cuda.Stream()
+        if torch.cuda.mem_get_info(self.device)[0] < CAPTURE_BYTES:
+            torch.cuda.empty_cache()  # not each time: memory that is given back takes long to get again
+        graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.step(state, bucket, max_kv_len)
+            self.step(state, size)
+            state.column.zero_()
+            graph.capture_begin(pool=self._graph_pool)
+            try:
+                self.step(state, size)
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        state.column.zero_()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
-            self.step(state, bucket, max_kv_len)
         self._graphs[key] = graph
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)

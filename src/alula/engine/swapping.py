@@ -124,6 +124,14 @@ def piece_pages(part: Tensor) -> int:
     return pages_in_piece(part[:, 0].nbytes)
 
 
+def pin_with_threads() -> None:
+    """Let torch pin host memory with several threads, three times as fast as with one: the first swaps wait for it.
+    Nothing is changed where the environment has settings of torch's allocator."""
+    set_ = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if set_ is not None and not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        set_("pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
+
+
 def default_swap_memory() -> int:
     """A quarter of the available host memory, divided among the ranks that torchrun started on this machine."""
     return available_memory() // (4 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

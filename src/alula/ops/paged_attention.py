@@ -6,15 +6,31 @@ implementations reduce over pieces of the context. Their length depends on the n
 own length only, so a row's result is independent of the other rows' lengths.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.fp8 import power_of_two
 from alula.ops.paged_attention_fp8 import split_fp8
+from alula.ops.rotary import Rotary, rotated_tile, rotated_vector
 
 TORCH_CHUNK = 128
 SHORTEST_PIECE, LONGEST_PIECE = 128, 1024
+
+
+class NewTokens(NamedTuple):
+    """One token per row that attention itself rotates and appends before it reads it, as `alula.ops.append` would."""
+
+    key: Tensor
+    value: Tensor
+    """[B, Hkv, D] each"""
+    live: Tensor
+    position: Tensor
+    rotary: Rotary
+    ring: Tensor | None
+    ring_size: Tensor
 
 
 def paged_attention(
@@ -90,11 +106,13 @@ def paged_attention_triton(
     scaling: float,
     most_tokens: int,
     scales: Tensor | None = None,
+    new: NewTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """With `new`, which quantised KV does not take, q is still to be rotated."""
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
-    piece, whole = piece_lengths(batch * kv_heads)
+    piece, whole = piece_lengths(batch * kv_heads, selected=tokens.shape[1] > 1)
     piece = piece if scales is None else 2 * piece  # of half the bytes
     splits = 1 if most_tokens <= whole else triton.cdiv(most_tokens, piece)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
@@ -128,11 +146,16 @@ def paged_attention_triton(
             tokens_head,
             scaling * 1.4426950408889634,
             splits,
+            *_new_arguments(q, new),
             GROUP=group,
             HEADS=kv_heads,
             DIM=dim,
             DIM_POW2=dim_pow2,
             PAGE=page,
+            NEW=new is not None,
+            NORM=new is not None and new.rotary.query_norm is not None,
+            RING=new is not None and new.ring is not None,
+            EPSILON=new.rotary.epsilon if new is not None else 0.0,
             BLOCK_M=max(16, triton.next_power_of_2(group)),
             BLOCK_N=32 if small else 64,
             PIECE=piece,
@@ -163,11 +186,24 @@ def paged_attention_triton(
     return out, lse
 
 
-def piece_lengths(row_heads: int) -> tuple[int, int]:
+def _new_arguments(q: Tensor, new: NewTokens | None) -> tuple:
+    if new is None:
+        return (q,) * 10 + (0,) * 6
+    rotary, ring = new.rotary, new.ring
+    norms = (rotary.query_norm, rotary.key_norm) if rotary.query_norm is not None else (q, q)
+    tensors = (new.key, new.value, new.live, new.position, rotary.cos, rotary.sin, *norms)
+    strides = (*new.key.stride()[:2], *new.value.stride()[:2])
+    if ring is None:
+        return (*tensors, q, new.ring_size, *strides, 0, 0)
+    return (*tensors, ring, new.ring_size, *strides, *ring.stride()[:2])
+
+
+def piece_lengths(row_heads: int, selected: bool = False) -> tuple[int, int]:
     """Tokens reduced by one program before the results of all pieces are merged; the length up to which a context is
-    one piece. Few rows need short pieces to occupy the device; with many rows whole contexts do, and merging costs."""
+    one piece. Few rows need short pieces to occupy the device; with many rows whole contexts do, and merging costs.
+    Where pages are selected, other rows may read more of them, and there is something to merge in any case."""
     piece = min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
-    return piece, LONGEST_PIECE if row_heads >= SHORTEST_PIECE else SHORTEST_PIECE
+    return piece, LONGEST_PIECE if row_heads >= SHORTEST_PIECE and not selected else SHORTEST_PIECE
 
 
 def pipeline_stages(piece: int, vector_bytes: int) -> int:
@@ -176,7 +212,8 @@ def pipeline_stages(piece: int, vector_bytes: int) -> int:
     return 5 if piece * vector_bytes <= 65536 and vector_bytes <= 256 else 3  # 72 KiB of shared memory at most
 
 
-@triton.jit
+# No specialisation on the number of pieces: it differs with the longest context.
+@triton.jit(do_not_specialize=["splits"])
 def _split(
     q,
     keys,
@@ -193,11 +230,31 @@ def _split(
     tokens_head,
     scale_log2,
     splits,
+    new_keys,
+    new_values,
+    live,
+    position,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    ring,
+    ring_size,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    ring_row,
+    ring_head,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
     PAGE: tl.constexpr,
+    NEW: tl.constexpr,
+    NORM: tl.constexpr,
+    RING: tl.constexpr,
+    EPSILON: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
@@ -214,28 +271,49 @@ def _split(
         d = tl.arange(0, DIM_POW2)
         in_dim = d < DIM
         q_heads = head * GROUP + g
-        query = tl.load(
-            q + row * q_row + q_heads[:, None] * q_head + d[None, :],
-            mask=(g < GROUP)[:, None] & in_dim[None, :],
-            other=0.0,
-        )
+        in_group = (g < GROUP)[:, None] & in_dim[None, :]
+        line = q + row * q_row + q_heads[:, None] * q_head
+        pages = table + row * table_row + head * table_head
+        if NEW:
+            at = tl.load(position + row)
+            row_cos = tl.load(cos + at * DIM + d, mask=in_dim, other=0.0).to(tl.float32)
+            row_sin = tl.load(sin + at * DIM + d, mask=in_dim, other=0.0).to(tl.float32)
+            query = rotated_tile(
+                line, in_group, query_norm, row_cos[None, :], row_sin[None, :], DIM, DIM_POW2, NORM, EPSILON
+            )
+            if end == count:  # the piece with the new token
+                alive = tl.load(live + row) != 0
+                page = tl.load(pages + (count - 1) // PAGE, mask=alive, other=0).to(tl.int64)
+                home = ((page * HEADS + head) * PAGE + (count - 1) % PAGE) * DIM + d
+                source = new_keys + row * key_row + head * key_head
+                key = rotated_vector(source, key_norm, row_cos, row_sin, DIM, DIM_POW2, NORM, EPSILON)
+                value = tl.load(new_values + row * value_row + head * value_head + d, mask=in_dim, other=0.0)
+                tl.store(keys + home, key, mask=in_dim)
+                tl.store(values + home, value, mask=in_dim)
+                if RING:
+                    size = tl.load(ring_size + row)
+                    entry = ring + row.to(tl.int64) * ring_row + at % tl.maximum(size, 1) * DIM
+                    wanted = in_group & (size > 0) & alive
+                    tl.store(entry + q_heads[:, None] * ring_head + d[None, :], query, mask=wanted)
+                tl.debug_barrier()  # other threads read what was written here
+        else:
+            query = tl.load(line + d[None, :], mask=in_group, other=0.0)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
-        pages = table + row * table_row + head * table_head
         for first in range(start, end, BLOCK_N):
             t = first + tl.arange(0, BLOCK_N)
             valid = t < end
             page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
-            line = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
-            key = tl.load(keys + line[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
+            slot = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
+            key = tl.load(keys + slot[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
             logits = tl.dot(query, key, input_precision=PRECISION) * scale_log2
             logits = tl.where(valid[None, :], logits, float("-inf"))
             peak = tl.maximum(top, tl.max(logits, 1))
             weights = tl.exp2(logits - peak[:, None])
             rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(weights, 1)
-            value = tl.load(values + line[:, None] + d[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
+            value = tl.load(values + slot[:, None] + d[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
             acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
             top = peak
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
@@ -247,7 +325,7 @@ def _split(
         tl.store(part_lse + line_out, (top + tl.log2(total)) * 0.6931471805599453, mask=g < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     part,
     part_lse,

@@ -83,7 +83,7 @@ def _places(pages, t, end, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
     return (page * HEADS + head) * PAGE + t % PAGE, valid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _split_fp8(
     q,
     keys,

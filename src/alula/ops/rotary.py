@@ -83,9 +83,22 @@ def _rotate(
     head = tl.program_id(1)
     t = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     d = tl.arange(0, DIM_POW2)
-    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
     inside = (t < tokens)[:, None] & (d < DIM)[None, :]
+    angle = t[:, None] * DIM + d[None, :]
+    row_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    row_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
     line = x + t[:, None] * x_row + head * x_head
+    turned = rotated_tile(line, inside, norm, row_cos, row_sin, DIM, DIM_POW2, NORM, EPSILON)
+    tl.store(out + (t[:, None] * HEADS + head) * DIM + d[None, :], turned, mask=inside)
+
+
+@triton.jit
+def rotated_tile(
+    line, inside, norm, cos, sin, DIM: tl.constexpr, DIM_POW2: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr
+):
+    """The vectors at line [N, 1] whose values `inside` [N, D] says; cos and sin [N, D] or [1, D]."""
+    d = tl.arange(0, DIM_POW2)
+    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
     own = tl.load(line + d[None, :], mask=inside, other=0.0)
     other = tl.load(line + partner[None, :], mask=inside, other=0.0)
     if NORM:
@@ -93,11 +106,7 @@ def _rotate(
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + EPSILON)[:, None]
         own = scaled(own, inverse, tl.load(norm + d, mask=d < DIM, other=0.0)[None, :]).to(own.dtype)
         other = scaled(other, inverse, tl.load(norm + partner, mask=d < DIM, other=0.0)[None, :]).to(own.dtype)
-    angle = t[:, None] * DIM + d[None, :]
-    row_cos = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-    row_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-    turned = turn(own, other, row_cos, row_sin, (d < DIM // 2)[None, :])
-    tl.store(out + (t[:, None] * HEADS + head) * DIM + d[None, :], turned, mask=inside)
+    return turn(own, other, cos, sin, (d < DIM // 2)[None, :])
 
 
 @triton.jit

@@ -105,7 +105,7 @@ def select_pages_triton(
         BLOCK=block,
         FIRST_PAGES=FIRST,
         LAST_PAGES=LAST,
-        num_warps=min(16, max(4, block // 128)),  # few programs: each should be short
+        num_warps=min(8, max(4, block // 128)),  # few programs: each should be short
     )
     return pages, read
 
