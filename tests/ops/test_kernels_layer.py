@@ -126,7 +126,8 @@ def test_appended_tokens_are_rotated_first(group, quantised, normed, dtype, kern
 @pytest.mark.parametrize("ringed", [False, True], ids=["no ring", "ring"])
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_that_appends_is_append_and_attention(group, ringed, normed, dtype, monkeypatch):
-    """To the bit; rows of one and of several pieces, one of them at the end of a page, and one that has ended."""
+    """To the bit without norms, which a GPU may sum in another order. Rows of one and of several pieces, one of them at
+    the end of a page, and one that has ended."""
     monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1")
     rows, dim, page, width = 5, 24, 4, 40
     joint = noise(rows, 2 * group + 4, dim, dtype=dtype)
@@ -153,4 +154,7 @@ def test_attention_that_appends_is_append_and_attention(group, ringed, normed, d
             out, lse = paged_attention_triton(query, *read)
         results.append([out[:-1], lse[:-1], keys[1:], values[1:], ring if ringed else out[:-1]])
     for expected, actual in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+        if normed:
+            close(actual, expected)
+        else:
+            assert torch.equal(actual, expected)

@@ -20,7 +20,7 @@ from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
 from alula.ops.dispatch import use_triton
 from alula.ops.packed_attention import packed_attention
-from alula.ops.paged_attention import NewTokens, paged_attention, paged_attention_triton
+from alula.ops.paged_attention import NewTokens, appending_pays, paged_attention, paged_attention_triton
 from alula.ops.rotary import Rotary
 from alula.ops.select_pages import select_pages
 
@@ -134,7 +134,7 @@ class DecodeContext:
         keys, values = cache.keys[layer], cache.values[layer]
         scales = None if cache.scales is None else cache.scales[:, layer]
         alone = summaries is None and scales is None and not features.accumulated
-        if rotary is not None and alone and use_triton(query):
+        if rotary is not None and alone and use_triton(query) and appending_pays(query, cache.geometry.kv_heads):
             rows = (state.live, state.position, rotary, ring, state.ring_size)
             table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
             new = NewTokens(key, value, *rows)

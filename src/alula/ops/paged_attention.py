@@ -198,6 +198,12 @@ def _new_arguments(q: Tensor, new: NewTokens | None) -> tuple:
     return (*tensors, ring, new.ring_size, *strides, *ring.stride()[:2])
 
 
+def appending_pays(q: Tensor, kv_heads: int) -> bool:
+    """Whether attention should append new tokens itself. Many rows of wide heads keep the device busy as they are, and
+    the start of every program is in their way."""
+    return q.shape[-1] * q.dtype.itemsize <= 128 or len(q) * kv_heads <= 512
+
+
 def piece_lengths(row_heads: int, selected: bool = False) -> tuple[int, int]:
     """Tokens reduced by one program before the results of all pieces are merged; the length up to which a context is
     one piece. Few rows need short pieces to occupy the device; with many rows whole contexts do, and merging costs.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.top_indices import best_first, choose_largest, ordered_bits
+from alula.ops.top_indices import best_first, choose_largest, ordered_bits, warps_for
 
 FIRST, LAST = 1, 2
 
@@ -105,7 +105,7 @@ def select_pages_triton(
         BLOCK=block,
         FIRST_PAGES=FIRST,
         LAST_PAGES=LAST,
-        num_warps=min(8, max(4, block // 128)),  # few programs: each should be short
+        num_warps=warps_for(block),
     )
     return pages, read
 

@@ -57,19 +57,14 @@ def ordered_bits(scores):
 
 @triton.jit
 def choose_largest(order, valid, count):
-    """Mask of the `count` largest valid entries, by search on their bits; ties go to the lower index."""
-    # Two bits at a time, from the sign down: how many entries reach each of three candidates? One sum holds all counts.
-    found = (count * 0).to(tl.uint32)
-    bits = order.to(tl.uint32, bitcast=True) ^ 0x80000000  # the same order, unsigned
-    for step in tl.static_range(0, 16):
-        first = (valid & (bits >= (found | (1 << (30 - 2 * step))))).to(tl.int64)
-        second = (valid & (bits >= (found | (2 << (30 - 2 * step))))).to(tl.int64)
-        third = (valid & (bits >= (found | (3 << (30 - 2 * step))))).to(tl.int64)
-        counts = tl.sum(first + (second << 20) + (third << 40), 0)
-        enough = ((counts & 0xFFFFF) >= count).to(tl.uint32)
-        enough += (((counts >> 20) & 0xFFFFF) >= count).to(tl.uint32) + ((counts >> 40) >= count).to(tl.uint32)
-        found |= enough << (30 - 2 * step)
-    threshold = (found ^ 0x80000000).to(tl.int32, bitcast=True)
+    """Mask of the `count` largest valid entries, by bisection on their bits; ties go to the lower index."""
+    # Bit by bit from the sign down, in two's complement: is the count-th largest at least the candidate?
+    none_below = tl.sum(((order >= 0) & valid).to(tl.int32), 0) >= count
+    threshold = tl.where(none_below, 0, -2147483648)
+    for step in tl.static_range(1, 32):
+        candidate = threshold | (1 << (31 - step))
+        enough = tl.sum(((order >= candidate) & valid).to(tl.int32), 0) >= count
+        threshold = tl.where(enough, candidate, threshold)
     above = (order > threshold) & valid
     ties = (order == threshold) & valid
     room = count - tl.sum(above.to(tl.int32), 0)
