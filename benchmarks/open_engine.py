@@ -1,9 +1,8 @@
 """The open engine on one GPU: `python benchmarks/open_engine.py --out benchmarks/results/open-engine-h200.json`.
 
-Random weights of real shapes, bf16. `generate`: whole calls (`generate_before` in the results is the same section, run
-with the package as it was before the engine was opened). `sessions`: the second turn of sessions against computing
-the same history again. `prefixes`: groups that arrive as separate requests, with and without shared prefixes. `mixed`:
-dense, evicting and selecting requests at once, against one kind after the other.
+Random weights of a real shape, bf16. `sessions`: the second turn of sessions against computing the same history again.
+`prefixes`: groups that arrive as separate requests, with and without shared prefixes. `mixed`: dense, evicting and
+selecting requests at once, against one kind after the other.
 """
 
 import time
@@ -17,17 +16,16 @@ from sections import release, run
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench.ceilings import Ceilings
-from alula.bench.decode import rollouts
 from alula.sparsity.policy import DENSE
 
-SMALL, LARGE = "shape:smollm2-135m", "shape:qwen3-1.7b"
-RKV, SNAPKV = Sparsity(Evict("rkv", 512, buffer=128)), Sparsity(Evict("snapkv", 512, buffer=128))
+MODEL = "shape:qwen3-1.7b"
+RKV = Sparsity(Evict("rkv", 512, buffer=128))
 QUEST = Sparsity(select=Select("quest", budget=512, block=16))
 Row = dict[str, Any]
 
 
-def engine(source: str, kv_memory: str, **options: Any) -> Engine:
-    return Engine.load(source, device="cuda", kv_memory=kv_memory, **options)
+def engine(kv_memory: str, **options: Any) -> Engine:
+    return Engine.load(MODEL, device="cuda", kv_memory=kv_memory, **options)
 
 
 def prompts(one: Engine, count: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -42,22 +40,10 @@ def seconds_of(work: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-def generate(_: Ceilings) -> Iterator[Row]:
-    cases = {(SMALL, "40GiB", 512, 1024): [DENSE, RKV, SNAPKV], (LARGE, "40GiB", 256, 1024): [DENSE, RKV]}
-    for (source, memory, batch, new), policies in cases.items():
-        one = engine(source, memory, max_rows=batch, max_length=128 + new)
-        for policy in policies:
-            rollouts(one, batch, 128, new, policy)
-            rows = [rollouts(one, batch, 128, new, policy, seed=1) for _ in range(2)]
-            yield min(rows, key=lambda row: row["seconds"]) | {"all_seconds": [row["seconds"] for row in rows]}
-        del one
-        release()
-
-
 def sessions(_: Ceilings) -> Iterator[Row]:
     """64 sessions; the first turn ends with `history` tokens, the second gives 256 more and samples 16."""
     for policy, history in [(DENSE, 2048), (DENSE, 8192), (RKV, 2048), (RKV, 8192), (QUEST, 8192)]:
-        one = engine(LARGE, "80GiB", max_rows=64, max_length=10240)
+        one = engine("80GiB", max_rows=64, max_length=10240)
         second_turn(one, policy, history)  # warms up
         yield second_turn(one, policy, history)
         del one
@@ -94,7 +80,7 @@ def second_turn(one: Engine, policy: Sparsity, history: int) -> Row:
 
 def prefixes(_: Ceilings) -> Iterator[Row]:
     """512 requests, 64 prompts of 1,024 tokens with 8 samples each, 64 new tokens."""
-    one = engine(LARGE, "80GiB", max_rows=256, max_length=2048)
+    one = engine("80GiB", max_rows=256, max_length=2048)
     sampling, texts = Sampling(max_new_tokens=64, ignore_eos=True), prompts(one, 64, 1024)
     keys = one._scheduler._prefix_keys
     for turn, shared in enumerate((True, False, True, False)):
@@ -133,7 +119,7 @@ def prefixes(_: Ceilings) -> Iterator[Row]:
 
 
 def mixed(_: Ceilings) -> Iterator[Row]:
-    one = engine(LARGE, "40GiB", max_rows=192, max_length=2048)
+    one = engine("40GiB", max_rows=192, max_length=2048)
     sampling, texts = Sampling(max_new_tokens=512, ignore_eos=True), prompts(one, 64, 128)
     policies = [DENSE, RKV, QUEST]
     for _repeat in range(2):
@@ -147,4 +133,4 @@ def mixed(_: Ceilings) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    run({"generate": generate, "sessions": sessions, "prefixes": prefixes, "mixed": mixed}, __doc__)
+    run({"sessions": sessions, "prefixes": prefixes, "mixed": mixed}, __doc__)

@@ -3,9 +3,7 @@
     python benchmarks/steps.py docs/scale-out.md     # writes the tables; without a file it prints them
 
 Needs no GPU. Raw rows are those of results/training-h200.json; the estimate's constants were fitted to those of the
-section `long`. The other sections are *older* than today's decode steps and learner. Rows marked *reported* were stated
-in a report, without raw results (results/steps-h200.json says what of them is assumed), and are older too; they are
-left out where `long` has the row.
+section `long`. The other sections are *older* than today's decode steps and learner.
 
 Further tables compare with steps on a simulated cluster (results/cluster-steps.json), and show what workers on Ray cost
 (results/ray-rollouts*.json).
@@ -37,7 +35,7 @@ class Measured:
     kv_memory: str | None = None
     prompt: int = 128
     source: str = ""
-    """Empty for a raw row of today's engine; else `older` or `reported`."""
+    """Empty for a row of today's engine; else `older`."""
 
     @property
     def step_s(self) -> float:
@@ -65,15 +63,8 @@ def read(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def name_of(row: dict) -> str:
-    return f"{row['model']}:{row['sparsity'].partition(':')[0]}"
-
-
 def long_steps() -> list[Measured]:
-    """Steps with long answers: the raw rows, and the reported ones of which there is no raw row yet."""
-    raw = [row for row in read("training-h200.json").get("long", {"rows": []})["rows"] if "model" in row]
-    known = {name_of(row) for row in raw}
-    reported = [row for row in read("steps-h200.json")["rows"] if name_of(row) not in known]
+    """Steps with long answers."""
     return [
         Measured(
             row["model"],
@@ -83,11 +74,10 @@ def long_steps() -> list[Measured]:
             round(row["mean_length"]),
             row["most"],
             row["rollout_s"],
-            row.get("strict_score_s", row["score_s"]) + row["update_s"],  # scoring is not skipped
-            row.get("kv_memory"),
-            source="" if name_of(row) in known else "reported",
+            row["strict_score_s"] + row["update_s"],  # scoring is not skipped
+            row["kv_memory"],
         )
-        for row in (*raw, *reported)
+        for row in read("training-h200.json")["long"]["rows"]
     ]
 
 

@@ -160,7 +160,7 @@ def long_steps(results: dict) -> Table | None:
             *(f"{r[f'strict_{part}_s']:.1f}" for part in ("score", "step")),
             percent(r["update_of_matrix_rate"]),
         )
-        for r in results["long"]["rows"]
+        for r in sorted(results["long"]["rows"], key=lambda row: (row["model"], -row["rollout_s"]))
     ]
     seconds = ("rollout, s", "decode steps, s", "evictions, s", "floor, s", "score, s", "update, s", "step, s")
     head = ("model", "policy", "rollouts", "mean / most tokens", *seconds, "all scored, s", "step so, s")
@@ -202,11 +202,14 @@ REACH = {"qwen3-1.7b": ("2.3 ×", "2.8 ×"), "qwen3-4b": ("2.0 ×", "2.4 ×"), "
 
 
 def decoding(results: dict) -> Table:
-    lines = [
-        (r["model"], str(r["batch"]), f"{r['ratio']:.2f} ×", f"{r['floor_ratio']:.2f} ×", *REACH[r["model"]])
-        for r in results["decode"]["rows"]
-    ]
-    return ("model", "batch", "against dense", "floors allow", "target", "stretch"), lines
+    """Mean steps over 16 bins, in ms, and their ratio."""
+    lines = []
+    for r in results["decode"]["rows"]:
+        means = [f"{r[f'{name}_ms'] / len(r['bins']):.2f}" for name in ("dense", "sparse", "sparse_floor")]
+        ratios = f"{r['ratio']:.2f} ×", f"{r['floor_ratio']:.2f} ×"
+        lines.append((r["model"], str(r["batch"]), *means, *ratios, *REACH[r["model"]]))
+    means = ("dense, ms", "sparse, ms", "its floor, ms")
+    return ("model", "batch", *means, "against dense", "floors allow", "target", "stretch"), lines
 
 
 def steady(results: dict) -> Table:
@@ -286,6 +289,27 @@ def markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
+def fp8(results: dict) -> Table:
+    """Steps and rollouts with both kinds of KV."""
+    rows = results["fp8"]["rows"]
+    wide, narrow = ([r for r in rows if r["kv_dtype"] == kind] for kind in (None, "fp8"))
+    lines = []
+    for a, b in zip(wide, narrow, strict=True):
+        if a["kind"] == "decode step":
+            name, value, unit = f"step, {a['batch']} × {a['context']:,}, {policy_name(a)}", "ms", "ms"
+            floors = a["floor_ms"] / b["floor_ms"]
+        else:
+            name, value, unit = (
+                f"rollouts, {a['batch']} × (128 + {a['new_tokens']:,}), {policy_name(a)}",
+                "seconds",
+                "s",
+            )
+            floors = None
+        times = [f"{r[value]:.2f} {unit}" for r in (a, b)]
+        lines.append((name, *times, f"{a[value] / b[value]:.2f} ×", f"{floors:.2f} ×" if floors else ""))
+    return ("qwen3-1.7b", "bfloat16", "fp8", "faster by", "floors allow"), lines
+
+
 def draws(results: dict) -> Table:
     lines = [
         (
@@ -315,17 +339,11 @@ def opened(results: dict) -> Table:
     name = "512 requests in groups of 8, prompts of 1,024, prefixes shared"
     ratio = f"{apart['seconds'] / shared['seconds']:.1f} ×"
     lines.append((name, f"{shared['seconds']:.2f} s", f"{apart['seconds']:.2f} s", ratio))
-    before = {(r["model"], r["sparsity"]): r for r in results["generate_before"]["rows"]}
-    for r in results["generate"]["rows"]:
-        old = before[r["model"], r["sparsity"]]
-        name = f"`generate`, {r['model'].removeprefix('shape:')}, {r['batch']} × (128 + 1,024), {policy_name(r)}"
-        ratio = f"{old['seconds'] / r['seconds']:.3f} ×"
-        lines.append((name, f"{r['seconds']:.2f} s", f"{old['seconds']:.2f} s", ratio))
     return ("measurement", "time", "reference", "result"), lines
 
 
 SECTIONS: dict[str, dict[str, Callable[[dict], Table | None]]] = {
-    "engine": {"engine": engine, "draws": draws},
+    "engine": {"engine": engine, "draws": draws, "fp8": fp8},
     "training": {"training": training, "residual": residual, "steps": training_steps, "long steps": long_steps},
     "vllm": {"vllm": against_vllm},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,46 +49,52 @@ def random_sequences(rng: np.random.Generator, vocabulary: int, lengths: list[in
     ]
 
 
-def learner_speed(ceilings: Ceilings) -> list[dict]:
+def learner_speed(ceilings: Ceilings) -> Iterator[dict]:
     """16k packed tokens of 1-4k sequences, one optimizer step of four micro-batches, qwen2.5-1.5b."""
-    found = []
-    rng = np.random.default_rng(0)
     for settings in ({"compile": True, "activation_checkpointing": False}, {"compile": True}, {}):
-        loaded = load_model("shape:qwen2.5-1.5b", device="cuda")
-        learner = Learner(loaded.model, LearnerSettings(lr=1e-6, **settings))
-        lengths = LENGTHS * 4
-        sequences = random_sequences(rng, 151936, lengths)
+        found = timed_learner("qwen2.5-1.5b", settings, LENGTHS * 4, ceilings)
+        yield {"kind": "learner", "settings": settings or "defaults", **found}
 
-        def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
-            return -logprobs.mean() / 4, {}
 
-        learner.update(sequences, loss_fn, 1.0)
+def long_sequences(ceilings: Ceilings) -> Iterator[dict]:
+    """Eight sequences of 32k tokens, qwen3-1.7b."""
+    settings = {"compile": True, "activation_checkpointing": False, "token_budget": 32768}
+    yield {"kind": "learner", "settings": settings, **timed_learner("qwen3-1.7b", settings, [32768] * 8, ceilings)}
+
+
+def timed_learner(model: str, settings: dict, lengths: list[int], ceilings: Ceilings) -> dict:
+    """One update and one scoring pass, each after one that is not timed."""
+    loaded = load_model(f"shape:{model}", device="cuda")
+    learner = Learner(loaded.model, LearnerSettings(lr=1e-6, **settings))
+    sequences = random_sequences(np.random.default_rng(0), 151936, lengths)
+
+    def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed: Packed) -> tuple:
+        return -logprobs.mean() / 4, {}
+
+    def seconds_of(work: Callable[[], Any]) -> float:
+        work()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        learner.update(sequences, loss_fn, 1.0)
+        work()
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        flops = learner.flops(sequences)
-        start = time.perf_counter()
-        learner.score(sequences, 1.0)
-        scoring = time.perf_counter() - start
-        found.append(
-            {
-                "kind": "learner",
-                "settings": settings or "defaults",
-                "tokens": sum(lengths),
-                "seconds": seconds,
-                "mfu": flops.total / seconds / ceilings.matrix,
-                "mfu_without_head": (flops.total - flops.head) / seconds / ceilings.matrix,
-                "score_s": scoring,
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-                "full_logits_gib": 16384 * 151936 * 4 / 2**30,
-            }
-        )
-        print(json.dumps(found[-1]), flush=True)
-        del learner, loaded
-        release()
+        return time.perf_counter() - start
+
+    scoring = seconds_of(lambda: learner.score(sequences, 1.0))
+    updating = seconds_of(lambda: learner.update(sequences, loss_fn, 1.0))
+    flops = learner.flops(sequences)
+    found = {
+        "model": model,
+        "tokens": sum(lengths),
+        "seconds": updating,
+        "mfu": flops.total / updating / ceilings.matrix,
+        "mfu_without_head": (flops.total - flops.head) / updating / ceilings.matrix,
+        "score_s": scoring,
+        "score_mfu": flops.total / 3 / scoring / ceilings.matrix,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+    del learner, loaded
+    release()
     return found
 
 
@@ -268,6 +275,7 @@ SECTIONS = {
     "weights": weights,
     "small": small_step,
     "learner": learner_speed,
+    "sequences": long_sequences,
     "residual": residual_cost,
     "paper": paper_step,
     "check": checked_step,
