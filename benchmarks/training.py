@@ -53,6 +53,7 @@ def learner_speed(ceilings: Ceilings) -> Iterator[dict]:
     """16k packed tokens of 1-4k sequences, one optimizer step of four micro-batches, qwen2.5-1.5b."""
     for settings in ({"compile": True, "activation_checkpointing": False}, {"compile": True}, {}):
         found = timed_learner("qwen2.5-1.5b", settings, LENGTHS * 4, ceilings)
+        release()
         yield {"kind": "learner", "settings": settings or "defaults", **found}
 
 
@@ -83,7 +84,7 @@ def timed_learner(model: str, settings: dict, lengths: list[int], ceilings: Ceil
     scoring = seconds_of(lambda: learner.score(sequences, 1.0))
     updating = seconds_of(lambda: learner.update(sequences, loss_fn, 1.0))
     flops = learner.flops(sequences)
-    found = {
+    return {
         "model": model,
         "tokens": sum(lengths),
         "seconds": updating,
@@ -93,9 +94,6 @@ def timed_learner(model: str, settings: dict, lengths: list[int], ceilings: Ceil
         "score_mfu": flops.total / 3 / scoring / ceilings.matrix,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
-    del learner, loaded
-    release()
-    return found
 
 
 def weights(ceilings: Ceilings) -> list[dict]:

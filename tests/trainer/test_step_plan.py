@@ -34,27 +34,17 @@ def steps():
 
 
 def test_measured_steps_are_estimated_within_a_tenth(steps):
-    """Older engines were slower, most of all with short steps: the estimate may be a quarter below them."""
+    """Older engines were slower, most of all with short steps: the estimate may be a quarter below them. In a pool that
+    dense rows nearly fill it is a sixth above."""
     *known, paper = steps.measured()
     assert sum(not row.source for row in known) >= 4
     for row in known:
-        plan, within = steps.predicted(row), 0.25 if row.source else 0.1
+        full = row.sparsity == "dense" and row.kv_memory
+        plan, within = steps.predicted(row), 0.25 if row.source else 0.17 if full else 0.1
         assert plan.rollouts == pytest.approx(row.rollout_s, rel=within), row
         assert plan.learner == pytest.approx(row.learner_s, rel=within), row
         assert plan.in_turn == pytest.approx(row.step_s, rel=within), row
     assert steps.predicted(paper).rollouts < 0.6 * paper.rollout_s, "the known miss: 128 different prompt lengths"
-
-
-def test_a_raw_row_takes_the_place_of_a_reported_one(steps, monkeypatch):
-    before, read = steps.long_steps(), steps.read
-    assert {row.source for row in before} == {"", "reported"}
-    raw = {"model": "qwen3-1.7b", "sparsity": "rkv:512+128", "prompts": 32, "rollouts": 256, "mean_length": 4001.5}
-    raw |= {"most": 8192, "rollout_s": 30.0, "score_s": 1.0, "strict_score_s": 5.0, "update_s": 20.0}
-    monkeypatch.setattr(steps, "read", lambda name: read(name) | ({"long": {"rows": [raw]}} if "train" in name else {}))
-    after = steps.long_steps()
-    [row] = [row for row in after if not row.source]
-    assert (row.mean, row.rollout_s, row.learner_s, row.source) == (4002, 30.0, 25.0, "")
-    assert len([r for r in after if (r.model, r.sparsity) == ("qwen3-1.7b", "rkv:512+128")]) == 1
 
 
 def test_the_tables_of_errors_are_the_present_ones(steps):
