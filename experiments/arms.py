@@ -31,7 +31,18 @@ PARTS = {
     "strict-1e-2": "{preset: strict, veto: 1e-2}",
 }
 """What `strict` is made of: each leaves out one of its three parts, and the last goes further."""
-CORRECTIONS = PRESETS | ABLATIONS | PARTS
+FIELD = {name: name for name in ("tis", "mis", "icepop", "geometric", "prefix-only")}
+"""Corrections that others use, and a control."""
+CORRECTIONS = PRESETS | ABLATIONS | PARTS | FIELD
+RELEASED = (
+    "objective.loss=grpo",
+    "objective.clip_low=0.2",
+    "objective.clip_high=0.2",
+    "objective.kl=1e-4",
+    "objective.kl_clamp=10",
+    "learner.updates=4",
+)
+"""The objective of Sparse-RL's scripts, less its correction."""
 OTHERS = ("snapkv", "streaming", "keydiff")
 METHODS = ("rkv", *OTHERS, "block-topk")
 
@@ -90,6 +101,18 @@ def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
     names = ("naive", *ABLATIONS)
     tempting = [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in (*names, *PARTS)]
     return tempting + [Arm(f"{name}, milder", bed.evictor("rkv", milder), name) for name in names]
+
+
+def presets(bed: Bed, budgets: Budgets) -> list[Arm]:
+    """Do the corrections that others use do better? Does Sparse-RL's released objective?"""
+    arms = [DENSE, Arm("dense, released", "dense", "naive", RELEASED, "released")]
+    first = bed.budgets.index(budgets["rkv"])
+    for size, suffix in ((bed.budgets[first], ""), (bed.budgets[min(first + 1, len(bed.budgets) - 1)], ", milder")):
+        policy = bed.evictor("rkv", size)
+        arms += [Arm(f"{name}{suffix}", policy, name) for name in ("naive", "sparse-rl", "strict", *FIELD)]
+        extra = (*RELEASED, "sparsity.evict.sinks=0")
+        arms.append(Arm(f"sparse-rl-code, released{suffix}", policy, "sparse-rl-code", extra, "released"))
+    return arms
 
 
 def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
@@ -162,6 +185,7 @@ QUESTIONS: dict[str, Callable[[Bed, Budgets], list[Arm]]] = {
     "threshold": threshold,
     "budget": budget,
     "correction": correction,
+    "presets": presets,
     "compressors": other_compressors,
     "distill": distill,
     "control": control,
