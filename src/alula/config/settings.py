@@ -419,7 +419,7 @@ class EngineSettings(Section):
     graphs: bool | None = None
     """Capture decode steps as CUDA graphs; by default on CUDA."""
     compiled: bool | None = None
-    """Compile the layers, and fuse the decode steps of Llama- and Qwen-shaped models; by default on CUDA."""
+    """Run Llama- and Qwen-shaped models in kernels of Alula's own, and compile other models; by default on CUDA."""
 
 
 class RolloutSettings(Section):
