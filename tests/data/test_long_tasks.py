@@ -70,7 +70,7 @@ def test_search_verifier(completion, score):
 
 @pytest.mark.parametrize("mark", ["", "#"])
 def test_a_machine_trace_against_python_itself(mark):
-    task = build("machine", registers=4, statements=5, min_rounds=2, max_rounds=12, marked=bool(mark))
+    task = build("machine", registers=4, statements=5, min_rounds=2, max_rounds=12, marked=len(mark))
     formats = set()
     for example in task.dataset(60, seed=3):
         program, start, rounds = example.prompt.removesuffix(" :").split(" | ")
@@ -110,6 +110,7 @@ def test_machine_verifier(completion, score):
         ("machine", {"registers": 1}, "registers=1"),
         ("machine", {"statements": 0}, "statements=0"),
         ("machine", {"min_rounds": 9}, "min_rounds=9"),
+        ("machine", {"marked": 2}, "marked=2"),
     ],
 )
 def test_invalid_sizes_raise(task, options, message):

@@ -22,7 +22,7 @@ class Machine(Task):
 
         a + b : 4 + 9 = 3 ; b - 3 = 6 ; [ 1 a 3 b 6 ] a + b = 9 ; b - 3 : 6 - 3 = 3 ; [ 0 a 9 b 3 ] answer 9 3
 
-    `marked` writes rounds as `#1`, so that a tiny model does not take them for values. A wrong value spoils all that
+    `marked=1` writes rounds as `#1`, so that a tiny model does not take them for values. A wrong value spoils all that
     depends on it. The shortcut answers with random digits. All answers of a task have nearly the same length, which
     suits timing.
     """
@@ -32,10 +32,11 @@ class Machine(Task):
     statements: int = 4
     min_rounds: int = 6
     max_rounds: int = 7
-    marked: bool = False
+    marked: int = 0
 
     def __post_init__(self) -> None:
         require(2 <= self.registers <= 12, f"task machine: registers={self.registers} must lie in 2 to 12.")
+        require(self.marked in (0, 1), f"task machine: marked={self.marked} must be 0 or 1.")
         require(self.statements >= 1, f"task machine: statements={self.statements} must be 1 or above.")
         require(
             1 <= self.min_rounds <= self.max_rounds,
