@@ -67,21 +67,21 @@ SEARCH_TINY = LongBed(
 )
 MACHINE_TINY = LongBed(
     name="machine-tiny",
-    task=Machine(registers=3, statements=4, min_rounds=6, max_rounds=7),
+    task=Machine(registers=2, statements=2, min_rounds=8, max_rounds=8, marked=1),
     fresh=tiny,
-    warm=WarmUp(batch=32, careful_steps=400, mastered=0.0, mixture_steps=200, mixture_lr=2e-3, careful_share=1.0),
+    warm=SEARCH_TINY.warm,
     warm_seeds=True,
     evict="+8,window=8,sinks=8",
-    budgets=(16, 24, 32, 40, 48, 64, 96, 128),
+    budgets=(16, 24, 32, 48, 64, 96),
     select=SEARCH_TINY.select,
-    read_budgets=(12, 16, 24, 32, 40, 48, 64, 96, 128),
+    read_budgets=(12, 20, 28, 36, 48, 64, 96),
     distill=TINY.distill,
     distill_first=TINY.distill_first,
     train_problems=2048,
     held_out=256,
     probe_prompts=64,
-    longest=344,
-    bin=64,
+    longest=240,
+    bin=48,
 )
 SEARCH = LongBed(
     name="search",

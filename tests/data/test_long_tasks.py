@@ -68,15 +68,21 @@ def test_search_verifier(completion, score):
     assert build("search").score(completion, {"prompt": "4 3 2 > 20 :", "answer": "20"}) == score
 
 
-def test_a_machine_trace_against_python_itself():
-    task, formats = build("machine", registers=4, statements=5, min_rounds=2, max_rounds=12), set()
+@pytest.mark.parametrize("mark", ["", "#"])
+def test_a_machine_trace_against_python_itself(mark):
+    task = build("machine", registers=4, statements=5, min_rounds=2, max_rounds=12, marked=len(mark))
+    formats = set()
     for example in task.dataset(60, seed=3):
         program, start, rounds = example.prompt.removesuffix(" :").split(" | ")
         words = start.split()
         values = {register: int(value) for register, value in zip(words[::2], words[1::2])}
         lines = re.findall(r"(\w [+-] \w)( : \d [+-] \d)? = (\d) ;", example.fields["trace"])
         statements = program.removesuffix(" ;").split(" ; ")
-        assert [line for line, *_ in lines] == statements * int(rounds)
+        assert [line for line, *_ in lines] == statements * int(rounds.removeprefix(mark))
+        counters = re.findall(rf"\[ {mark}(\d+) ", example.fields["trace"])
+        assert counters == [str(left) for left in range(len(counters) - 1, -1, -1)]
+        assert rounds == f"{mark}{len(counters)}"
+        assert {*example.prompt.split(), *example.fields["trace"].split()} <= {*task.words}
         for statement, work, result in lines:
             assert int(result) == eval(statement, {}, values) % 10
             assert not work or eval(work[3:]) % 10 == int(result)
@@ -104,6 +110,7 @@ def test_machine_verifier(completion, score):
         ("machine", {"registers": 1}, "registers=1"),
         ("machine", {"statements": 0}, "statements=0"),
         ("machine", {"min_rounds": 9}, "min_rounds=9"),
+        ("machine", {"marked": 2}, "marked=2"),
     ],
 )
 def test_invalid_sizes_raise(task, options, message):

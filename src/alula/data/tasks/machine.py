@@ -22,8 +22,9 @@ class Machine(Task):
 
         a + b : 4 + 9 = 3 ; b - 3 = 6 ; [ 1 a 3 b 6 ] a + b = 9 ; b - 3 : 6 - 3 = 3 ; [ 0 a 9 b 3 ] answer 9 3
 
-    A wrong value spoils all that depends on it. The shortcut answers with random digits. All answers of a task have
-    nearly the same length, which suits timing.
+    `marked=1` writes rounds as `#1`, so that a tiny model does not take them for values. A wrong value spoils all that
+    depends on it. The shortcut answers with random digits. All answers of a task have nearly the same length, which
+    suits timing.
     """
 
     name: ClassVar[str] = "machine"
@@ -31,9 +32,11 @@ class Machine(Task):
     statements: int = 4
     min_rounds: int = 6
     max_rounds: int = 7
+    marked: int = 0
 
     def __post_init__(self) -> None:
         require(2 <= self.registers <= 12, f"task machine: registers={self.registers} must lie in 2 to 12.")
+        require(self.marked in (0, 1), f"task machine: marked={self.marked} must be 0 or 1.")
         require(self.statements >= 1, f"task machine: statements={self.statements} must be 1 or above.")
         require(
             1 <= self.min_rounds <= self.max_rounds,
@@ -46,8 +49,11 @@ class Machine(Task):
 
     @property
     def words(self) -> list[str]:
-        numbers = map(str, range(max(9, self.max_rounds) + 1))
-        return [*self.alphabet, *numbers, "+", "-", "=", ";", ":", "|", "[", "]", "answer"]
+        signs = ["+", "-", "=", ";", ":", "|", "[", "]", "answer"]
+        counters = [self.counter(left) for left in range(self.max_rounds + 1)]
+        numbers = map(str, range(10))
+        words = [*numbers, *signs, *counters] if self.marked else [*numbers, *counters[10:], *signs]
+        return [*self.alphabet, *words]
 
     @property
     def chance(self) -> float:
@@ -58,7 +64,7 @@ class Machine(Task):
         values = {register: generator.randrange(10) for register in self.alphabet}
         rounds = generator.randint(self.min_rounds, self.max_rounds)
         lines = " ".join(f"{' '.join(statement)} ;" for statement in program)
-        prompt = f"{lines} | {listed(values)} | {rounds} :"
+        prompt = f"{lines} | {listed(values)} | {self.counter(rounds)} :"
         trace = self.trace(program, values, rounds, generator)
         guess = " ".join(str(generator.randrange(10)) for _ in values)
         return Problem(prompt, trace.rpartition("answer ")[2], trace, f"answer {guess}")
@@ -78,8 +84,11 @@ class Machine(Task):
                 values[target] = (first + second if sign == "+" else first - second) % 10
                 work = f" : {first} {sign} {second}" if generator.random() < 0.5 else ""
                 lines.append(f"{target} {sign} {operand}{work} = {values[target]} ;")
-            lines.append(f"[ {left} {listed(values)} ]")
+            lines.append(f"[ {self.counter(left)} {listed(values)} ]")
         return " ".join([*lines, "answer", *map(str, values.values())])
+
+    def counter(self, rounds: int) -> str:
+        return f"#{rounds}" if self.marked else str(rounds)
 
     @staticmethod
     def score(completion: str, example: Mapping[str, Any]) -> float:
