@@ -44,8 +44,14 @@ def write_probe(bed: Bed, work: Path, out: Path) -> None:
     """`<out>/probe/<bed>.jsonl`: what is known of every budget before training."""
     path = out / "probe" / f"{bed.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = ({name: short(value) for name, value in row.items()} for row in read_lines(work / "probe.jsonl"))
+    rows = [row | {"sparsity": inside(work, row["sparsity"])} for row in read_lines(work / "probe.jsonl")]
+    found = ({name: short(value) for name, value in row.items()} for row in rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def inside(work: Path, text: str) -> str:
+    """Paths of the work folder, relative to it."""
+    return text.replace(f"{work}/", "")
 
 
 def raw_run(bed: Bed, arm: Arm, seed: int, work: Path, settings: Sequence[str]) -> dict[str, Any] | None:
@@ -56,11 +62,11 @@ def raw_run(bed: Bed, arm: Arm, seed: int, work: Path, settings: Sequence[str]) 
     return {
         "bed": bed.name,
         "arm": arm.label,
-        "sparsity": arm.sparsity,
+        "sparsity": inside(work, arm.sparsity),
         "correction": arm.correction,
         "seed": seed,
         "state": json.loads((folder / "status.json").read_text())["state"],
-        "settings": [*arm.settings, *settings],
+        "settings": [inside(work, setting) for setting in (*arm.settings, *settings)],
         "evals": [
             {name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")} for row in evals
         ],
