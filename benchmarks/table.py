@@ -29,8 +29,9 @@ def policy_name(row: dict) -> str:
 
 def engine(results: dict) -> Table:
     rows = rows_of(results)
-    steps = {(r["batch"], r["context"], policy_name(r)): r for r in rows["steps"] if r["kind"] == "decode step"}
-    kernel, hf, peak = rows["kernel"][0], rows["transformers"][0], rows["peak"][0]
+    plain = [r for r in rows["fp8"] if r["kind"] == "decode step" and r["kv_dtype"] is None]  # newer than `steps`
+    steps = {(r["batch"], r["context"], policy_name(r)): r for r in plain}
+    kernel, hf, peak = rows["fp8-kernel"][0], rows["transformers"][0], rows["peak"][0]
     dense, sparse = steps[16, 32768, "dense"], steps[16, 32768, "block-topk 1024"]
     pool = {policy_name(r): r for r in rows["pool"]}
     idle = next(r for r in rows["steps"] if r["kind"] == "idle")
@@ -296,17 +297,13 @@ def fp8(results: dict) -> Table:
     lines = []
     for a, b in zip(wide, narrow, strict=True):
         if a["kind"] == "decode step":
-            name, value, unit = f"step, {a['batch']} × {a['context']:,}, {policy_name(a)}", "ms", "ms"
-            floors = a["floor_ms"] / b["floor_ms"]
+            what, key, unit = f"step, {a['batch']} × {a['context']:,}", "ms", "ms"
+            floors = f"{a['floor_ms'] / b['floor_ms']:.2f} ×"
         else:
-            name, value, unit = (
-                f"rollouts, {a['batch']} × (128 + {a['new_tokens']:,}), {policy_name(a)}",
-                "seconds",
-                "s",
-            )
-            floors = None
-        times = [f"{r[value]:.2f} {unit}" for r in (a, b)]
-        lines.append((name, *times, f"{a[value] / b[value]:.2f} ×", f"{floors:.2f} ×" if floors else ""))
+            what, key, unit = f"rollouts, {a['batch']} × (128 + {a['new_tokens']:,})", "seconds", "s"
+            floors = ""
+        times = [f"{r[key]:.2f} {unit}" for r in (a, b)]
+        lines.append((f"{what}, {policy_name(a)}", *times, f"{a[key] / b[key]:.2f} ×", floors))
     return ("qwen3-1.7b", "bfloat16", "fp8", "faster by", "floors allow"), lines
 
 

@@ -74,12 +74,8 @@ def timed_learner(model: str, settings: dict, lengths: list[int], ceilings: Ceil
 
     def seconds_of(work: Callable[[], Any]) -> float:
         work()
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return timed(work, DEVICE, 1)
 
     scoring = seconds_of(lambda: learner.score(sequences, 1.0))
     updating = seconds_of(lambda: learner.update(sequences, loss_fn, 1.0))

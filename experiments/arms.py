@@ -79,6 +79,11 @@ class Arm:
 DENSE = Arm("dense", "dense", "naive")
 
 
+def neighbour(bed: Bed, size: int, steps: int) -> int:
+    """The budget this many steps of the bed's grid above, or the last one there."""
+    return bed.budgets[max(0, min(bed.budgets.index(size) + steps, len(bed.budgets) - 1))]
+
+
 def collapse(bed: Bed, budgets: Budgets, methods: tuple[str, ...]) -> list[Arm]:
     """Does training on sparse rollouts collapse, and does a correction save it?"""
     arms = [DENSE, Arm("dense, sparse-rl", "dense", "sparse-rl")]
@@ -97,7 +102,7 @@ def other_compressors(bed: Bed, budgets: Budgets) -> list[Arm]:
 
 def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
     """What matters in Sparse-RL's correction?"""
-    milder = bed.budgets[min(bed.budgets.index(budgets["rkv"]) + 1, len(bed.budgets) - 1)]
+    milder = neighbour(bed, budgets["rkv"], 1)
     names = ("naive", *ABLATIONS)
     tempting = [Arm(name, bed.evictor("rkv", budgets["rkv"]), name) for name in (*names, *PARTS)]
     return tempting + [Arm(f"{name}, milder", bed.evictor("rkv", milder), name) for name in names]
@@ -106,8 +111,7 @@ def correction(bed: Bed, budgets: Budgets) -> list[Arm]:
 def presets(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Do the corrections that others use do better? Does Sparse-RL's released objective?"""
     arms = [DENSE, Arm("dense, released", "dense", "naive", RELEASED, "released")]
-    first = bed.budgets.index(budgets["rkv"])
-    for size, suffix in ((bed.budgets[first], ""), (bed.budgets[min(first + 1, len(bed.budgets) - 1)], ", milder")):
+    for size, suffix in ((budgets["rkv"], ""), (neighbour(bed, budgets["rkv"], 1), ", milder")):
         policy = bed.evictor("rkv", size)
         arms += [Arm(f"{name}{suffix}", policy, name) for name in ("naive", "sparse-rl", "strict", *FIELD)]
         extra = (*RELEASED, "sparsity.evict.sinks=0")
@@ -118,11 +122,11 @@ def presets(bed: Bed, budgets: Budgets) -> list[Arm]:
 def budget(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Accuracy against KV saved: the chosen budget, and one, two and four steps of the grid above it; what needs no
     large budget also one step below."""
-    first, arms = bed.budgets.index(budgets["rkv"]), [DENSE]
+    arms = [DENSE]
     usual = ("naive", "sparse-rl", "reroll")
     tried = {0: (*usual, "strict"), 1: (*usual, "strict"), 2: (*usual, "strict"), 4: usual[:2], -1: ("strict",)}
     for step, names in tried.items():  # four steps above there is nothing to reroll
-        size = bed.budgets[max(0, min(first + step, len(bed.budgets) - 1))]
+        size = neighbour(bed, budgets["rkv"], step)
         arms += [Arm(f"rkv chosen {step:+d}, {name}", bed.evictor("rkv", size), name) for name in names]
     return arms
 
@@ -172,7 +176,7 @@ def transfer(bed: Bed, budgets: Budgets) -> list[Arm]:
     """Does the τ of one bed predict the outcome on another? Two neighbouring budgets of R-KV with tails on either side
     of τ, and a growing schedule of block-topk that `alula plan` made for τ."""
     below = budgets["rkv"]
-    above = bed.budgets[min(bed.budgets.index(below) + 1, len(bed.budgets) - 1)]
+    above = neighbour(bed, below, 1)
     arms = [DENSE, *(Arm(f"below, {name}", bed.evictor("rkv", below), name) for name in ("tis", "sparse-rl", "strict"))]
     arms += [Arm(f"above, {name}", bed.evictor("rkv", above), name) for name in ("tis", "sparse-rl")]
     if "schedule" in budgets:

@@ -133,12 +133,11 @@ class DecodeContext:
         summaries = cache.summaries[kind.selector][layer] if kind.selector else None
         keys, values = cache.keys[layer], cache.values[layer]
         scales = None if cache.scales is None else cache.scales[:, layer]
+        table, tokens, longest = state.table[:bucket, None], state.context_len[:bucket, None], kv_len
         alone = summaries is None and scales is None and not features.accumulated
         if rotary is not None and alone and use_triton(query) and appending_pays(query, cache.geometry.kv_heads):
-            rows = (state.live, state.position, rotary, ring, state.ring_size)
-            table, tokens = state.table[:bucket, None], state.context_len[:bucket, None]
-            new = NewTokens(key, value, *rows)
-            return paged_attention_triton(query, keys, values, table, tokens, scaling, kv_len, new=new)[0]
+            new = NewTokens(key, value, state.live, state.position, rotary, ring, state.ring_size)
+            return paged_attention_triton(query, keys, values, table, tokens, scaling, longest, new=new)[0]
         query = append(
             query,
             key,
@@ -156,7 +155,6 @@ class DecodeContext:
             scales,
             rotary,
         )
-        table, tokens, longest = state.table[:bucket, None], state.context_len[:bucket, None], kv_len
         if summaries is not None and selector is not None and layer >= kind.dense_layers:
             table, tokens = select_pages(
                 query,

@@ -66,10 +66,10 @@ def _add_norm(
 
 
 @triton.jit
-def inverse_rms(x, SIZE: tl.constexpr, EPSILON: tl.constexpr):
-    """Norm of one vector of SIZE values, padded with zeros."""
+def inverse_rms(x, SIZE: tl.constexpr, EPSILON: tl.constexpr, AXIS: tl.constexpr = 0):
+    """Norms of vectors of SIZE values along an axis, padded with zeros."""
     wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + EPSILON)
+    return tl.rsqrt(tl.sum(wide * wide, AXIS) / SIZE + EPSILON)
 
 
 @triton.jit

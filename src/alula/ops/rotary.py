@@ -96,14 +96,13 @@ def _rotate(
 def rotated_tile(
     line, inside, norm, cos, sin, DIM: tl.constexpr, DIM_POW2: tl.constexpr, NORM: tl.constexpr, EPSILON: tl.constexpr
 ):
-    """The vectors at line [N, 1] whose values `inside` [N, D] says; cos and sin [N, D] or [1, D]."""
+    """The vectors at the pointers line [N, 1], 0 where the mask inside [N, D] is; cos and sin [N, D] or [1, D]."""
     d = tl.arange(0, DIM_POW2)
     partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
     own = tl.load(line + d[None, :], mask=inside, other=0.0)
     other = tl.load(line + partner[None, :], mask=inside, other=0.0)
     if NORM:
-        wide = own.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + EPSILON)[:, None]
+        inverse = inverse_rms(own, DIM, EPSILON, AXIS=1)[:, None]
         own = scaled(own, inverse, tl.load(norm + d, mask=d < DIM, other=0.0)[None, :]).to(own.dtype)
         other = scaled(other, inverse, tl.load(norm + partner, mask=d < DIM, other=0.0)[None, :]).to(own.dtype)
     return turn(own, other, cos, sin, (d < DIM // 2)[None, :])
