@@ -111,7 +111,12 @@ class TaskBed(Bed):
 
     def write_data(self, seed: int, folder: Path) -> None:
         self.write(self.task.dataset(self.train_problems, 1000 + seed), folder / "train.jsonl")
-        self.write(self.task.dataset(self.held_out, 2000 + seed), folder / "held.jsonl")
+        self.write(self.held(seed), folder / "held.jsonl")
+
+    def held(self, seed: int) -> Dataset:
+        """Problems that evaluations ask."""
+        problems: Dataset = self.task.dataset(self.held_out, 2000 + seed)
+        return problems
 
     def write(self, problems: Dataset, path: Path) -> None:
         raise NotImplementedError

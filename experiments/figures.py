@@ -9,12 +9,14 @@ python experiments/figures.py headline        # the README's
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import fmean
 
 import judge
 from arms import PARTS
 from judge import Row
 from lines import read_lines
+from long_tables import generated
 from tables import RESULTS, before_training, by_arm, raw
 
 from alula.charts import COLOURS, Line, Look, chart, look
@@ -28,6 +30,7 @@ BED_NAMES = {
     "programs": "programs bed",
     "gsm8k": "SmolLM2-135M on GSM8K",
     "gsm8k-2": "SmolLM2-135M on GSM8K, second warm-up",
+    "search": "search bed, SmolLM2-135M",
 }
 
 ARMS = (
@@ -214,6 +217,31 @@ def survival(question: str, bed: str) -> dict[str, str]:
     return {"chains": chart(title, "", "share", lines, x_names=names)}
 
 
+def equal_accuracy(question: str, bed: str) -> dict[str, str]:
+    """Accuracy over steps, generated tokens and seconds of the first seed, evaluations and checkpoints left out."""
+    runs = [run for run in raw(question, bed) if run["seed"] == 0]
+
+    def lines(costs: Callable[[Row], Sequence[float]]) -> list[Line]:
+        drawn = []
+        for run in runs:
+            spent = [0.0, *accumulate(costs(run))]
+            xs, ys = zip(*((spent[step], accuracy) for step, accuracy in judge.dense_accuracy(run)))
+            style = look_of(run["arm"].replace("dense, as many as strict keeps", "dense, distilled"))
+            drawn.append(Line(run["arm"], xs, ys, **style, dots=True))
+        return drawn
+
+    where, axes = (
+        BED_NAMES[bed],
+        {
+            "steps": ("step", lambda run: [1.0] * len(generated(run))),
+            "tokens": ("million generated tokens", lambda run: [tokens / 1e6 for tokens in generated(run)]),
+            "seconds": ("seconds of rollouts, scoring and updates", lambda run: run["steps"]["time/step"]),
+        },
+    )
+    title = f"Held-out accuracy of the dense policy, {where}"
+    return {name: chart(title, label, "accuracy", lines(costs)) for name, (label, costs) in axes.items()}
+
+
 def breakeven() -> str:
     """Speed-up by response length, from the lines of speed.py."""
     rows = read_lines(RESULTS / "speed" / "breakeven.jsonl")
@@ -248,6 +276,7 @@ FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
     "threshold": dose,
     "budget": saving,
     "robustness": survival,
+    "equal-accuracy": equal_accuracy,
 }
 
 

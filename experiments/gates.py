@@ -83,7 +83,7 @@ def measure_text(bed: LongBed, seed: int, work: Path) -> None:
 
 
 def probe_budgets(bed: LongBed, seed: int, work: Path, methods: Sequence[str]) -> None:
-    """`budgets.jsonl`: accuracy and KV of the warmed-up model under every budget; those of a method in one batch."""
+    """`budgets.jsonl`: accuracy, KV and vetoes of the warmed-up model under every budget; a method's in one batch."""
     path = work / "budgets.jsonl"
     measured: probe.Probe | None = None
     for method in methods:
@@ -101,7 +101,8 @@ def probe_budgets(bed: LongBed, seed: int, work: Path, methods: Sequence[str]) -
                 own = [
                     replace(r, prompt_index=r.prompt_index % size) for r in rollouts if r.prompt_index // size == place
                 ]
-                row = {name: short(value) for name, value in measured.answers(policy, own).items()}
+                found = measured.answers(policy, own) | measured.vetoes(own)
+                row = {name: short(value) for name, value in found.items()}
                 file.write(json.dumps(row) + "\n")
                 print(f"{policy}: accuracy {row['accuracy']}, KV share {kv_share(row):.3f}", flush=True)
 

@@ -1,28 +1,35 @@
 """Time and memory at equal accuracy on a long bed: dense, uncorrected and corrected sparse rollouts.
 
-    python experiments/long_arms.py --bed search --method rkv --budget 384 --seeds 1 --seconds 1500 --out OUT
+    python experiments/long_arms.py --bed search --method rkv --budget 384 --arms 'dense|strict|sparse-rl' --out OUT
+    python experiments/long_arms.py --bed search --method rkv --budget 384 --jobs 2 --finals --out OUT
     python experiments/long_arms.py --bed search --method rkv --budget 384 --work TIMED --out TIMED \
         steps=3 sampling.prompts=64 eval.every=0 engine.kv_memory=80GiB                      # timed at 512 rows
 
 Five arms per seed: `strict`, `sparse-rl` and naive with one compressor and budget; dense; and dense with as many
 prompts per step as `strict` kept rollouts, which runs after `strict`. They run one after the other, alone on the
-device, so that their seconds can be compared; `--jobs` runs several side by side, for accuracy only. A stopped command
-goes on where it was. --out receives `equal-accuracy/<bed>.jsonl`, one line per arm and seed.
+device, so that their seconds can be compared; `--jobs` runs several side by side, for accuracy only. `--finals` asks
+the start and every finished arm all held-out problems, one answer each. A stopped command goes on where it was. --out
+receives `equal-accuracy/<bed>.jsonl`, one line per arm and seed, and `finals/<bed>.jsonl`, one line per model.
 """
 
 import argparse
+import json
 import signal
 import time
 from pathlib import Path
+from statistics import fmean
 
 import judge
 import probe
 from arms import DENSE, Arm
 from beds import prepared
+from lines import read_lines, write_lines
 from long_beds import LONG_BEDS, LongBed
 from raw import raw_run, write_raw
 from run import Run, in_a_child, run_all
 from settings import recipe_settings
+
+from alula.sparsity.policy import Sparsity
 
 SPARSE = ("strict", "sparse-rl", "naive")
 
@@ -48,12 +55,42 @@ def fewer(bed: LongBed, strict: Run, dense: Arm, prompts: int) -> Arm | None:
     return Arm("dense, as many as strict keeps", dense.sparsity, dense.correction, extra, "fewer")
 
 
+def final_answers(bed: LongBed, seed: int, work: Path, runs: list[Run]) -> None:
+    """`finals.jsonl`: which held-out problems the start and every finished arm solve, densely, in the data's order."""
+    path = work / "finals.jsonl"
+    done = {(row["arm"], row["seed"]) for row in read_lines(path)}
+    models = {"start": prepared(bed, seed, work, probe.print_step) / "model"}
+    models |= {run.arm.label: run.folder / "model" for run in runs if run.finished}
+    measured: probe.Probe | None = None
+    for arm, model in models.items():
+        if (arm, seed) in done:
+            continue
+        measured = measured or probe.Probe(bed, seed, work, bed.held(seed), answers=1)
+        measured.take(model)
+        rollouts = sorted(measured.generate(Sparsity()), key=lambda rollout: rollout.prompt_index)
+        texts = [rollout.text or "" for rollout in rollouts]
+        right = bed.grade(texts, [problem.record() for problem in measured.problems])
+        row = {
+            "bed": bed.name,
+            "arm": arm,
+            "seed": seed,
+            "accuracy": fmean(right),
+            "length": fmean(map(len, rollouts)),
+            "right": "".join("1" if value else "0" for value in right),
+        }
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{arm}: accuracy {row['accuracy']:.3f}, {row['length']:.0f} tokens", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bed", choices=LONG_BEDS, required=True)
     parser.add_argument("--method", required=True, help="the compressor that the gates chose")
     parser.add_argument("--budget", type=int, required=True, help="its budget in KV tokens")
     parser.add_argument("--dense-lr", type=float, help="learning rate of the dense arms; by default the recipe's")
+    parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
+    parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
@@ -71,12 +108,17 @@ def main() -> None:
         in_a_child(prepared, bed, seed, work, probe.print_step)
         dense = dense_arm(options.dense_lr)
         runs = [Run(bed, arm, seed, work, extra) for arm in (*sparse_arms(bed, options.method, options.budget), dense)]
-        run_all(runs, options.jobs, deadline)
-        if control := fewer(bed, runs[0], dense, prompts):
-            runs.append(Run(bed, control, seed, work, extra))
-            run_all(runs[-1:], 1, deadline)
+        strict = runs[0]
+        for _ in range(2):  # the control needs a finished `strict`
+            if len(runs) == len(SPARSE) + 1 and (control := fewer(bed, strict, dense, prompts)):
+                runs.append(Run(bed, control, seed, work, extra))
+            run_all([run for run in runs if run.arm.matches(options.arms)], options.jobs, deadline)
         begun += runs
+        if options.finals:
+            in_a_child(final_answers, bed, seed, work, runs)
         write_raw("equal-accuracy", bed, [(run.arm, run.seed) for run in begun], work, options.out, extra)
+    if options.finals:
+        write_lines(options.out / "finals" / f"{bed.name}.jsonl", read_lines(work / "finals.jsonl"))
 
 
 if __name__ == "__main__":

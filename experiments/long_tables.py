@@ -1,7 +1,8 @@
 """Tables of the long beds, from their raw lines."""
 
 from collections.abc import Callable, Sequence
-from statistics import correlation, fmean
+from math import sqrt
+from statistics import correlation, fmean, stdev
 
 import judge
 from judge import Row
@@ -31,22 +32,77 @@ def gates_table(rows: Sequence[Row]) -> str:
 def budgets_table(rows: Sequence[Row]) -> str:
     """One row per policy, of the first seed: what it does to the warmed-up model."""
     first = [row for row in rows if row["seed"] == 0]
-    head = ["policy", "KV share, %", "accuracy, %", "tokens"]
-    body = [
-        [
-            row["sparsity"].split(",")[0],
-            f"{100 * kv_share(row):.0f}",
-            f"{100 * row['accuracy']:.0f}",
-            f"{row['length']:.0f}",
-        ]
-        for row in first
-    ]
-    return markdown(head, body) if first else EMPTY
+    if not first:
+        return EMPTY
+    vetoes = "vetoed_rollouts" in first[0]
+    body = []
+    for row in first:
+        shares = [kv_share(row), row["accuracy"], *([row["vetoed_rollouts"]] if vetoes else [])]
+        body.append(
+            [row["sparsity"].split(",")[0], *(f"{100 * share:.0f}" for share in shares), f"{row['length']:.0f}"]
+        )
+    head = ["policy", "KV share, %", "accuracy, %", *(["vetoed, %"] if vetoes else []), "tokens"]
+    return markdown(head, body)
 
 
 def kv_share(row: Row) -> float:
     """Of the dense policy's KV, mean over decode steps: held by an evictor, read by a selector."""
     return float(1 - max(row["kv_saved"], row["kv_unread"]))
+
+
+def finals_table(finals: Sequence[Row], seed: int = 0) -> str:
+    """One row per model: the dense policy on all held-out problems, and its paired difference to the dense arm."""
+    found = {row["arm"]: row for row in finals if row["seed"] == seed}
+    if not found:
+        return EMPTY
+    head = ["model", "accuracy, %", "tokens", "vs dense, points", "90 % interval", "equivalent"]
+    body = []
+    for arm, row in found.items():
+        cells = [arm, f"{100 * row['accuracy']:.1f}", f"{row['length']:.0f}"]
+        if arm in ("start", "dense") or "dense" not in found:
+            body.append([*cells, "", "", ""])
+            continue
+        mean, half = paired(row["right"], found["dense"]["right"])
+        low, high = 100 * (mean - half), 100 * (mean + half)
+        verdict = "yes" if judge.equivalent((mean, half)) else "no"
+        body.append([*cells, f"{100 * mean:+.1f}", f"{low:+.1f} to {high:+.1f}", verdict])
+    return markdown(head, body)
+
+
+def paired(right: str, base: str) -> tuple[float, float]:
+    """Difference of two models over the same problems: mean and half-width at 90 %."""
+    differences = [int(a) - int(b) for a, b in zip(right, base, strict=True)]
+    return fmean(differences), 1.645 * stdev(differences) / sqrt(len(differences))
+
+
+def costs_table(rows: Sequence[Row], seed: int = 0) -> str:
+    """One row per arm: what its steps produced, held and took; means over the run."""
+    found = [run for run in rows if run["seed"] == seed]
+    if not found:
+        return EMPTY
+    head = ["arm", "answer tokens, first step", "last step", "million tokens", "kept, %", "vetoed, %", "KV saved, %"]
+    head += ["peak KV, GiB", "s per step: rollouts", "score", "update", "all"]
+    body = []
+    for run in found:
+        lengths = run["steps"]["response/length_mean"]
+        body.append(
+            [
+                run["arm"],
+                *(f"{lengths[at]:.0f}" for at in (0, -1)),
+                f"{sum(generated(run)) / 1e6:.1f}",
+                f"{100 * (1 - judge.over_run(run, 'mismatch/rejected')):.0f}",
+                f"{100 * judge.over_run(run, 'mismatch/veto_rate'):.0f}",
+                f"{100 * judge.over_run(run, 'kv/saved'):.0f}",
+                f"{max(run['steps']['kv/bytes_peak']) / 2**30:.2f}",
+                *(f"{judge.over_run(run, f'time/{part}'):.1f}" for part in ("rollout", "score", "update", "step")),
+            ]
+        )
+    return markdown(head, body)
+
+
+def generated(run: Row) -> list[float]:
+    """Tokens of each step's rollouts."""
+    return [rate * time for rate, time in zip(run["steps"]["speed/tokens_per_s"], run["steps"]["time/rollout"])]
 
 
 def calibration_table(rows: Sequence[Row]) -> str:

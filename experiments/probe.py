@@ -20,7 +20,7 @@ from lines import read_lines
 from raw import write_probe
 from settings import recipe_settings
 
-from alula.data import prepare
+from alula.data import Dataset, prepare
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.measure import Bins
@@ -34,18 +34,17 @@ VETO = math.log(REFERENCE_VETO)
 
 
 class Probe:
-    """The warmed-up model on problems that no run trains or is evaluated on, two answers to each."""
+    """The warmed-up model on problems, by default on some that no run trains or is evaluated on."""
 
-    def __init__(self, bed: TaskBed, seed: int, work: Path, prompts: int | None = None) -> None:
+    def __init__(self, bed: TaskBed, seed: int, work: Path, problems: Dataset | None = None, answers: int = 2) -> None:
         self.bed, self.seed = bed, seed
         recipe = recipe_settings(bed)
         options = {**recipe["engine"], "max_rows": recipe["sampling"]["prompts"] * recipe["sampling"]["n"]}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         start = prepared(bed, seed, work, print_step)
         self.engine = Engine.load(str(start / "model"), device=device, **options)
-        problems = bed.task.dataset(prompts or bed.probe_prompts, 3000 + seed)
-        self.problems = prepare(problems, self.engine.tokenizer, chat=False)
-        self.sampling = Sampling(n=2, max_new_tokens=recipe["sampling"]["max_new_tokens"], seed=seed)
+        self.problems = prepare(problems or probe_problems(bed, seed), self.engine.tokenizer, chat=False)
+        self.sampling = Sampling(n=answers, max_new_tokens=recipe["sampling"]["max_new_tokens"], seed=seed)
 
     def take(self, model: Path) -> None:
         """Go on with another model of the same shape."""
@@ -59,17 +58,23 @@ class Probe:
         generated = time.perf_counter() - start
         alphas = self.engine.acceptance(rollouts, policy)
         tail = Bins(width=1 << 20, count=1).tail(rollouts, alphas)
-        ratios = [d.logprobs - r.logprobs for d, r in zip(self.engine.score(rollouts), rollouts)]
-        vetoed = [int((ratio < VETO).sum()) for ratio in ratios]
-        row = self.answers(sparsity, rollouts) | {
-            "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
-            "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
+        row = {
+            **self.answers(sparsity, rollouts),
+            **self.vetoes(rollouts),
             "tail": float(tail.value[0]),
             "tail_low": float(tail.lower[0]),
             "tail_high": float(tail.upper[0]),
             "generate_s": generated,
         }
         return row | ({"tails": by_bin(bins.tail(rollouts, alphas))} if bins else {})
+
+    def vetoes(self, rollouts: list[Rollout]) -> dict[str, Any]:
+        ratios = [d.logprobs - r.logprobs for d, r in zip(self.engine.score(rollouts), rollouts)]
+        vetoed = [int((ratio < VETO).sum()) for ratio in ratios]
+        return {
+            "vetoed_rollouts": mean([float(count > 0) for count in vetoed]),
+            "veto_hazard": sum(vetoed) / sum(map(len, rollouts)),
+        }
 
     def generate(self, policy: Sparsity) -> list[Rollout]:
         prompts = [list(problem.prompt_ids or ()) for problem in self.problems]
@@ -101,6 +106,10 @@ class Probe:
         }
 
 
+def probe_problems(bed: TaskBed, seed: int, count: int | None = None) -> Dataset:
+    return bed.task.dataset(count or bed.probe_prompts, 3000 + seed)
+
+
 def by_bin(tail: Tail) -> list[float | None]:
     """The tail of every length bin; None where too few prompts reach it."""
     return [float(f"{t:.4g}") if count >= MIN_PROMPTS else None for t, count in zip(tail.value, tail.prompts)]
@@ -130,7 +139,7 @@ def run(bed: TaskBed, seed: int, work: Path, policies: list[str], prompts: int |
     path = work / "probe.jsonl"
     done = {(row["seed"], row["sparsity"]) for row in read_lines(path)}
     left = [policy for policy in policies if (seed, policy) not in done]
-    probe = Probe(bed, seed, work, prompts) if left else None
+    probe = Probe(bed, seed, work, probe_problems(bed, seed, prompts)) if left else None
     for policy in left:
         assert probe is not None
         row = probe.measure(policy)

@@ -27,6 +27,7 @@ METRICS = (
     "time/update",
     "time/distill",
     "time/step",
+    "speed/tokens_per_s",
 )
 
 

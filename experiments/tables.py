@@ -16,7 +16,15 @@ import judge
 from choice import TAU
 from judge import Row
 from lines import read_lines
-from long_tables import budgets_table, calibration_table, gates_table, orders_table, sparrow_table
+from long_tables import (
+    budgets_table,
+    calibration_table,
+    costs_table,
+    finals_table,
+    gates_table,
+    orders_table,
+    sparrow_table,
+)
 from markdown import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -354,6 +362,8 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "own-mask": own_mask_table,
     "gates": lambda bed, question: gates_table(raw(question, bed)),
     "budgets": lambda bed, question: budgets_table(raw(question, bed)),
+    "finals": lambda bed, question: finals_table(raw(question, bed)),
+    "costs": lambda bed, question: costs_table(raw(question, bed)),
     "calibration": lambda bed, question: calibration_table(raw(question, bed)),
     "sparrow": lambda bed, question: sparrow_table(raw(question, bed)),
     "orders": lambda bed, question: orders_table(raw(question, bed)),

@@ -108,3 +108,18 @@ def test_rank_correlation_against_the_formula_of_differences():
     expected = 1 - 6 * sum((a - b) ** 2 for a, b in ranks) / (5 * 24)
     assert long_tables.spearman([(a**3, 10.0 - 1 / b) for a, b in ranks]) == pytest.approx(expected)
     assert long_tables.spearman([(1, 1), (1, 2), (2, 3)]) == pytest.approx(0.75**0.5)  # a tie shares rank 1.5
+
+
+def test_final_answers_are_compared_problem_by_problem():
+    dense, arm = "1100" * 64, "1101" * 64
+    mean, half = long_tables.paired(arm, dense)
+    assert mean == 0.25
+    assert half == pytest.approx(1.645 * (0.25 * 0.75 * 256 / 255) ** 0.5 / 16)
+    rows = [{"arm": name, "seed": 0, "accuracy": 0.5, "length": 9, "right": right} for name, right in
+            (("start", dense), ("dense", dense), ("same", dense), ("other", arm))]  # fmt: skip
+    lines = long_tables.finals_table(rows).splitlines()[2:]
+    assert [line.split(" | ")[-1].rstrip(" |") for line in lines] == ["", "", "yes", "no"]
+
+
+def test_tokens_of_a_step_are_its_rate_times_its_time():
+    assert long_tables.generated({"steps": {"speed/tokens_per_s": [10.0, 4.0], "time/rollout": [2.0, 0.5]}}) == [20, 2]
