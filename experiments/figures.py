@@ -218,28 +218,27 @@ def survival(question: str, bed: str) -> dict[str, str]:
 
 
 def equal_accuracy(question: str, bed: str) -> dict[str, str]:
-    """Accuracy over steps, generated tokens and seconds of the first seed, evaluations and checkpoints left out."""
+    """Accuracy over steps, generated tokens and seconds of the first seed, without evaluations and checkpoints; seconds
+    of the runs that had the device for themselves."""
     runs = [run for run in raw(question, bed) if run["seed"] == 0]
+    axes: dict[str, tuple[str, Callable[[Row], Sequence[float]]]] = {
+        "steps": ("step", lambda run: [1.0] * len(generated(run))),
+        "tokens": ("million generated tokens", lambda run: [tokens / 1e6 for tokens in generated(run)]),
+        "seconds": ("seconds of rollouts, scoring and updates", lambda run: run["steps"]["time/step"]),
+    }
+    title, drawn = f"Held-out accuracy of the dense policy, {BED_NAMES[bed]}", {}
+    for name, (label, costs) in axes.items():
+        comparable = [run for run in runs if name != "seconds" or not run["shared"]]
+        if len(comparable) > 1:
+            lines = [over_costs(run, [0.0, *accumulate(costs(run))]) for run in comparable]
+            drawn[name] = chart(title, label, "accuracy", lines)
+    return drawn
 
-    def lines(costs: Callable[[Row], Sequence[float]]) -> list[Line]:
-        drawn = []
-        for run in runs:
-            spent = [0.0, *accumulate(costs(run))]
-            xs, ys = zip(*((spent[step], accuracy) for step, accuracy in judge.dense_accuracy(run)))
-            style = look_of(run["arm"].replace("dense, as many as strict keeps", "dense, distilled"))
-            drawn.append(Line(run["arm"], xs, ys, **style, dots=True))
-        return drawn
 
-    where, axes = (
-        BED_NAMES[bed],
-        {
-            "steps": ("step", lambda run: [1.0] * len(generated(run))),
-            "tokens": ("million generated tokens", lambda run: [tokens / 1e6 for tokens in generated(run)]),
-            "seconds": ("seconds of rollouts, scoring and updates", lambda run: run["steps"]["time/step"]),
-        },
-    )
-    title = f"Held-out accuracy of the dense policy, {where}"
-    return {name: chart(title, label, "accuracy", lines(costs)) for name, (label, costs) in axes.items()}
+def over_costs(run: Row, spent: Sequence[float]) -> Line:
+    xs, ys = zip(*((spent[step], accuracy) for step, accuracy in judge.dense_accuracy(run)))
+    style = look_of(run["arm"].replace("as many as strict keeps", "held"))
+    return Line(run["arm"], xs, ys, **style, dots=True)
 
 
 def breakeven() -> str:

@@ -51,22 +51,23 @@ def kv_share(row: Row) -> float:
 
 
 def finals_table(finals: Sequence[Row], seed: int = 0) -> str:
-    """One row per model: the dense policy on all held-out problems, and its paired difference to the dense arm."""
+    """One row per model: the dense policy on all held-out problems, and its paired differences to start and dense."""
     found = {row["arm"]: row for row in finals if row["seed"] == seed}
     if not found:
         return EMPTY
-    head = ["model", "accuracy, %", "tokens", "vs dense, points", "90 % interval", "equivalent"]
+    bases = [name for name in ("start", "dense") if name in found]
+    head = ["model", "accuracy, %", "tokens", *(f"vs {name}, points (90 %)" for name in bases)]
     body = []
     for arm, row in found.items():
-        cells = [arm, f"{100 * row['accuracy']:.1f}", f"{row['length']:.0f}"]
-        if arm in ("start", "dense") or "dense" not in found:
-            body.append([*cells, "", "", ""])
-            continue
-        mean, half = paired(row["right"], found["dense"]["right"])
-        low, high = 100 * (mean - half), 100 * (mean + half)
-        verdict = "yes" if judge.equivalent((mean, half)) else "no"
-        body.append([*cells, f"{100 * mean:+.1f}", f"{low:+.1f} to {high:+.1f}", verdict])
+        cells = [difference_cell(row, found[base]) if arm != base else "" for base in bases]
+        body.append([arm, f"{100 * row['accuracy']:.1f}", f"{row['length']:.0f}", *cells])
     return markdown(head, body)
+
+
+def difference_cell(row: Row, base: Row) -> str:
+    mean, half = paired(row["right"], base["right"])
+    found = f"{100 * mean:+.1f} ({100 * (mean - half):+.1f} to {100 * (mean + half):+.1f})"
+    return f"{found}, equivalent" if judge.equivalent((mean, half)) else found
 
 
 def paired(right: str, base: str) -> tuple[float, float]:
@@ -76,12 +77,22 @@ def paired(right: str, base: str) -> tuple[float, float]:
 
 
 def costs_table(rows: Sequence[Row], seed: int = 0) -> str:
-    """One row per arm: what its steps produced, held and took; means over the run."""
+    """One row per arm: what its steps produced, held and took; means over the run, seconds without the first step."""
     found = [run for run in rows if run["seed"] == seed]
     if not found:
         return EMPTY
-    head = ["arm", "answer tokens, first step", "last step", "million tokens", "kept, %", "vetoed, %", "KV saved, %"]
-    head += ["peak KV, GiB", "s per step: rollouts", "score", "update", "all"]
+    head = ["arm", "answer tokens, first step", "last step", "million tokens", "cut off, last, %"]
+    head += [
+        "vetoed, %",
+        "kept, %",
+        "taught, %",
+        "KV saved, %",
+        "peak KV, GiB",
+        "s per step: rollouts",
+        "score",
+        "update",
+        "all",
+    ]
     body = []
     for run in found:
         lengths = run["steps"]["response/length_mean"]
@@ -90,14 +101,21 @@ def costs_table(rows: Sequence[Row], seed: int = 0) -> str:
                 run["arm"],
                 *(f"{lengths[at]:.0f}" for at in (0, -1)),
                 f"{sum(generated(run)) / 1e6:.1f}",
-                f"{100 * (1 - judge.over_run(run, 'mismatch/rejected')):.0f}",
+                f"{100 * run['steps']['response/truncated'][-1]:.0f}",
                 f"{100 * judge.over_run(run, 'mismatch/veto_rate'):.0f}",
+                f"{100 * (1 - judge.over_run(run, 'mismatch/rejected')):.0f}",
+                f"{100 * judge.over_run(run, 'policy/taught'):.0f}",
                 f"{100 * judge.over_run(run, 'kv/saved'):.0f}",
                 f"{max(run['steps']['kv/bytes_peak']) / 2**30:.2f}",
-                *(f"{judge.over_run(run, f'time/{part}'):.1f}" for part in ("rollout", "score", "update", "step")),
+                *(seconds(run, part) for part in ("rollout", "score", "update", "step")),
             ]
         )
     return markdown(head, body)
+
+
+def seconds(run: Row, part: str) -> str:
+    """Mean after the first step, which compiles; nothing where the run had the device with others."""
+    return "" if run["shared"] else f"{fmean(run['steps'][f'time/{part}'][1:]):.1f}"
 
 
 def generated(run: Row) -> list[float]:

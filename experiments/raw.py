@@ -12,6 +12,7 @@ from lines import read_lines
 METRICS = (
     "reward/mean",
     "response/length_mean",
+    "response/truncated",
     "mismatch/veto_rate",
     "mismatch/kl_k3",
     "mismatch/rejected",
@@ -22,6 +23,7 @@ METRICS = (
     "kv/bytes_peak",
     "policy/entropy",
     "policy/grad_norm",
+    "policy/taught",
     "time/rollout",
     "time/score",
     "time/update",
@@ -67,6 +69,7 @@ def raw_run(bed: Bed, arm: Arm, seed: int, work: Path, settings: Sequence[str]) 
         "correction": arm.correction,
         "seed": seed,
         "state": json.loads((folder / "status.json").read_text())["state"],
+        "shared": (work / "logs" / f"{folder.name}.shared").exists(),
         "settings": [inside(work, setting) for setting in (*arm.settings, *settings)],
         "evals": [
             {name: short(row[name]) for name in ("step", "policy", "accuracy", "stderr", "length")} for row in evals

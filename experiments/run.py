@@ -56,6 +56,11 @@ class Run:
         return self.work / "logs" / f"{self.folder.name}.log"
 
     @property
+    def shared(self) -> Path:
+        """There if the run had the device with others: its seconds are not comparable."""
+        return self.log.with_suffix(".shared")
+
+    @property
     def finished(self) -> bool:
         status = self.folder / "status.json"
         return status.exists() and json.loads(status.read_text())["state"] == "finished"
@@ -131,6 +136,8 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
     while left or busy:
         while left and len(busy) < jobs and time.perf_counter() < deadline:
             run = left.pop(0)
+            if jobs > 1:
+                run.shared.touch()
             child = FORK.Process(target=run)
             child.start()
             busy.append((run, child, time.perf_counter()))
