@@ -16,6 +16,7 @@ import argparse
 import json
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -34,10 +35,10 @@ from alula.sparsity.policy import Sparsity
 SPARSE = ("strict", "sparse-rl", "naive")
 
 
-def sparse_arms(bed: LongBed, method: str, budget: int) -> list[Arm]:
+def sparse_arms(bed: LongBed, method: str, budget: int, corrections: Sequence[str] = SPARSE) -> list[Arm]:
     policy = bed.selector(budget) if method in ("block-topk", "quest") else bed.evictor(method, budget)
     policy = policy.replace("block-topk", method)
-    return [Arm(f"{method} {name}", policy, name) for name in SPARSE]
+    return [Arm(f"{method} {name}", policy, name) for name in corrections]
 
 
 def dense_arm(rate: float | None) -> Arm:
@@ -45,10 +46,11 @@ def dense_arm(rate: float | None) -> Arm:
     return Arm(DENSE.label, DENSE.sparsity, DENSE.correction, () if rate is None else (f"learner.lr={rate}",))
 
 
-def fewer(bed: LongBed, strict: Run, dense: Arm, prompts: int) -> Arm | None:
+def fewer(bed: LongBed, runs: Sequence[Run], dense: Arm, prompts: int) -> Arm | None:
     """The control of `strict`: dense with the prompts per step that it kept on average; None before it has ended."""
-    row = raw_run(bed, strict.arm, strict.seed, strict.work, ())
-    if row is None or not strict.finished:
+    strict = next((run for run in runs if run.arm.correction == "strict"), None)
+    row = raw_run(bed, strict.arm, strict.seed, strict.work, ()) if strict else None
+    if row is None or row["state"] != "finished":
         return None
     kept = max(1, round(prompts * (1 - judge.over_run(row, "mismatch/rejected"))))
     extra = (*dense.extra, f"sampling.prompts={kept}")
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--method", required=True, help="the compressor that the gates chose")
     parser.add_argument("--budget", type=int, required=True, help="its budget in KV tokens")
     parser.add_argument("--dense-lr", type=float, help="learning rate of the dense arms; by default the recipe's")
+    parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
     parser.add_argument("--seeds", type=int, default=1)
@@ -107,15 +110,15 @@ def main() -> None:
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
         dense = dense_arm(options.dense_lr)
-        runs = [Run(bed, arm, seed, work, extra) for arm in (*sparse_arms(bed, options.method, options.budget), dense)]
-        strict = runs[0]
+        sparse = sparse_arms(bed, options.method, options.budget, options.corrections.split(","))
+        runs = [Run(bed, arm, seed, work, extra) for arm in (*sparse, dense)]
         for _ in range(2):  # the control needs a finished `strict`
-            if len(runs) == len(SPARSE) + 1 and (control := fewer(bed, strict, dense, prompts)):
-                runs.append(Run(bed, control, seed, work, extra))
-            run_all([run for run in runs if run.arm.matches(options.arms)], options.jobs, deadline)
-        begun += runs
+            control = fewer(bed, runs, dense, prompts)
+            found = [*runs, Run(bed, control, seed, work, extra)] if control else runs
+            run_all([run for run in found if run.arm.matches(options.arms)], options.jobs, deadline)
+        begun += found
         if options.finals:
-            in_a_child(final_answers, bed, seed, work, runs)
+            in_a_child(final_answers, bed, seed, work, found)
         write_raw("equal-accuracy", bed, [(run.arm, run.seed) for run in begun], work, options.out, extra)
     if options.finals:
         write_lines(options.out / "finals" / f"{bed.name}.jsonl", read_lines(work / "finals.jsonl"))

@@ -63,11 +63,11 @@ def test_the_control_of_strict_takes_as_many_prompts_as_it_kept(tmp_path):
     strict, *_ = long_arms.sparse_arms(SEARCH_TINY, "rkv", 24)
     run = Run(SEARCH_TINY, strict, 0, tmp_path)
     dense = long_arms.dense_arm(None)
-    assert long_arms.fewer(SEARCH_TINY, run, dense, 32) is None
+    assert long_arms.fewer(SEARCH_TINY, [run], dense, 32) is None
     run.folder.mkdir(parents=True)
     (run.folder / "status.json").write_text('{"state": "finished"}')
     (run.folder / "metrics.jsonl").write_text('{"mismatch/rejected": 0.2}\n{"mismatch/rejected": 0.3}\n')
-    control = long_arms.fewer(SEARCH_TINY, run, dense, 32)
+    control = long_arms.fewer(SEARCH_TINY, [run], dense, 32)
     assert control is not None
     assert control.settings[-1] == "sampling.prompts=24"
 
