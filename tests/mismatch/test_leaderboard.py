@@ -139,11 +139,36 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys):
     limit = 16 * record["token_bytes"]
     assert all(row["kv"]["peak"] <= limit for row in record["held"])
     assert "streaming:buffer=2:window=30 is left out" in printed
+    assert len(record["left_out"]) == 2
     assert alula(*common, "--budgets", 16, "--methods", methods) == 0
     assert "at the bytes of" not in capsys.readouterr().out, "what was measured is kept"
     assert json.loads(out.read_text()) == record
     assert alula(*common, "--seed", 1) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_quantised_kv_is_compared_at_the_same_bytes(tmp_path, capsys):
+    out = tmp_path / "board.json"
+    command = ["calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--leaderboard", "--length", 72]
+    command += ["--prompts", 20, "--pages", 4, "--kv-memory", "8MiB", "--device", "cpu", "--out", out]
+    command += ["--budgets", 8, "--methods", "streaming:buffer=2:window=2:sinks=1", "--kv-dtype", "fp8"]
+    assert alula(*command) == 0
+    printed, record = capsys.readouterr().out, json.loads(out.read_text())
+    assert [row["kv_dtype"] for row in record["dense"]] == [None, "fp8"]
+    assert [row["kv_dtype"] for row in record["held"]] == [None, "fp8"]
+    plain, quantised = (Row.from_dict(row) for row in record["held"])
+    assert max(plain.kv.peak, quantised.kv.peak) <= 8 * record["token_bytes"]
+    assert tokens_kept(quantised.policy) > 2 * tokens_kept(plain.policy), "17 instead of 64 bytes per vector"
+    floor, whole = (Row.from_dict(row) for row in record["dense"])
+    assert whole.kv.held == pytest.approx(floor.kv.held * 17 / 64, rel=0.05), "its answers differ"
+    assert floor.own.share(1).count == 0
+    order = [line.split(" |")[0].removeprefix("| ") for line in printed.splitlines() if line.startswith("| ")]
+    assert order[-2:] == ["dense in fp8", "dense"]
+    assert f"{quantised.policy} in fp8" in order
+
+
+def tokens_kept(policy: str) -> int:
+    return int(policy.split(":")[1].split("+")[0])
 
 
 def test_the_page_shows_what_its_raw_file_says():

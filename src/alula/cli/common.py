@@ -76,7 +76,7 @@ def load_model_and_prompts(
 
 
 class Engines:
-    """Holds one engine at a time, and rebuilds it for another page size."""
+    """Holds one engine at a time, and rebuilds it for another page size or KV dtype."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Engines:
     def with_page(self, page: int) -> "Engine":
         from alula.engine.engine import Engine
 
-        if self.engine is None or self.engine.page != page:
+        if self.engine is None or (self.engine.page, self.engine.geometry.kv_dtype) != (page, self.kv_dtype):
             if self.engine is not None:
                 self.engine.sleep()  # frees its memory for the next one
             self.engine = Engine(

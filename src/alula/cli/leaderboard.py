@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from alula.cli.common import Engines
     from alula.engine.engine import Engine
     from alula.mismatch.calibrate.calibrate import TextSettings
+    from alula.models.geometry import Geometry
 
-Measure = Callable[[str, int | None, Sparsity, int], dict[str, Any]]
 LEFT_OUT = ("rkv-code",)
 """Evictors that are another one's accident."""
 
@@ -48,37 +48,43 @@ def run_leaderboard(
     out: Path,
     progress: bool,
 ) -> None:
-    """Measure every method at every target, write after each row, print both tables. `families` default to all."""
+    """Measure every method at every target, write after each row, print both tables. `families` default to all. Where
+    the engines quantise KV, every method is measured with KV of the model's dtype as well."""
+    dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
+    engines.kv_dtype = None
     engine = engines.with_page(page)
-    record = opened(out, engine, text)
+    record = opened(out, engine, text, dtypes)
     typer.echo(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
     dense = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
     scores = engine.score(dense)
     lengths = [(len(r.prompt_ids), len(r)) for r in dense]
-    known = {row["policy"]: row for row in [*record["held"], *record["read"]]}
+    known = {(row["policy"], row["kv_dtype"]): row for row in [*record["dense"], *record["held"], *record["read"]]}
 
-    def measure(family: str, target: int | None, policy: Sparsity, page: int) -> dict[str, Any]:
+    def measure(family: str, target: int | None, policy: Sparsity, page: int, kv_dtype: str | None) -> dict[str, Any]:
         name = policy.describe()
-        if name in known:
-            return known[name] | {"target": target}
-        typer.echo(f"{name}: at the bytes of {target} tokens" if target else name)
+        if (name, kv_dtype) in known:
+            return known[name, kv_dtype] | {"target": target}
+        shown = f"{name} in {kv_dtype}" if kv_dtype else name
+        typer.echo(f"{shown}: at the bytes of {target} tokens" if target else shown)
+        engines.kv_dtype = kv_dtype
         own = engines.with_page(page)
         step_ms = milliseconds(own, policy, lengths)
         row = measure_row(
             own, policy, text, dense, scores, family=family, target=target, step_ms=step_ms, progress=progress
         )
-        known[name] = row.to_dict()
-        return known[name]
+        return known.setdefault((name, kv_dtype), row.to_dict())
 
-    record["dense"] = record["dense"] or measure("dense", None, DENSE, page)
-    write_atomically(out, json.dumps(record) + "\n")
-    record["held"], record["read"], record["left_out"] = [], [], []
-    for target in targets:
-        for table, family, policy in entries(
-            engine, families or default_families(target, page), target, lengths, record
-        ):
-            record[table].append(measure(family.describe(), target, policy, family.block or page))
-            write_atomically(out, json.dumps(record) + "\n")
+    record |= {"dense": [], "held": [], "read": [], "left_out": []}
+    for kv_dtype in dtypes:
+        record["dense"].append(measure("dense", None, DENSE, page, kv_dtype))
+        write_atomically(out, json.dumps(record) + "\n")
+        geometry = replace(engine.geometry, kv_dtype=kv_dtype)
+        for target in targets:
+            chosen = families or default_families(target, page)
+            for table, family, policy in entries(geometry, page, chosen, target, lengths, record):
+                record[table].append(measure(family.describe(), target, policy, family.block or page, kv_dtype))
+                write_atomically(out, json.dumps(record) + "\n")
+    write_atomically(out, json.dumps(record) + "\n")  # what was left out too
     typer.echo("\n" + tables(record) + "\n")
     for reason in record["left_out"]:
         typer.echo(reason)
@@ -86,7 +92,8 @@ def run_leaderboard(
 
 
 def entries(
-    engine: "Engine",
+    geometry: "Geometry",
+    page: int,
     families: Sequence[PolicyFamily],
     target: int,
     lengths: Sequence[tuple[int, int]],
@@ -99,22 +106,23 @@ def entries(
         for family in families:
             if table == "held" and not family.evicts:
                 continue  # a selector holds everything
-            page = family.block or engine.page
+            own_page = family.block or page
 
-            def used(policy: Sparsity, page: int = page, bytes_of: Callable[[KVBytes], float] = bytes_of) -> float:
-                return bytes_of(kv_bytes(engine.geometry, page, policy, lengths))
+            def used(policy: Sparsity, page: int = own_page, bytes_of: Callable[[KVBytes], float] = bytes_of) -> float:
+                return bytes_of(kv_bytes(geometry, page, policy, lengths))
 
             budget = fit_budget(family, limit, longest, used)
             reason = None
             if budget is None:
                 reason = "its smallest budget takes more"
-            elif not any(is_ever_sparse(family.policy(budget), *length, engine.geometry.layers) for length in lengths):
+            elif not any(is_ever_sparse(family.policy(budget), *length, geometry.layers) for length in lengths):
                 reason = "it would never be sparse"
             if reason is None and budget is not None:
                 yield table, family, family.policy(budget)
             else:
+                name = f"{family.describe()} in {geometry.kv_dtype}" if geometry.kv_dtype else family.describe()
                 record["left_out"].append(
-                    f"{family.describe()} is left out of the table of bytes {table} at {target} tokens: {reason}."
+                    f"{name} is left out of the table of bytes {table} at {target} tokens: {reason}."
                 )
 
 
@@ -127,7 +135,7 @@ def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int
     return 1e3 * time_rollouts(engine, rows, prompt, generated, policy)["seconds"] / generated
 
 
-def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
+def opened(out: Path, engine: "Engine", text: "TextSettings", dtypes: Sequence[str | None]) -> dict[str, Any]:
     """The file's record if it was written with the same settings, else a new one."""
     most = text.sampling.max_new_tokens
     settings = {
@@ -138,7 +146,7 @@ def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
         "prompts_crc32": zlib.crc32(json.dumps(text.prompts).encode()),
         "samples": text.samples,
         "page": engine.page,
-        "kv_dtype": engine.geometry.kv_dtype,
+        "kv_dtypes": list(dtypes),
         "max_new_tokens": most,
         "temperature": text.temperature,
         "seed": text.seed,
@@ -154,5 +162,5 @@ def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
             f"--out {out}: was measured with other settings or is no leaderboard; choose another file.",
         )
         return record
-    record = {"settings": settings, "environment": environment(), "dense": None, "held": [], "read": [], "left_out": []}
-    return record | {"token_bytes": replace(engine.geometry, kv_dtype=None).kv_token_bytes}
+    record = {"settings": settings, "environment": environment(), "token_bytes": engine.geometry.kv_token_bytes}
+    return record | {"dense": [], "held": [], "read": [], "left_out": []}

@@ -27,7 +27,7 @@ TITLES = {"held": "Equal bytes held", "read": "Equal bytes read"}
 
 def tables(record: dict[str, Any]) -> str:
     """Both tables of a leaderboard file, one part per target."""
-    settings, dense = record["settings"], Row.from_dict(record["dense"])
+    settings, dense = record["settings"], [Row.from_dict(row) for row in record["dense"]]
     parts = []
     for table, title in TITLES.items():
         rows = [Row.from_dict(row) for row in record[table]]
@@ -38,8 +38,9 @@ def tables(record: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def table_of(rows: Sequence[Row], dense: Row, samples: int, lengths: Sequence[int]) -> str:
-    """Rows by their vetoed share, the dense policy last."""
+def table_of(rows: Sequence[Row], dense: Sequence[Row], samples: int, lengths: Sequence[int]) -> str:
+    """Rows by their vetoed share, then the dense policy: quantised, and as it is."""
+    floor, *quantised = dense
     lines = [
         "| " + " | ".join(HEADINGS).format(lengths=" / ".join(map(str, lengths))) + " |",
         "|---|" + "---:|" * (len(HEADINGS) - 1),
@@ -47,8 +48,9 @@ def table_of(rows: Sequence[Row], dense: Row, samples: int, lengths: Sequence[in
     places = dict(zip(map(id, rows), ranks([row.own for row in rows], samples)))
     for row in sorted(rows, key=lambda row: (row.own.share(samples).value, -row.own.tail[0])):
         best, worst = places[id(row)]
-        lines.append(line(row, dense, samples, lengths, str(best) if best == worst else f"{best}–{worst}"))
-    return "\n".join([*lines, line(dense, dense, samples, lengths, "floor")])
+        lines.append(line(row, floor, samples, lengths, str(best) if best == worst else f"{best}–{worst}"))
+    lines += [line(row, floor, samples, lengths, "all tokens") for row in quantised]
+    return "\n".join([*lines, line(floor, floor, samples, lengths, "floor")])
 
 
 def line(row: Row, dense: Row, samples: int, lengths: Sequence[int], rank: str) -> str:
