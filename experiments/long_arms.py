@@ -67,7 +67,7 @@ def final_answers(bed: LongBed, seed: int, work: Path, runs: list[Run]) -> None:
     for arm, model in models.items():
         if (arm, seed) in done:
             continue
-        measured = measured or probe.Probe(bed, seed, work, bed.held(seed), answers=1)
+        measured = measured or probe.Probe(bed, seed, work, bed.held(seed), answers=1, widen=2)
         measured.take(model)
         rollouts = sorted(measured.generate(Sparsity()), key=lambda rollout: rollout.prompt_index)
         texts = [rollout.text or "" for rollout in rollouts]

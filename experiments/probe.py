@@ -36,10 +36,16 @@ VETO = math.log(REFERENCE_VETO)
 class Probe:
     """The warmed-up model on problems, by default on some that no run trains or is evaluated on."""
 
-    def __init__(self, bed: TaskBed, seed: int, work: Path, problems: Dataset | None = None, answers: int = 2) -> None:
+    def __init__(
+        self, bed: TaskBed, seed: int, work: Path, problems: Dataset | None = None, answers: int = 2, widen: int = 1
+    ) -> None:
+        """`widen` lets as many times the rows of a training step decode together."""
         self.bed, self.seed = bed, seed
         recipe = recipe_settings(bed)
-        options = {**recipe["engine"], "max_rows": recipe["sampling"]["prompts"] * recipe["sampling"]["n"]}
+        rows = recipe["sampling"]["prompts"] * recipe["sampling"]["n"]
+        options = {**recipe["engine"], "max_rows": widen * rows}
+        if "buckets" in options:
+            options["buckets"] = [*options["buckets"], *(rows * times for times in range(2, widen + 1))]
         device = "cuda" if torch.cuda.is_available() else "cpu"
         start = prepared(bed, seed, work, print_step)
         self.engine = Engine.load(str(start / "model"), device=device, **options)
