@@ -11,6 +11,7 @@ from lines import read_lines
 
 METRICS = (
     "reward/mean",
+    "reward/accuracy",
     "response/length_mean",
     "response/truncated",
     "mismatch/veto_rate",
