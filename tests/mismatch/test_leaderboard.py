@@ -138,7 +138,7 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys):
     assert record["token_bytes"] == 2 * 3 * 4 * 16 * 4, "keys and values of tiny-llama in fp32"
     limit = 16 * record["token_bytes"]
     assert all(row["kv"]["peak"] <= limit for row in record["held"])
-    assert "streaming:buffer=2:window=30 is left out" in printed
+    assert "streaming:buffer=2:window=30: left out of the table of bytes held" in printed
     assert len(record["left_out"]) == 2
     assert alula(*common, "--budgets", 16, "--methods", methods) == 0
     assert "at the bytes of" not in capsys.readouterr().out, "what was measured is kept"
@@ -151,20 +151,23 @@ def test_quantised_kv_is_compared_at_the_same_bytes(tmp_path, capsys):
     out = tmp_path / "board.json"
     command = ["calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--leaderboard", "--length", 72]
     command += ["--prompts", 20, "--pages", 4, "--kv-memory", "8MiB", "--device", "cpu", "--out", out]
-    command += ["--budgets", 8, "--methods", "streaming:buffer=2:window=2:sinks=1", "--kv-dtype", "fp8"]
+    command += ["--budgets", "8,32", "--methods", "streaming:buffer=2:window=2:sinks=1", "--kv-dtype", "fp8"]
     assert alula(*command) == 0
     printed, record = capsys.readouterr().out, json.loads(out.read_text())
     assert [row["kv_dtype"] for row in record["dense"]] == [None, "fp8"]
-    assert [row["kv_dtype"] for row in record["held"]] == [None, "fp8"]
-    plain, quantised = (Row.from_dict(row) for row in record["held"])
-    assert max(plain.kv.peak, quantised.kv.peak) <= 8 * record["token_bytes"]
-    assert tokens_kept(quantised.policy) > 2 * tokens_kept(plain.policy), "17 instead of 64 bytes per vector"
     floor, whole = (Row.from_dict(row) for row in record["dense"])
     assert whole.kv.held == pytest.approx(floor.kv.held * 17 / 64, rel=0.05), "its answers differ"
     assert floor.own.share(1).count == 0
-    order = [line.split(" |")[0].removeprefix("| ") for line in printed.splitlines() if line.startswith("| ")]
-    assert order[-2:] == ["dense in fp8", "dense"]
-    assert f"{quantised.policy} in fp8" in order
+    plain, wide, quantised, all_tokens = (Row.from_dict(row) for row in record["held"])
+    assert [row.kv_dtype for row in (plain, wide, quantised, all_tokens)] == [None, None, "fp8", "fp8"]
+    assert max(plain.kv.peak, quantised.kv.peak) <= 8 * record["token_bytes"]
+    assert tokens_kept(quantised.policy) > 2 * tokens_kept(plain.policy), "17 instead of 64 bytes per vector"
+    assert (all_tokens.policy, all_tokens.target) == ("dense", 32), "quantised, all of them fit"
+    assert all_tokens.kv.peak <= 32 * record["token_bytes"]
+    first, second, *_ = [part.splitlines() for part in printed.split("**Equal bytes")[1:]]
+    names = [[row.split(" | ")[:2] for row in part if row.startswith("| ")] for part in (first, second)]
+    assert names[0][-2:] == [["| dense in fp8", "larger"], ["| dense", "floor"]]
+    assert [name for name, _ in names[1]].count("| dense in fp8") == 1
 
 
 def tokens_kept(policy: str) -> int:

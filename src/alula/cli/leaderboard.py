@@ -81,8 +81,8 @@ def run_leaderboard(
         geometry = replace(engine.geometry, kv_dtype=kv_dtype)
         for target in targets:
             chosen = families or default_families(target, page)
-            for table, family, policy in entries(geometry, page, chosen, target, lengths, record):
-                record[table].append(measure(family.describe(), target, policy, family.block or page, kv_dtype))
+            for table, family, policy, own_page in entries(geometry, page, chosen, target, lengths, record):
+                record[table].append(measure(family, target, policy, own_page, kv_dtype))
                 write_atomically(out, json.dumps(record) + "\n")
     write_atomically(out, json.dumps(record) + "\n")  # what was left out too
     typer.echo("\n" + tables(record) + "\n")
@@ -98,11 +98,22 @@ def entries(
     target: int,
     lengths: Sequence[tuple[int, int]],
     record: dict[str, Any],
-) -> Iterator[tuple[str, PolicyFamily, Sparsity]]:
-    """The policies whose bytes come closest to the target's from below: peak bytes held, or mean bytes read."""
+) -> Iterator[tuple[str, str, Sparsity, int]]:
+    """The policies whose bytes come closest to the target's from below: peak bytes held, or mean bytes read. Table,
+    family, policy and page size of each."""
     limit, longest = target * record["token_bytes"], max(map(sum, lengths))
     kinds: dict[str, Callable[[KVBytes], float]] = {"held": lambda kv: kv.peak, "read": lambda kv: kv.read}
+    suffix = f" in {geometry.kv_dtype}" if geometry.kv_dtype else ""
+
+    def left_out(name: str, reason: str) -> None:
+        place = f"the table of bytes {table} at {target} tokens"
+        record["left_out"].append(f"{name}{suffix}: left out of {place}: {reason}.")
+
     for table, bytes_of in kinds.items():
+        if bytes_of(kv_bytes(geometry, page, DENSE, lengths)) <= limit:  # quantised
+            left_out("all methods", "all tokens fit")
+            yield table, "dense", DENSE, page
+            continue
         for family in families:
             if table == "held" and not family.evicts:
                 continue  # a selector holds everything
@@ -112,18 +123,12 @@ def entries(
                 return bytes_of(kv_bytes(geometry, page, policy, lengths))
 
             budget = fit_budget(family, limit, longest, used)
-            reason = None
             if budget is None:
-                reason = "its smallest budget takes more"
+                left_out(family.describe(), "its smallest budget takes more")
             elif not any(is_ever_sparse(family.policy(budget), *length, geometry.layers) for length in lengths):
-                reason = "it would never be sparse"
-            if reason is None and budget is not None:
-                yield table, family, family.policy(budget)
+                left_out(family.describe(), "it would never be sparse")
             else:
-                name = f"{family.describe()} in {geometry.kv_dtype}" if geometry.kv_dtype else family.describe()
-                record["left_out"].append(
-                    f"{name} is left out of the table of bytes {table} at {target} tokens: {reason}."
-                )
+                yield table, family.describe(), family.policy(budget), own_page
 
 
 def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int, int]]) -> float:

@@ -39,7 +39,7 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def table_of(rows: Sequence[Row], dense: Sequence[Row], samples: int, lengths: Sequence[int]) -> str:
-    """Rows by their vetoed share, then the dense policy: quantised, and as it is."""
+    """Rows by their vetoed share, then the dense policy: quantised where that is larger, and as it is."""
     floor, *quantised = dense
     lines = [
         "| " + " | ".join(HEADINGS).format(lengths=" / ".join(map(str, lengths))) + " |",
@@ -49,7 +49,10 @@ def table_of(rows: Sequence[Row], dense: Sequence[Row], samples: int, lengths: S
     for row in sorted(rows, key=lambda row: (row.own.share(samples).value, -row.own.tail[0])):
         best, worst = places[id(row)]
         lines.append(line(row, floor, samples, lengths, str(best) if best == worst else f"{best}–{worst}"))
-    lines += [line(row, floor, samples, lengths, "all tokens") for row in quantised]
+    ranked = {(row.policy, row.kv_dtype) for row in rows}
+    for row in quantised:
+        if (row.policy, row.kv_dtype) not in ranked:
+            lines.append(line(row, floor, samples, lengths, "larger"))
     return "\n".join([*lines, line(floor, floor, samples, lengths, "floor")])
 
 
