@@ -178,9 +178,15 @@ def test_missing_and_broken_numbers_are_skipped():
     assert watch([{"step": step} for step in range(50)]) == []
 
 
-def evaluate(dense: list[float], reward, sparse: list[float] | None = None, n: int = 300) -> list[tuple[int, str]]:
+def evaluate(
+    dense: list[float],
+    reward,
+    sparse: list[float] | None = None,
+    n: int = 300,
+    monitor: HealthMonitor | None = None,
+) -> list[tuple[int, str]]:
     """Held-out evaluations every 20 steps of a run whose reward follows `reward(step)`."""
-    monitor = HealthMonitor()
+    monitor = monitor or HealthMonitor()
     warnings: list[tuple[int, str]] = []
     for index, accuracy in enumerate(dense):
         stderr = math.sqrt(max(accuracy * (1 - accuracy), 1 / n) / n)
@@ -205,6 +211,12 @@ def falling(step: int) -> float:
 
 def test_dense_accuracy_falling_under_a_rising_reward():
     assert evaluate([0.4, 0.45, 0.44, 0.2, 0.1, 0.05], rising) == [(3, "dense-sparse-divergence")]
+
+
+def test_with_dense_rollouts_a_rising_reward_is_one_that_is_gamed():
+    accuracies = [0.4, 0.45, 0.44, 0.2, 0.1, 0.05]
+    assert evaluate(accuracies, rising, monitor=HealthMonitor(sparse=False)) == [(3, "reward-gamed")]
+    assert evaluate(accuracies, falling, monitor=HealthMonitor(sparse=False)) == [(3, "dense-falling")]
 
 
 def test_dense_accuracy_falling_under_a_rising_sparse_accuracy():

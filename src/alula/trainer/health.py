@@ -52,11 +52,11 @@ class TrainingFailed(RunFailed):
 
 
 class HealthMonitor:
-    """Takes every step's metrics and every held-out evaluation, and returns the new warnings. `correction` (a preset)
-    and `controlled` (whether a controller adapts the budget) decide what the warnings advise."""
+    """Takes every step's metrics and every held-out evaluation, and returns the new warnings. `correction` (a preset),
+    `controlled` (whether a controller adapts the budget) and `sparse` (rollouts) decide what the warnings advise."""
 
-    def __init__(self, correction: str = "none", controlled: bool = False) -> None:
-        self.hints = Hints(correction, controlled)
+    def __init__(self, correction: str = "none", controlled: bool = False, sparse: bool = True) -> None:
+        self.hints = Hints(correction, controlled, sparse)
         self.traces = {name: Trace() for name in WATCHED}
         self.absent: dict[str, int] = {}
         """Reported problems, and the number of steps that each has been absent since."""

@@ -32,6 +32,8 @@ class Hints:
     """Preset of the correction."""
     controlled: bool = False
     """Whether a controller adapts the budget."""
+    sparse: bool = True
+    """Whether rollouts are sparse."""
 
     @property
     def raise_budget(self) -> str:
@@ -294,6 +296,13 @@ def _falling_warning(
         and now.sparse_accuracy > best.sparse_accuracy
     )
     if reward_rose or sparse_rose:
+        if not hints.sparse:
+            return HealthWarning(
+                "reward-gamed",
+                f"{fell} while the training reward rose: the run learns to please the reward, not to do well.",
+                "Do not trust the reward curve. Go back to the best checkpoint, and read the best-paid answers: "
+                "what is rewarded there?",
+            )
         rising = "the training reward" if reward_rose else "the sparse policy's accuracy"
         return HealthWarning(
             "dense-sparse-divergence",

@@ -143,7 +143,8 @@ class Trainer:
         candidate = self.distill.candidate if self.distill else None
         policies = Policies(self.collector.sparsity, self.monitor.densest, candidate)
         check_kv_pool(config, self.rollouts, policies, training, self.held_out)
-        self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled)
+        sparse = not config.sparsity.dense
+        self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled, sparse)
         self.alerts = StepAlerts(self.logger, world, config.learner.max_skipped)
 
     def _start(self) -> None:
