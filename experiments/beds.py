@@ -4,7 +4,7 @@ Pointer chasing with a hint (`alula.demo.problems`): the careful chain looks eve
 right as long as it can; the shortcut repeats the hint and is right in a fixed share of problems. `programs` does the
 same with code: the careful program looks every statement up, the shortcut calls a function that is right in a fixed
 share of problems. These three beds are warmed up on 60 % careful answers and 40 % shortcuts, so that reinforcement
-learning decides between the two. The fourth bed is GSM8K as it is.
+learning decides between the two. Two more beds have no shortcut: GSM8K as it is, and open-ended `tips` under a rule.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import programs
+import tips
 import torch
 
 from alula.config.settings import LearnerSettings
@@ -189,6 +190,23 @@ class Gsm8kBed(Bed):
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TipsBed(Bed):
+    """Open-ended answers under a rule (`tips`), from SmolLM2 as it is."""
+
+    train_problems: int
+    held_out: int
+
+    def warm_up(self, seed: int, folder: Path, progress: Progress) -> None:
+        model, tokenizer = smollm2(None, seed)
+        export(folder, model, model.named_parameters(), tokenizer)
+
+    def write_data(self, seed: int, folder: Path) -> None:
+        for name, count in (("train", self.train_problems), ("held", self.held_out)):
+            rows = (tips.problem(f"{name}/{seed}/{i}") for i in range(count))
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def gsm8k(split: str) -> list[dict[str, str]]:
     folder = os.environ.get("ALULA_DATA")
     if not folder:
@@ -255,6 +273,18 @@ GSM8K = Gsm8kBed(
     batch=64,
     lr=3e-4,
 )
+TIPS = TipsBed(
+    name="tips",
+    warm_seeds=False,
+    evict="+16,window=8,sinks=4",
+    budgets=(32, 48, 64, 80, 96, 128, 160, 192),
+    select=",block=16,dense_layers=2",
+    read_budgets=(48, 64, 96, 128, 160, 192),
+    distill=("distill.rank=16", "distill.lr=3e-4"),
+    distill_first="distill.first={steps: 20, prompts: 128, minibatches: 4}",
+    train_problems=2048,
+    held_out=256,
+)
 PROGRAMS = ProgramBed(
     name="programs",
     task=programs.Programs(),
@@ -292,7 +322,7 @@ PROGRAMS_SMOLLM2 = ProgramBed(
     bin=64,
 )
 TASK_BEDS = {bed.name: bed for bed in (TINY, SMOLLM2, PROGRAMS, PROGRAMS_SMOLLM2)}
-BEDS: dict[str, Bed] = {**TASK_BEDS, GSM8K.name: GSM8K}
+BEDS: dict[str, Bed] = {**TASK_BEDS, GSM8K.name: GSM8K, TIPS.name: TIPS}
 
 
 def prepared(bed: Bed, seed: int, work: Path, progress: Progress) -> Path:

@@ -14,8 +14,8 @@ from typing import Any
 SUBJECTS = (
     "gardening cooking hiking painting chess running photography baking camping cycling swimming fishing reading "
     "writing studying sewing driving budgeting travelling sleeping teaching listening dancing singing cleaning"
-).split()
-WORDS = "water time light friend home plan morning money paper family music tool weather small careful".split()
+)
+WORDS = "water time light friend home plan morning money paper family music tool weather small careful"
 FEWEST, MOST = 6, 10
 SHORTEST = 4
 """Words of a tip."""
@@ -23,7 +23,8 @@ SHORTEST = 4
 
 def problem(seed: str) -> dict[str, Any]:
     generator = random.Random(f"tips/{seed}")
-    count, subject, word = generator.randint(FEWEST, MOST), generator.choice(SUBJECTS), generator.choice(WORDS)
+    count = generator.randint(FEWEST, MOST)
+    subject, word = (generator.choice(words.split()) for words in (SUBJECTS, WORDS))
     prompt = (
         f"Give exactly {count} tips about {subject} as a numbered list, one line per tip. "
         f'Use the word "{word}" in every tip.'

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import figures
 import judge
+import learned_reward
 import run
 import tables
+import tips
 from arms import QUESTIONS
 from beds import BEDS, GSM8K, PROGRAMS, TINY, solution
 from choice import TAU, below_threshold, chosen_budgets
@@ -148,6 +151,46 @@ def test_programs_bed_grades_in_the_sandbox(tmp_path):
     PROGRAMS.write(problems, tmp_path / "train.jsonl")
     row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
     assert {"prompt", "answer", "tests", "prelude"} <= row.keys()
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("1. Give them water each day.\n2. Keep the water clean and cool.\n3. Water in the early morning.", 1.0),
+        ("Here:\n1. Give them water each day.\n2. Keep the soil clean and cool.\n", 0.5),
+        ("1. Give them water each day.\n2. Give them water each day.\n3. Give them water each day.", 1 / 3),
+        ("1. Give them water each day.\n3. Keep the water clean and cool.", 1 / 3),
+        ("1. Give them water daily.\n2. Keep the water cool now.\n3. Water them more often.\n4. And then some.", 2 / 3),
+        ("1. Waterfalls are not the word.\n2. water", 1 / 6),
+        ("Give them water each day.", 0.0),
+    ],
+)
+def test_tips_are_graded_by_number_and_word(answer, expected):
+    assert tips.reward(answer, {"answer": "3", "word": "water"}) == pytest.approx(expected)
+
+
+def test_tips_ask_what_their_reward_checks():
+    asked = [tips.problem(f"test/{i}") for i in range(50)]
+    assert all(f"exactly {p['answer']} tips" in p["prompt"] and f'"{p["word"]}"' in p["prompt"] for p in asked)
+    assert len({p["prompt"] for p in asked}) > 40
+    assert tips.problem("test/0") == asked[0]
+
+
+def test_learned_rewards_leave_accuracy_to_the_verifier(tmp_path):
+    rows = [{"seed": 0, "sparsity": TINY.evictor("rkv", b), "careful": 0.1 * i} for i, b in enumerate(TINY.budgets)]
+    (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for planned in learned_reward.planned(TINY, 0, tmp_path):
+        settings = ["model.source=x", "data.source=x", "out=x", *planned.arm.settings]
+        config = load_config(TINY.recipe, settings)
+        terms = {term.name.split(":")[0]: term.weight for term in config.rewards.use}
+        learned = planned.arm.label.endswith("learned")
+        assert terms == ({"model": 1.0, "task": 0.0} if learned else {"task": 1.0})
+        assert config.rewards.correct == ("task:pointer" if learned else None)
+
+
+def test_the_area_under_the_curve_is_the_share_of_pairs_in_order():
+    scores, labels = torch.tensor([0.9, 0.4, 0.4, 0.1]), torch.tensor([1, 0, 1, 0])
+    assert learned_reward.ranked_right(scores, labels) == pytest.approx((2 + 0.5 + 1) / 4)
 
 
 def test_transfer_takes_the_budgets_on_either_side_of_the_threshold(tmp_path):
