@@ -125,7 +125,7 @@ def alula(*arguments) -> int:
     return ended.value.code or 0
 
 
-def test_the_command_writes_prints_and_continues(tmp_path, capsys):
+def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):
     out = tmp_path / "board.json"
     common = ["calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--leaderboard", "--length", 32]
     common += ["--prompts", 20, "--pages", 4, "--kv-memory", "8MiB", "--device", "cpu", "--out", out]
@@ -145,6 +145,14 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys):
     assert json.loads(out.read_text()) == record
     assert alula(*common, "--seed", 1) == 2
     assert "other settings" in capsys.readouterr().err
+
+    def stopped(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("alula.cli.leaderboard.measure_row", stopped)
+    assert alula(*common, "--budgets", "12,16", "--methods", methods) == 130
+    policies = {row["policy"] for table in ("held", "read") for row in json.loads(out.read_text())[table]}
+    assert policies == {row["policy"] for table in ("held", "read") for row in record[table]}, "nothing is lost"
 
 
 def test_quantised_kv_is_compared_at_the_same_bytes(tmp_path, capsys):

@@ -58,7 +58,13 @@ def run_leaderboard(
     dense = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
     scores = engine.score(dense)
     lengths = [(len(r.prompt_ids), len(r)) for r in dense]
-    known = {(row["policy"], row["kv_dtype"]): row for row in [*record["dense"], *record["held"], *record["read"]]}
+    earlier = {table: record[table] for table in ("dense", "held", "read")}
+    known = {(row["policy"], row["kv_dtype"]): row for rows in earlier.values() for row in rows}
+
+    def save() -> None:
+        """What was measured before and is not reached yet stays in the file."""
+        rest = {table: [row for row in rows if row not in record[table]] for table, rows in earlier.items()}
+        write_atomically(out, json.dumps(record | {t: record[t] + rows for t, rows in rest.items()}) + "\n")
 
     def measure(family: str, target: int | None, policy: Sparsity, page: int, kv_dtype: str | None) -> dict[str, Any]:
         name = policy.describe()
@@ -77,14 +83,14 @@ def run_leaderboard(
     record |= {"dense": [], "held": [], "read": [], "left_out": []}
     for kv_dtype in dtypes:
         record["dense"].append(measure("dense", None, DENSE, page, kv_dtype))
-        write_atomically(out, json.dumps(record) + "\n")
+        save()
         geometry = replace(engine.geometry, kv_dtype=kv_dtype)
         for target in targets:
             chosen = families or default_families(target, page)
             for table, family, policy, own_page in entries(geometry, page, chosen, target, lengths, record):
                 record[table].append(measure(family, target, policy, own_page, kv_dtype))
-                write_atomically(out, json.dumps(record) + "\n")
-    write_atomically(out, json.dumps(record) + "\n")  # what was left out too
+                save()
+    write_atomically(out, json.dumps(record) + "\n")
     typer.echo("\n" + tables(record) + "\n")
     for reason in record["left_out"]:
         typer.echo(reason)
