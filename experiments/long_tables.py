@@ -102,15 +102,38 @@ def costs_table(rows: Sequence[Row], seed: int = 0) -> str:
                 *(f"{lengths[at]:.0f}" for at in (0, -1)),
                 f"{sum(generated(run)) / 1e6:.1f}",
                 f"{100 * run['steps']['response/truncated'][-1]:.0f}",
-                f"{100 * judge.over_run(run, 'mismatch/veto_rate'):.0f}",
-                f"{100 * (1 - judge.over_run(run, 'mismatch/rejected')):.0f}",
-                f"{100 * judge.over_run(run, 'policy/taught'):.0f}",
-                f"{100 * judge.over_run(run, 'kv/saved'):.0f}",
+                *rollout_cells([run]),
                 f"{max(run['steps']['kv/bytes_peak']) / 2**30:.2f}",
                 *(seconds(run, part) for part in ("rollout", "score", "update", "step")),
             ]
         )
     return markdown(head, body)
+
+
+def seeds_table(rows: Sequence[Row], finals: Sequence[Row]) -> str:
+    """One row per arm: the last accuracy of every seed, their mean, and what happened to the rollouts."""
+    by_arm: dict[str, dict[int, float]] = {}
+    for row in finals:
+        by_arm.setdefault(row["arm"], {})[row["seed"]] = row["accuracy"]
+    if not by_arm:
+        return EMPTY
+    seeds = sorted({row["seed"] for row in finals})
+    body = []
+    for arm, last in by_arm.items():
+        cells = [f"{100 * last[seed]:.0f}" if seed in last else "" for seed in seeds]
+        runs = [run for run in rows if run["arm"] == arm]
+        body.append([arm, *cells, f"{100 * fmean(last.values()):.0f}", *(rollout_cells(runs) if runs else [""] * 4)])
+    return markdown(["arm", *(f"seed {seed}, %" for seed in seeds), "mean", *ROLLOUTS], body)
+
+
+ROLLOUTS = ("vetoed, %", "kept, %", "taught, %", "KV saved, %")
+
+
+def rollout_cells(runs: Sequence[Row]) -> list[str]:
+    """What happened to the rollouts, mean over steps and runs."""
+    names = ("mismatch/veto_rate", "mismatch/rejected", "policy/taught", "kv/saved")
+    vetoed, rejected, taught, saved = (fmean(judge.over_run(run, name) for run in runs) for name in names)
+    return [f"{100 * share:.0f}" for share in (vetoed, 1 - rejected, taught, saved)]
 
 
 def seconds(run: Row, part: str) -> str:
