@@ -10,13 +10,13 @@ finished run is not repeated. --out receives `learned-reward/<bed>.jsonl`, one l
 `learned-reward/<bed>-classifier.jsonl`, one line per seed.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import command
 import probe
 import torch
 from arms import DENSE, Arm, neighbour
@@ -145,13 +145,8 @@ def planned(bed: TaskBed, seed: int, work: Path) -> list[Run]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.trainer(__doc__)
     parser.add_argument("--bed", choices=[*LEARNING_RATE], default="tiny")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = TASK_BEDS[options.bed], options.work / options.bed

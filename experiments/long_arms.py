@@ -12,7 +12,6 @@ the start and every finished arm all held-out problems, one answer each. A stopp
 receives `equal-accuracy/<bed>.jsonl`, one line per arm and seed, and `finals/<bed>.jsonl`, one line per model.
 """
 
-import argparse
 import json
 import signal
 import time
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+import command
 import judge
 import probe
 from arms import DENSE, Arm
@@ -86,7 +86,7 @@ def final_answers(bed: LongBed, seed: int, work: Path, runs: list[Run]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.trainer(__doc__)
     parser.add_argument("--bed", choices=LONG_BEDS, required=True)
     parser.add_argument("--method", required=True, help="the compressor that the gates chose")
     parser.add_argument("--budget", type=int, required=True, help="its budget in KV tokens")
@@ -94,11 +94,6 @@ def main() -> None:
     parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds

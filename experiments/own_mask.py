@@ -14,13 +14,13 @@ Evaluated densely and with the policy of the rollouts. A finished run is not rep
 `own-mask/<bed>.jsonl`, one line per run.
 """
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command
 import probe
 import torch
 from arms import DENSE, Arm
@@ -109,13 +109,8 @@ def planned(bed: Any, seed: int, work: Path) -> list[Run]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.trainer(__doc__)
     parser.add_argument("--bed", choices=BEDS, default="tiny")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = BEDS[options.bed], options.work / options.bed

@@ -8,7 +8,6 @@ A run is a folder of `alula train` under --work; a finished one is not repeated,
 missing, the warm-up and the probe that chooses the budgets, is made first. --out receives one JSON line a run.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import command
 import probe
 from arms import BY_PROBE, METHODS, PROBED, QUESTIONS, Arm
 from beds import BEDS, Bed, TaskBed, prepared
@@ -178,17 +178,12 @@ def refuse(bed: Bed, questions: list[str], methods: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.trainer(__doc__, seeds=3)
     parser.add_argument("--bed", choices=BEDS, required=True)
     parser.add_argument("--question", required=True, help=f"of {', '.join(QUESTIONS)}; several with commas")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--methods", help="only these compressors, separated by commas; the others are not probed")
     parser.add_argument("--budget", type=int, help="of the evictors, in place of the probe's choice")
-    parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run, for trying out")
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds

@@ -12,11 +12,10 @@ One selector (block-topk), `tis`, no rejection. Per τ four schedules, and dense
 
 Tails are calibrated on text of the dense policy (`--text own`: on each budget's own rollouts, as the paper does). Tails
 and vetoes of each arm's own rollouts are measured before its first step and after its last. Arms with the same budgets
-are one run. A stopped command goes on where it was. --out receives `sparrow/<bed>.jsonl`, one line per arm and seed,
+are one run. A stopped command goes on where it was; `--seconds 0` measures starts and trains nothing. --out receives `sparrow/<bed>.jsonl`, one line per arm and seed,
 and `calibration/<bed>.jsonl`, one line per budget and seed.
 """
 
-import argparse
 import json
 import signal
 import time
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import command
 import probe
 from arms import DENSE, Arm
 from beds import prepared
@@ -165,19 +165,12 @@ def write_rows(bed: LongBed, planned: Sequence[tuple[Run, float, Budgets, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.trainer(__doc__)
     parser.add_argument("--bed", choices=LONG_BEDS, required=True)
     parser.add_argument("--tau", required=True, help="thresholds, separated by commas")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--text", choices=("dense", "own"), default="dense", help="what tails are calibrated on")
     parser.add_argument("--plan", action="store_true", help="calibrate and print the schedules, train nothing")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="0 measures each arm's start, trains nothing"
-    )
-    parser.add_argument("--work", type=Path, default=Path("runs/evidence"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = LONG_BEDS[options.bed], options.work / options.bed
