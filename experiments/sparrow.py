@@ -12,8 +12,8 @@ One selector (block-topk), `tis`, no rejection. Per τ four schedules, and dense
 
 Tails are calibrated on text of the dense policy (`--text own`: on each budget's own rollouts, as the paper does). Tails
 and vetoes of each arm's own rollouts are measured before its first step and after its last. Arms with the same budgets
-are one run. A stopped command goes on where it was; `--seconds 0` measures starts and trains nothing. --out receives `sparrow/<bed>.jsonl`, one line per arm and seed,
-and `calibration/<bed>.jsonl`, one line per budget and seed.
+are one run. A stopped command goes on where it was; `--seconds 0` measures starts and trains nothing. --out receives
+`sparrow/<bed>.jsonl`, one line per arm and seed, and `calibration/<bed>.jsonl`, one line per budget and seed.
 """
 
 import json
