@@ -15,3 +15,10 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """A whole file, its folder made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def merge_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Lines of the same arm and seed are replaced, others stay."""
+    rows = list(rows)
+    new = {(row["arm"], row["seed"]) for row in rows}
+    write_lines(path, [*(row for row in read_lines(path) if (row["arm"], row["seed"]) not in new), *rows])

@@ -9,7 +9,8 @@ Five arms per seed: `strict`, `sparse-rl` and naive with one compressor and budg
 prompts per step as `strict` kept rollouts, which runs after `strict`. They run one after the other, alone on the
 device, so that their seconds can be compared; `--jobs` runs several side by side, for accuracy only. `--finals` asks
 the start and every finished arm all held-out problems, one answer each. A stopped command goes on where it was. --out
-receives `equal-accuracy/<bed>.jsonl`, one line per arm and seed, and `finals/<bed>.jsonl`, one line per model.
+receives `equal-accuracy/<bed>.jsonl`, one line per arm and seed, and `finals/<bed>.jsonl`, one line per model; lines of
+other arms stay there.
 """
 
 import json
@@ -24,7 +25,7 @@ import judge
 import probe
 from arms import DENSE, Arm
 from beds import prepared
-from lines import read_lines, write_lines
+from lines import merge_lines, read_lines
 from long_beds import LONG_BEDS, LongBed
 from raw import raw_run, write_raw
 from run import Run, in_a_child, run_all
@@ -38,7 +39,7 @@ SPARSE = ("strict", "sparse-rl", "naive")
 def sparse_arms(bed: LongBed, method: str, budget: int, corrections: Sequence[str] = SPARSE) -> list[Arm]:
     policy = bed.selector(budget) if method in ("block-topk", "quest") else bed.evictor(method, budget)
     policy = policy.replace("block-topk", method)
-    return [Arm(f"{method} {name}", policy, name) for name in corrections]
+    return [Arm(f"{method} {budget}, {name}", policy, name) for name in corrections]
 
 
 def dense_arm(rate: float | None) -> Arm:
@@ -114,9 +115,9 @@ def main() -> None:
         begun += found
         if options.finals:
             in_a_child(final_answers, bed, seed, work, found)
-        write_raw("equal-accuracy", bed, [(run.arm, run.seed) for run in begun], work, options.out, extra)
+        write_raw("equal-accuracy", bed, [(run.arm, run.seed) for run in begun], work, options.out, extra, keep=True)
     if options.finals:
-        write_lines(options.out / "finals" / f"{bed.name}.jsonl", read_lines(work / "finals.jsonl"))
+        merge_lines(options.out / "finals" / f"{bed.name}.jsonl", read_lines(work / "finals.jsonl"))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from arms import Arm
 from beds import Bed
-from lines import read_lines
+from lines import merge_lines, read_lines, write_lines
 
 METRICS = (
     "reward/mean",
@@ -35,13 +35,20 @@ METRICS = (
 
 
 def write_raw(
-    question: str, bed: Bed, runs: Sequence[tuple[Arm, int]], work: Path, out: Path, settings: Sequence[str] = ()
+    question: str,
+    bed: Bed,
+    runs: Sequence[tuple[Arm, int]],
+    work: Path,
+    out: Path,
+    settings: Sequence[str] = (),
+    *,
+    keep: bool = False,
 ) -> None:
-    """`<out>/<question>/<bed>.jsonl`: a line for every run of the question that has begun."""
+    """`<out>/<question>/<bed>.jsonl`: a line for every run of the question that has begun. With `keep`, lines of other
+    arms and seeds stay."""
     found = [raw_run(bed, arm, seed, work, settings) for arm, seed in runs]
-    path = out / question / f"{bed.name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in found if row is not None))
+    write = merge_lines if keep else write_lines
+    write(out / question / f"{bed.name}.jsonl", [row for row in found if row is not None])
 
 
 def write_probe(bed: Bed, work: Path, out: Path) -> None:

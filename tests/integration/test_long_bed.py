@@ -13,7 +13,7 @@ import judge
 import long_arms
 import long_tables
 import sparrow
-from lines import write_lines
+from lines import merge_lines, read_lines, write_lines
 from long_beds import LONG_BEDS, SEARCH_TINY
 from run import Run
 
@@ -126,3 +126,16 @@ def test_final_answers_are_compared_problem_by_problem():
 
 def test_tokens_of_a_step_are_its_rate_times_its_time():
     assert long_tables.generated({"steps": {"speed/tokens_per_s": [10.0, 4.0], "time/rollout": [2.0, 0.5]}}) == [20, 2]
+
+
+def test_arms_of_another_budget_keep_the_lines_of_the_first(tmp_path):
+    path = tmp_path / "finals" / "search.jsonl"
+    merge_lines(
+        path, [{"arm": "rkv 64, strict", "seed": 0, "accuracy": 0.1}, {"arm": "start", "seed": 0, "accuracy": 0.2}]
+    )
+    merge_lines(
+        path, [{"arm": "rkv 96, strict", "seed": 0, "accuracy": 0.3}, {"arm": "start", "seed": 0, "accuracy": 0.4}]
+    )
+    found = {row["arm"]: row["accuracy"] for row in read_lines(path)}
+    assert found == {"rkv 64, strict": 0.1, "rkv 96, strict": 0.3, "start": 0.4}
+    assert {arm.label for arm in long_arms.sparse_arms(SEARCH_TINY, "rkv", 64)} & set(found) == {"rkv 64, strict"}
