@@ -19,6 +19,7 @@ from typing import Any
 import programs
 import tips
 import torch
+from lines import write_lines
 
 from alula.config.settings import LearnerSettings
 from alula.data import Dataset, prepare
@@ -187,7 +188,7 @@ class Gsm8kBed(Bed):
                 {"prompt": row["question"], "answer": row["answer"].rpartition("####")[2].strip()}
                 for row in gsm8k(split)
             )
-            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_lines(folder / name, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +205,7 @@ class TipsBed(Bed):
     def write_data(self, seed: int, folder: Path) -> None:
         for name, count in (("train", self.train_problems), ("held", self.held_out)):
             rows = (tips.problem(f"{name}/{seed}/{i}") for i in range(count))
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_lines(folder / f"{name}.jsonl", rows)
 
 
 def gsm8k(split: str) -> list[dict[str, str]]:
@@ -276,12 +277,12 @@ GSM8K = Gsm8kBed(
 TIPS = TipsBed(
     name="tips",
     warm_seeds=False,
-    evict="+16,window=8,sinks=4",
+    evict=GSM8K.evict,
     budgets=(32, 48, 64, 80, 96, 128, 160, 192),
-    select=",block=16,dense_layers=2",
+    select=GSM8K.select,
     read_budgets=(48, 64, 96, 128, 160, 192),
-    distill=("distill.rank=16", "distill.lr=3e-4"),
-    distill_first="distill.first={steps: 20, prompts: 128, minibatches: 4}",
+    distill=GSM8K.distill,
+    distill_first=GSM8K.distill_first,
     train_problems=2048,
     held_out=256,
 )

@@ -53,11 +53,9 @@ def write_raw(
 
 def write_probe(bed: Bed, work: Path, out: Path) -> None:
     """`<out>/probe/<bed>.jsonl`: what is known of every budget before training."""
-    path = out / "probe" / f"{bed.name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row | {"sparsity": inside(work, row["sparsity"])} for row in read_lines(work / "probe.jsonl")]
     found = ({name: short(value) for name, value in row.items()} for row in rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    write_lines(out / "probe" / f"{bed.name}.jsonl", found)
 
 
 def inside(work: Path, text: str) -> str:
