@@ -4,15 +4,19 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.engine.sequence import rollout_key
 from alula.ops import paged_attention as attention_module
+from alula.ops import pieces as pieces_module
 from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append, append_torch
 from alula.ops.compact import compact, gather_keys
 from alula.ops.paged_attention import paged_attention, paged_attention_torch
+from alula.ops.pieces import Pieces
 from alula.ops.sample import proposal_logits, sample_torch, sample_triton
 from alula.ops.select_pages import score_pages_torch, select_pages_torch, select_pages_triton
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
@@ -87,14 +91,26 @@ def poison_what_is_not_held(keys, values, table, tokens):
     keys[~held], values[~held] = math.nan, math.nan
 
 
+@pytest.fixture
+def cut(monkeypatch):
+    """Sets the lengths of pieces: the shortest and longest, the length up to which contexts are whole, and how many
+    programs the rows should make."""
+
+    def set_lengths(shortest, whole, longest=None, programs=1 << 20):
+        values = {"SHORTEST": shortest, "LONGEST": longest or shortest, "PROGRAMS": programs}
+        for name, value in values.items():
+            monkeypatch.setattr(pieces_module, name, value)
+        monkeypatch.setattr(Pieces, "of", lambda row_heads, selected=False: Pieces(row_heads, whole))
+
+    return set_lengths
+
+
 @GROUPS
 @PAGES
 @pytest.mark.slow
-def test_paged_attention(group, page, kernels, monkeypatch):
+def test_paged_attention(group, page, kernels, cut):
     """Rows of one token, of several splits, at page and split borders; all others' memory is poison."""
-    monkeypatch.setattr(
-        attention_module, "piece_lengths", lambda row_heads, selected: (32, 100) if page == 4 else (64, 64)
-    )
+    cut(*((32, 100) if page == 4 else (64, 64)))
     lengths = ints([[1], [64], [65], [150]])
     width = 160 // page
     table = shuffled_table(4, width)[:, None]
@@ -111,8 +127,8 @@ def test_paged_attention(group, page, kernels, monkeypatch):
 @GROUPS
 @PAGES
 @pytest.mark.slow
-def test_paged_attention_with_a_list_per_head(group, page, kernels, monkeypatch):
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (32, 64))
+def test_paged_attention_with_a_list_per_head(group, page, kernels, cut):
+    cut(32, 64)
     width = 96 // page
     table = torch.stack([shuffled_table(3, width, seed=h) for h in range(2)], 1)
     tokens = ints([[5, 70], [33, 1], [96, 64]])
@@ -143,8 +159,8 @@ def test_paged_attention_takes_views_and_large_logits(kernels):
 
 @pytest.mark.parametrize("whole", [64, 100])
 @pytest.mark.parametrize("on", [False, True])
-def test_attention_of_a_row_does_not_depend_on_how_long_its_neighbours_are(on, whole, kernels, monkeypatch):
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (64, whole))
+def test_attention_of_a_row_does_not_depend_on_how_long_its_neighbours_are(on, whole, kernels, cut, monkeypatch):
+    cut(32, whole, longest=64, programs=9)  # pieces of 70 tokens are short, those of 256 long
     monkeypatch.setattr(attention_module, "TORCH_CHUNK", 16)
     kernels(on)
     table = shuffled_table(2, 64)[:, None]
@@ -155,21 +171,31 @@ def test_attention_of_a_row_does_not_depend_on_how_long_its_neighbours_are(on, w
     assert torch.equal(short[1][0], long[1][0])
 
 
-def test_pieces_are_short_for_few_rows():
-    lengths = [attention_module.piece_lengths(row_heads)[0] for row_heads in (1, 128, 129, 512, 513, 9999)]
-    assert lengths == [128, 128, 256, 512, 1024, 1024]
+def test_pieces_grow_with_rows_and_with_a_rows_own_length():
+    def lengths(row_heads, counts):
+        return [Pieces.of(row_heads).length(count) for count in counts]
+
+    assert lengths(8, (128, 129, 8192, 32768, 131072)) == [128, 128, 128, 256, 1024]
+    assert lengths(280, (1024, 1025, 2048, 4096, 32768)) == [1024, 256, 512, 1024, 1024]
+    assert Pieces.of(127).whole == 128
+    assert Pieces.of(128).whole == 1024
+    assert Pieces.of(9999, selected=True).whole == 128
 
 
-def test_short_contexts_are_one_piece_if_there_are_enough():
-    lengths = [attention_module.piece_lengths(row_heads)[1] for row_heads in (1, 127, 128, 9999)]
-    assert lengths == [128, 128, 1024, 1024]
-    assert attention_module.piece_lengths(9999, selected=True)[1] == 128
+@given(row_heads=st.integers(1, 5000), most=st.integers(1, 300_000), selected=st.booleans(), data=st.data())
+def test_no_context_has_more_pieces_than_the_launch(row_heads, most, selected, data):
+    pieces = Pieces.of(row_heads, selected)
+    count = data.draw(st.integers(1, most) | st.sampled_from([most, min(most, pieces.whole + 1)]))
+    assert -(-count // pieces.length(count)) <= pieces.most(most)
+    borders = range(128, min(most, 300_000) + 1, 128)  # pieces change their length at multiples of the shortest
+    ends = {most, *(border - 1 for border in borders)}
+    assert pieces.most(most) == max(-(-end // pieces.length(end)) for end in ends)
 
 
 @pytest.mark.parametrize(("piece", "whole"), [(128, 128), (128, 200), (256, 1024), (1024, 1024)])
-def test_attention_over_pieces_of_each_length(piece, whole, kernels, monkeypatch):
+def test_attention_over_pieces_of_each_length(piece, whole, kernels, cut):
     """A row of 300 tokens takes several pieces or one; the bound of 2,000 tokens makes merging necessary or not."""
-    monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (piece, whole))
+    cut(piece, whole)
     table = shuffled_table(3, 20)[:, None]
     tokens = ints([[300], [129], [1]])
     q, keys, values = noise(3, 4, 16), noise(61, 2, 16, 16, seed=1), noise(61, 2, 16, 16, seed=2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oracle
-from alula.ops import paged_attention as attention_module
+from alula.ops import pieces as pieces_module
 from alula.ops.accumulate_attention import accumulate_attention
 from alula.ops.append import append
 from alula.ops.compact import PagedKeys, compact, gather_keys
@@ -15,6 +15,7 @@ from alula.ops.fp8 import DTYPE, dequantise, quantise
 from alula.ops.frequency_score import frequency_score_torch, frequency_score_triton
 from alula.ops.importance import mean_attention_torch, mean_attention_triton
 from alula.ops.paged_attention import paged_attention, paged_attention_torch
+from alula.ops.pieces import Pieces
 from alula.ops.projected_norm import projected_norm_torch, projected_norm_triton
 from alula.ops.write_tokens import write_tokens_torch, write_tokens_triton
 from alula.sparsity.select import METHODS
@@ -159,13 +160,12 @@ def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, ker
     scales = torch.stack([key_scales, value_scales])
     plain = [dequantise(x, scale, dtype) for x, scale in ((keys, key_scales), (values, value_scales))]
     exact = paged_attention_torch(q.float(), *(x.float() for x in plain), table, tokens, 0.3, 70)
+    monkeypatch.setattr(pieces_module, "SHORTEST", 32)
+    monkeypatch.setattr(pieces_module, "LONGEST", 32)
+    monkeypatch.setattr(Pieces, "of", lambda row_heads, selected: Pieces(row_heads, 40))
     for on in (False, True):
         kernels(on)
-        monkeypatch.setattr(
-            attention_module, "piece_lengths", lambda row_heads, selected: (16, 40)
-        )  # twice as long with scales
         actual = paged_attention(q, keys, values, table, tokens, 0.3, 70, scales)
-        monkeypatch.setattr(attention_module, "piece_lengths", lambda row_heads, selected: (32, 40))
         if dtype == torch.float32:
             assert all(map(torch.equal, actual, paged_attention(q, *plain, table, tokens, 0.3, 70)))
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}

@@ -28,8 +28,13 @@ except ImportError:
 
 INSTALLED = not isinstance(triton, _Absent)
 
-__all__ = ["tl", "triton", "use_triton"]
+__all__ = ["interpreted", "tl", "triton", "use_triton"]
 
 
 def use_triton(tensor: Tensor) -> bool:
     return INSTALLED and (tensor.is_cuda or os.environ.get("ALULA_TRITON_INTERPRET") == "1")
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which knows no assembly."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,6 +4,9 @@
 middle dimension of 1 serves all heads (dense), one of `kv_heads` gives each head its own list (selection). Both
 implementations reduce over pieces of the context. Their length depends on the number of rows and heads and on the row's
 own length only, so a row's result is independent of the other rows' lengths.
+
+The kernels compute logits and outputs transposed, [tokens, heads of a group] and [D, heads of a group]: a group of up
+to eight query heads then fills the smallest tile of the tensor cores, which has sixteen rows and eight columns.
 """
 
 from typing import NamedTuple
@@ -14,10 +17,10 @@ from torch import Tensor
 from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.fp8 import power_of_two
 from alula.ops.paged_attention_fp8 import split_fp8
+from alula.ops.pieces import Pieces, piece_length
 from alula.ops.rotary import Rotary, rotated_tile, rotated_vector
 
 TORCH_CHUNK = 128
-SHORTEST_PIECE, LONGEST_PIECE = 128, 1024
 
 
 class NewTokens(NamedTuple):
@@ -112,9 +115,8 @@ def paged_attention_triton(
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
-    piece, whole = piece_lengths(batch * kv_heads, selected=tokens.shape[1] > 1)
-    piece = piece if scales is None else 2 * piece  # of half the bytes
-    splits = 1 if most_tokens <= whole else triton.cdiv(most_tokens, piece)
+    pieces = Pieces.of(batch * kv_heads, selected=tokens.shape[1] > 1)
+    splits = pieces.most(most_tokens)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     if splits == 1:  # merging one piece would change no bit of it
@@ -126,10 +128,9 @@ def paged_attention_triton(
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
     if scales is not None:
-        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, piece, whole)
+        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, pieces)
     else:
-        # Programs of many narrow heads are small: more of them run at once, and the last wave is shorter.
-        small = piece == LONGEST_PIECE and dim * keys.dtype.itemsize <= 128
+        block, warps, stages = tile(pieces.row_heads, dim * keys.dtype.itemsize)
         _split[(batch, kv_heads, splits)](
             q,
             keys,
@@ -146,6 +147,7 @@ def paged_attention_triton(
             tokens_head,
             scaling * 1.4426950408889634,
             splits,
+            pieces.row_heads,
             *_new_arguments(q, new),
             GROUP=group,
             HEADS=kv_heads,
@@ -156,16 +158,14 @@ def paged_attention_triton(
             NORM=new is not None and new.rotary.query_norm is not None,
             RING=new is not None and new.ring is not None,
             EPSILON=new.rotary.epsilon if new is not None else 0.0,
-            BLOCK_M=max(16, triton.next_power_of_2(group)),
-            BLOCK_N=32 if small else 64,
-            PIECE=piece,
-            WHOLE=whole,
+            BLOCK_G=max(8, triton.next_power_of_2(group)),
+            BLOCK_N=block,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=1 if small else 2,
-            num_stages=pipeline_stages(piece, dim * keys.dtype.itemsize),
+            num_warps=warps,
+            num_stages=stages,
+            **pieces.constants,
         )
     if splits > 1:
-        together = max(16, 8192 // piece)  # not a function of `splits`: it orders the sum
         _merge[(batch, q_heads)](
             part,
             part_lse,
@@ -175,13 +175,13 @@ def paged_attention_triton(
             tokens.stride(0),
             tokens_head,
             splits,
+            pieces.row_heads,
             GROUP=group,
             DIM=dim,
             DIM_POW2=dim_pow2,
-            PIECE=piece,
-            WHOLE=whole,
-            BLOCK_S=together,
-            num_warps=2 if together == 16 else 4,
+            BLOCK_S=16,
+            num_warps=2,
+            **pieces.constants,
         )
     return out, lse
 
@@ -204,22 +204,17 @@ def appending_pays(q: Tensor, kv_heads: int) -> bool:
     return q.shape[-1] * q.dtype.itemsize <= 128 or len(q) * kv_heads <= 512
 
 
-def piece_lengths(row_heads: int, selected: bool = False) -> tuple[int, int]:
-    """Tokens reduced by one program before the results of all pieces are merged; the length up to which a context is
-    one piece. Few rows need short pieces to occupy the device; with many rows whole contexts do, and merging costs.
-    Where pages are selected, other rows may read more of them, and there is something to merge in any case."""
-    piece = min(max(SHORTEST_PIECE, triton.next_power_of_2(row_heads)), LONGEST_PIECE)
-    return piece, LONGEST_PIECE if row_heads >= SHORTEST_PIECE and not selected else SHORTEST_PIECE
+def tile(row_heads: int, vector_bytes: int) -> tuple[int, int, int]:
+    """Tokens, warps and pipeline stages of a program. Three stages hold one tile of KV, since the page numbers take
+    stages too. Five hold two: one is read while another is computed, which few programs need. Many programs hide each
+    other's latency; those of narrow heads are small, so that more of them run at once and the last wave is shorter."""
+    if vector_bytes <= 128 and row_heads > 512:
+        return 32, 1, 3
+    return 64, 2, 5 if row_heads * vector_bytes <= 65536 and vector_bytes <= 256 else 3
 
 
-def pipeline_stages(piece: int, vector_bytes: int) -> int:
-    """Five hold two tiles of KV, since the page numbers take stages too: one is read while another is computed. Three
-    hold one, and leave room for more programs, which hide each other's latency where there are enough of them."""
-    return 5 if piece * vector_bytes <= 65536 and vector_bytes <= 256 else 3  # 72 KiB of shared memory at most
-
-
-# No specialisation on the number of pieces: it differs with the longest context.
-@triton.jit(do_not_specialize=["splits"])
+# No specialisation on the numbers of pieces and rows.
+@triton.jit(do_not_specialize=["splits", "row_heads"])
 def _split(
     q,
     keys,
@@ -236,6 +231,7 @@ def _split(
     tokens_head,
     scale_log2,
     splits,
+    row_heads,
     new_keys,
     new_values,
     live,
@@ -261,19 +257,21 @@ def _split(
     NORM: tl.constexpr,
     RING: tl.constexpr,
     EPSILON: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PIECE: tl.constexpr,
     WHOLE: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
-    piece = tl.where(count <= WHOLE, WHOLE, PIECE)
+    piece = piece_length(count, row_heads, WHOLE, SHORTEST, DOUBLINGS, PROGRAMS)
     start = split * piece
     if start < count:
         end = tl.minimum(start + piece, count)
-        g = tl.arange(0, BLOCK_M)
+        g = tl.arange(0, BLOCK_G)
         d = tl.arange(0, DIM_POW2)
         in_dim = d < DIM
         q_heads = head * GROUP + g
@@ -304,34 +302,42 @@ def _split(
                 tl.debug_barrier()  # other threads read what was written here
         else:
             query = tl.load(line + d[None, :], mask=in_group, other=0.0)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+        query = tl.trans(query)
+        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        totals = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
+        acc = tl.zeros([DIM_POW2, BLOCK_G], tl.float32)
+        n = tl.arange(0, BLOCK_N)
+        # Slots are multiplied by the width of a vector as 64-bit numbers: one instruction computes an address.
+        key_base, value_base = keys + d[None, :], values + d[:, None]
         for first in range(start, end, BLOCK_N):
-            t = first + tl.arange(0, BLOCK_N)
-            valid = t < end
-            page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
-            slot = ((page * HEADS + head) * PAGE + t % PAGE) * DIM
-            key = tl.load(keys + slot[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
-            logits = tl.dot(query, key, input_precision=PRECISION) * scale_log2
-            logits = tl.where(valid[None, :], logits, float("-inf"))
-            peak = tl.maximum(top, tl.max(logits, 1))
-            weights = tl.exp2(logits - peak[:, None])
+            # The last tile repeats the last token instead of reading unused slots; its weight is zero there.
+            t = tl.minimum(first + n, end - 1).to(tl.uint32)
+            page = tl.load(pages + t // PAGE)
+            slot = (page * (HEADS * PAGE) + (head * PAGE + (t % PAGE).to(tl.int32))).to(tl.int64) * DIM
+            if DIM == DIM_POW2:
+                key, value = tl.load(key_base + slot[:, None]), tl.load(value_base + slot[None, :])
+            else:
+                key = tl.load(key_base + slot[:, None], mask=in_dim[None, :], other=0.0)
+                value = tl.load(value_base + slot[None, :], mask=in_dim[:, None], other=0.0)
+            logits = tl.dot(key, query, input_precision=PRECISION)
+            logits = tl.where((n < end - first)[:, None], logits, float("-inf"))
+            peak = tl.maximum(top, tl.max(logits, 0) * scale_log2)
+            weights = tl.exp2(logits * scale_log2 - peak[None, :])
             rescale = tl.exp2(top - peak)
-            total = total * rescale + tl.sum(weights, 1)
-            value = tl.load(values + slot[:, None] + d[None, :], mask=valid[:, None] & in_dim[None, :], other=0.0)
-            acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+            totals = totals * rescale[None, :] + weights
+            acc = tl.dot(value, weights.to(value.dtype), acc * rescale[None, :], input_precision=PRECISION)
             top = peak
+        total = tl.sum(totals, 0)
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
         tl.store(
-            part + line_out[:, None].to(tl.int64) * DIM + d[None, :],
-            (acc / total[:, None]).to(part.dtype.element_ty),
-            mask=(g < GROUP)[:, None] & in_dim[None, :],
+            part + line_out[None, :].to(tl.int64) * DIM + d[:, None],
+            (acc / total[None, :]).to(part.dtype.element_ty),
+            mask=(g < GROUP)[None, :] & in_dim[:, None],
         )
         tl.store(part_lse + line_out, (top + tl.log2(total)) * 0.6931471805599453, mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "row_heads"])
 def _merge(
     part,
     part_lse,
@@ -341,16 +347,19 @@ def _merge(
     tokens_row,
     tokens_head,
     splits,
+    row_heads,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
-    PIECE: tl.constexpr,
     WHOLE: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     row, q_head = tl.program_id(0), tl.program_id(1)
     count = tl.load(tokens + row * tokens_row + (q_head // GROUP) * tokens_head)
-    used = tl.cdiv(count, tl.where(count <= WHOLE, WHOLE, PIECE))
+    used = tl.cdiv(count, piece_length(count, row_heads, WHOLE, SHORTEST, DOUBLINGS, PROGRAMS))
     line = (row * tl.num_programs(1) + q_head).to(tl.int64)
     d = tl.arange(0, DIM_POW2)
     top = float("-inf")

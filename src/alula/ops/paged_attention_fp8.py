@@ -2,16 +2,19 @@
 
 A 16-bit model multiplies in float16, which holds e4m3 exactly and into which a GPU converts it two at a time; a
 conversion to bfloat16 takes longer than reading the KV. Powers of two keep the other factors inside float16's range:
-each query is divided by one of its own, weights and scales of values by that of the largest scale in their tile. Two
-values of a token are read as one 16-bit word, which the tensor cores' loads can transpose: even and odd dimensions are
-summed apart.
+each query is divided by one of its own, weights and scales of values by that of the largest scale so far. Two values of
+a token are read as one 16-bit word, which the tensor cores' loads can transpose: even and odd dimensions are summed
+apart.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from alula.ops.dispatch import tl, triton
+from alula.ops.dispatch import interpreted, tl, triton
 from alula.ops.fp8 import power_of_two_triton
+from alula.ops.pieces import Pieces, piece_length
 
 HEADROOM = 14
 """The largest factor is scaled to 2^14 … 2^15, so that those 2^28 times smaller are normal numbers of float16."""
@@ -27,14 +30,13 @@ def split_fp8(
     part: Tensor,
     part_lse: Tensor,
     scaling: float,
-    piece: int,
-    whole: int,
+    pieces: Pieces,
 ) -> None:
-    """Attention over pieces of `piece` tokens, contexts up to `whole` in one: part [B, Hq, splits, D] and part_lse fp32
-    [B, Hq, splits]."""
+    """Attention over pieces: part [B, Hq, splits, D] and part_lse fp32 [B, Hq, splits]."""
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group, splits = q_heads // kv_heads, part.shape[2]
+    factor = tl.float32 if q.dtype == torch.float32 else tl.float16
     _split_fp8[(batch, kv_heads, splits)](
         q,
         keys,
@@ -53,37 +55,56 @@ def split_fp8(
         tokens.stride(1) if tokens.shape[1] > 1 else 0,
         scaling * 1.4426950408889634,
         splits,
+        pieces.row_heads,
         GROUP=group,
         HEADS=kv_heads,
         DIM=dim,
         HALF=max(16, triton.next_power_of_2(dim) // 2),
         PAGE=page,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_G=max(8, triton.next_power_of_2(group)),
         BLOCK_N=64,
-        PIECE=piece,
-        WHOLE=whole,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         HEADROOM=HEADROOM,
-        FACTOR=tl.float32 if q.dtype == torch.float32 else tl.float16,
+        FACTOR=factor,
+        EVEN=_assembly("20", factor),
+        ODD=_assembly("31", factor),
         num_warps=2,
         num_stages=2,
+        **pieces.constants,
     )
 
 
-@triton.jit
-def _e4m3(code, FACTOR: tl.constexpr):
-    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(FACTOR)
+def _assembly(selected: str, factor: Any) -> str | None:
+    """Converts one byte of each of two 16-bit words from e4m3 to float16, in two instructions instead of six;
+    `selected` are the numbers of these bytes, the last one first. None for float32 and in the interpreter."""
+    if factor is not tl.float16 or interpreted():
+        return None
+    return f"""{{
+        .reg .b32 bytes; .reg .b16 low, high;
+        prmt.b32 bytes, $1, 0, 0x44{selected};
+        mov.b32 {{low, high}}, bytes;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+    }}"""
 
 
 @triton.jit
-def _places(pages, t, end, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """Slots of tokens `t` among all of the pool's for this head, and which of them are in the piece."""
-    valid = t < end
-    page = tl.load(pages + t // PAGE, mask=valid, other=0).to(tl.int64)
-    return (page * HEADS + head) * PAGE + t % PAGE, valid
+def _e4m3(pair, SHIFT: tl.constexpr, ASSEMBLY: tl.constexpr, FACTOR: tl.constexpr):
+    """The values of the bytes at bit `SHIFT` of 16-bit words."""
+    if ASSEMBLY is not None:
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return (pair >> SHIFT).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(FACTOR)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
+def _slots(pages, t, end, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
+    """Slots of tokens `t` among all of the pool's for this head; those behind the piece are its last token's."""
+    t = tl.minimum(t, end - 1).to(tl.uint32)
+    page = tl.load(pages + t // PAGE)
+    return page * (HEADS * PAGE) + (head * PAGE + (t % PAGE).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["splits", "row_heads"])
 def _split_fp8(
     q,
     keys,
@@ -102,81 +123,87 @@ def _split_fp8(
     tokens_head,
     scale_log2,
     splits,
+    row_heads,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PIECE: tl.constexpr,
     WHOLE: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADROOM: tl.constexpr,
     FACTOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    ODD: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row + head * tokens_head)
-    piece = tl.where(count <= WHOLE, WHOLE, PIECE)
+    piece = piece_length(count, row_heads, WHOLE, SHORTEST, DOUBLINGS, PROGRAMS)
     start = split * piece
     if start < count:
         end = tl.minimum(start + piece, count)
-        g = tl.arange(0, BLOCK_M)
+        g = tl.arange(0, BLOCK_G)
         d = tl.arange(0, 2 * HALF)
         h = tl.arange(0, HALF)
-        in_dim = d < DIM
+        n = tl.arange(0, BLOCK_N)
         q_heads = head * GROUP + g
         query = tl.load(
-            q + row * q_row + q_heads[:, None] * q_head + d[None, :],
-            mask=(g < GROUP)[:, None] & in_dim[None, :],
+            q + row * q_row + q_heads[None, :] * q_head + d[:, None],
+            mask=(g < GROUP)[None, :] & (d < DIM)[:, None],
             other=0.0,
         ).to(tl.float32)
-        largest = tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) >> 23
+        largest = tl.max(tl.abs(query), 0).to(tl.int32, bitcast=True) >> 23
         largest = tl.maximum(largest, HEADROOM + 1)
-        query = (query * power_of_two_triton(254 + HEADROOM - largest)[:, None]).to(FACTOR)
+        query = (query * power_of_two_triton(254 + HEADROOM - largest)[None, :]).to(FACTOR)
         query_scale = scale_log2 * power_of_two_triton(largest - HEADROOM)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        even = tl.zeros([BLOCK_M, HALF], tl.float32)
-        odd = tl.zeros([BLOCK_M, HALF], tl.float32)
+        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        totals = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
+        even = tl.zeros([HALF, BLOCK_G], tl.float32)
+        odd = tl.zeros([HALF, BLOCK_G], tl.float32)
+        most = HEADROOM + 1  # exponent of the largest scale of values so far
         pages = table + row * table_row + head * table_head
-        next_place, next_valid = _places(pages, start + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
-        next_key_scale = tl.load(scales + next_place, mask=next_valid, other=0)
-        next_scale = tl.load(scales + value_scales + next_place, mask=next_valid, other=0)
+        key_base, value_base = keys + d[None, :], values + h[:, None]
+        next_slot = _slots(pages, start + n, end, head, HEADS, PAGE)
+        next_key_scale, next_scale = tl.load(scales + next_slot), tl.load(scales + value_scales + next_slot)
         for first in range(start, end, BLOCK_N):
             key_scale, scale = next_key_scale, next_scale.to(tl.int32)
-            next_place, next_valid = _places(pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
-            next_key_scale = tl.load(scales + next_place, mask=next_valid, other=0)
-            next_scale = tl.load(scales + value_scales + next_place, mask=next_valid, other=0)
+            next_slot = _slots(pages, first + BLOCK_N + n, end, head, HEADS, PAGE)
+            next_key_scale, next_scale = tl.load(scales + next_slot), tl.load(scales + value_scales + next_slot)
             # Known from the tile before, but keys and values are copied ahead only from pages read in the same tile.
-            place, valid = _places(pages, first + tl.arange(0, BLOCK_N), end, head, HEADS, PAGE)
-            key = tl.load(keys + (place * DIM)[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
-            logits = tl.dot(query, key.to(FACTOR), input_precision=PRECISION) * query_scale[:, None]
-            logits *= power_of_two_triton(key_scale)[None, :]
-            logits = tl.where(valid[None, :], logits, float("-inf"))
-            peak = tl.maximum(top, tl.max(logits, 1))
-            weights = tl.exp2(logits - peak[:, None])
+            slot = _slots(pages, first + n, end, head, HEADS, PAGE).to(tl.int64)
+            if DIM == 2 * HALF:
+                key = tl.load(key_base + slot[:, None] * DIM)
+                pair = tl.load(value_base + slot[None, :] * HALF)
+            else:
+                key = tl.load(key_base + slot[:, None] * DIM, mask=(d < DIM)[None, :], other=0.0)
+                pair = tl.load(value_base + slot[None, :] * (DIM // 2), mask=(h < DIM // 2)[:, None], other=0)
+            logits = tl.dot(key.to(FACTOR), query, input_precision=PRECISION)
+            logits *= power_of_two_triton(key_scale)[:, None]
+            logits = tl.where((n < end - first)[:, None], logits, float("-inf"))
+            peak = tl.maximum(top, tl.max(logits, 0) * query_scale)
+            weights = tl.exp2(logits * query_scale[None, :] - peak[None, :])
             rescale = tl.exp2(top - peak)
-            total = total * rescale + tl.sum(weights, 1)
-            most = tl.maximum(tl.max(scale, 0), HEADROOM + 1)
+            totals = totals * rescale[None, :] + weights
+            larger = tl.maximum(most, tl.max(scale, 0))
+            rescale *= power_of_two_triton(tl.maximum(most - larger + 127, 0))
+            most = larger
             below = tl.maximum(scale - most + 127 + HEADROOM, 0)
-            weights = (weights * power_of_two_triton(below)[None, :]).to(FACTOR)
-            pair = tl.load(
-                values + (place * (DIM // 2))[:, None] + h[None, :],
-                mask=valid[:, None] & (h < DIM // 2)[None, :],
-                other=0,
-            )
-            tile = power_of_two_triton(most - HEADROOM)
-            read = tl.dot(weights, _e4m3(pair, FACTOR), input_precision=PRECISION)
-            even = even * rescale[:, None] + read * tile
-            read = tl.dot(weights, _e4m3(pair >> 8, FACTOR), input_precision=PRECISION)
-            odd = odd * rescale[:, None] + read * tile
+            weights = (weights * power_of_two_triton(below)[:, None]).to(FACTOR)
+            value = _e4m3(pair, 0, EVEN, FACTOR)
+            even = tl.dot(value, weights, even * rescale[None, :], input_precision=PRECISION)
+            value = _e4m3(pair, 8, ODD, FACTOR)
+            odd = tl.dot(value, weights, odd * rescale[None, :], input_precision=PRECISION)
             top = peak
-        acc = tl.reshape(tl.join(even, odd), [BLOCK_M, 2 * HALF])
+        total = tl.sum(totals, 0)
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
-        tl.store(
-            part + line_out[:, None].to(tl.int64) * DIM + d[None, :],
-            (acc / total[:, None]).to(part.dtype.element_ty),
-            mask=(g < GROUP)[:, None] & in_dim[None, :],
-        )
+        unit = power_of_two_triton(most - HEADROOM)
+        out = part + line_out[None, :].to(tl.int64) * DIM + 2 * h[:, None]
+        inside = (g < GROUP)[None, :] & (h < DIM // 2)[:, None]
+        tl.store(out, (even * unit / total[None, :]).to(part.dtype.element_ty), mask=inside)
+        tl.store(out + 1, (odd * unit / total[None, :]).to(part.dtype.element_ty), mask=inside)
         tl.store(part_lse + line_out, (top + tl.log2(total)) * 0.6931471805599453, mask=g < GROUP)

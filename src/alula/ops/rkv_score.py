@@ -10,8 +10,9 @@ With unit keys k̂ = k / (‖k‖ + 1e-8) and n keys:
 Source: R-KV (arXiv 2505.24133), `cal_similarity` with `retain_direction="last"`, for each head separately.
 
 The kernels never build C. Its column sums are exactly alignment_j − ‖k̂_j‖²; only last(i) needs pairs, and a scan of the
-keys from the end stops as soon as every row of its tile has found one. No floats are added atomically, so the same keys
-give the same bits in any batch.
+keys from the end stops as soon as every row of its tile has found one. It looks for the place of a similar key only in
+tiles whose largest products show that there is one. No floats are added atomically, so the same keys give the same bits
+in any batch.
 
 The last step pools the importance A over neighbouring keys and subtracts the redundancy's softmax P:
 
@@ -72,22 +73,30 @@ def alignment_triton(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The alignment, and 1 / (‖k‖ + 1e-8)."""
     keys = keys.contiguous()
     heads, n, dim = keys.shape
-    aligned = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
-    inverse = torch.empty_like(aligned)
+    inverse, anchor = _sum_of_units(keys)
+    aligned = torch.empty_like(inverse)
+    shape = {"DIM": dim, "DIM_POW2": triton.next_power_of_2(dim)}
+    _align[(heads * triton.cdiv(n, 64),)](keys, inverse, anchor, aligned, n, BLOCK=64, num_warps=4, **shape)
+    return aligned, inverse
+
+
+def _sum_of_units(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [R, n] 1 / (‖k‖ + 1e-8) and [R, D] the sum of all unit keys."""
+    heads, n, dim = keys.shape
+    inverse = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
     anchor = torch.empty(heads, dim, dtype=torch.float32, device=keys.device)
     shape = {"DIM": dim, "DIM_POW2": triton.next_power_of_2(dim)}
     _sum_units[(heads,)](keys, inverse, anchor, n, EPS=EPSILON, BLOCK=128, num_warps=8, **shape)
-    _align[(heads * triton.cdiv(n, 64),)](keys, inverse, anchor, aligned, n, BLOCK=64, num_warps=4, **shape)
-    return aligned, inverse
+    return inverse, anchor
 
 
 def redundancy_triton(keys: Tensor, threshold: float) -> Tensor:
     keys = keys.contiguous()
     heads, n, dim = keys.shape
-    aligned, inverse = alignment_triton(keys)
+    inverse, anchor = _sum_of_units(keys)
     last = torch.empty(heads, n, dtype=torch.int32, device=keys.device)
     removed = torch.empty(heads, n, dtype=torch.int64, device=keys.device)
-    out = torch.empty_like(aligned)
+    aligned, out = torch.empty_like(inverse), torch.empty_like(inverse)
     dim_pow2 = triton.next_power_of_2(dim)
     block_i, block_j, warps = scan_tile(keys)
     _find_last[(heads * triton.cdiv(n, block_i),)](
@@ -103,8 +112,19 @@ def redundancy_triton(keys: Tensor, threshold: float) -> Tensor:
         BLOCK_J=block_j,
         num_warps=warps,
     )
-    _remove_last[(heads * triton.cdiv(n, 64),)](
-        keys, inverse, last, removed, n, FIXED_POINT=FIXED_POINT, DIM=dim, DIM_POW2=dim_pow2, BLOCK=64, num_warps=4
+    _align_and_remove_last[(heads * triton.cdiv(n, 64),)](
+        keys,
+        inverse,
+        anchor,
+        last,
+        aligned,
+        removed,
+        n,
+        FIXED_POINT=FIXED_POINT,
+        DIM=dim,
+        DIM_POW2=dim_pow2,
+        BLOCK=64,
+        num_warps=4,
     )
     _combine[(triton.cdiv(heads * n, 1024),)](
         aligned, inverse, removed, out, n, heads * n, EPS=EPSILON, FIXED_POINT=FIXED_POINT, BLOCK=1024, num_warps=4
@@ -194,24 +214,30 @@ def _find_last(
     scale = tl.load(inverse + i, mask=i < n, other=1.0)
     least = threshold / scale
     last = tl.where(i < n, -1, 0)
+    searching = 1
     first = (tl.cdiv(n, BLOCK_J) - 1) * BLOCK_J
-    while (first >= 0) & (tl.min(last, 0) < 0):
+    while (first >= 0) & (searching > 0):
         j = first + tl.arange(0, BLOCK_J)
         other = tl.load(keys + j[:, None] * DIM + d[None, :], mask=(j < n)[:, None] & in_dim, other=0.0)
         other_scale = tl.load(inverse + j, mask=j < n, other=0.0)  # 0 is never above a threshold of 0 or more
         product = tl.dot(key, tl.trans(other), input_precision="ieee") * other_scale[None, :]
-        similar = (product > least[:, None]) & (i[:, None] != j[None, :])
-        last = tl.maximum(last, tl.max(tl.where(similar, j[None, :], -1), 1))
+        found = (last < 0) & (tl.max(product, 1) > least)  # perhaps only the key itself
+        if tl.max(found.to(tl.int32), 0) > 0:
+            similar = (product > least[:, None]) & (i[:, None] != j[None, :])
+            last = tl.maximum(last, tl.max(tl.where(similar, j[None, :], -1), 1))
+            searching = tl.max((last < 0).to(tl.int32), 0)
         first -= BLOCK_J
     tl.store(out + head * n + i, tl.maximum(last, 0), mask=i < n)
     tl.store(removed + head * n + i, tl.zeros([BLOCK_I], tl.int64), mask=i < n)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _remove_last(
+def _align_and_remove_last(
     keys,
     inverse,
+    anchor,
     last,
+    aligned,
     removed,
     n,
     FIXED_POINT: tl.constexpr,
@@ -219,8 +245,9 @@ def _remove_last(
     DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Σ over {i : last(i) = j} of C_ij, by one tile of rows; a separate kernel, since it would double the
-    scan's registers. The sum is in fixed point: integers may be added atomically in any order with equal bits."""
+    """For one tile of rows, the alignment, and Σ over {i : last(i) = j} of C_ij; a separate kernel, since it would
+    double the scan's registers. The sum is in fixed point: integers may be added atomically in any order with equal
+    bits."""
     tiles = tl.cdiv(n, BLOCK)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     keys += head * n * DIM
@@ -231,8 +258,10 @@ def _remove_last(
     j = tl.load(last + head * n + i, mask=i < n, other=0)
     key = tl.load(keys + i[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(keys + j[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(inverse + i, mask=i < n, other=0.0) * tl.load(inverse + j)
-    similarity = tl.where(i == j, 0.0, tl.sum(key * other, 1) * scale)
+    total = tl.load(anchor + head * DIM + d, mask=d < DIM, other=0.0)
+    scale = tl.load(inverse + i, mask=i < n, other=0.0)
+    tl.store(aligned + head * n + i, tl.sum(key * total[None, :], 1) * scale, mask=i < n)
+    similarity = tl.where(i == j, 0.0, tl.sum(key * other, 1) * (scale * tl.load(inverse + j)))
     tl.atomic_add(removed + head * n + j, (similarity * FIXED_POINT).to(tl.int64), mask=i < n)
 
 

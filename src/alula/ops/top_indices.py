@@ -58,13 +58,16 @@ def ordered_bits(scores):
 @triton.jit
 def choose_largest(order, valid, count):
     """Mask of the `count` largest valid entries, by bisection on their bits; ties go to the lower index."""
-    # Bit by bit from the sign down, in two's complement: is the count-th largest at least the candidate?
-    none_below = tl.sum(((order >= 0) & valid).to(tl.int32), 0) >= count
-    threshold = tl.where(none_below, 0, -2147483648)
-    for step in tl.static_range(1, 32):
-        candidate = threshold | (1 << (31 - step))
-        enough = tl.sum(((order >= candidate) & valid).to(tl.int32), 0) >= count
-        threshold = tl.where(enough, candidate, threshold)
+    # Bit by bit from the sign down, in two's complement: is the count-th largest at least the candidate? A candidate
+    # with exactly `count` entries above it needs no further bits.
+    enough = tl.sum(((order >= 0) & valid).to(tl.int32), 0)
+    threshold = tl.where(enough >= count, 0, -2147483648)
+    bit = 30
+    while (bit >= 0) & (enough != count):
+        candidate = threshold | (1 << bit)
+        enough = tl.sum(((order >= candidate) & valid).to(tl.int32), 0)
+        threshold = tl.where(enough >= count, candidate, threshold)
+        bit -= 1
     above = (order > threshold) & valid
     ties = (order == threshold) & valid
     room = count - tl.sum(above.to(tl.int32), 0)
