@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from alula.ops.append import append
+from alula.ops.few_rows_linear import gated_linear, partial_linear, parts_of
 from alula.ops.fp8 import dequantise
 from alula.ops.paged_attention import NewTokens, paged_attention_triton
 from alula.ops.rms_norm import add_norm
@@ -58,6 +60,64 @@ def test_add_norm(width, stream_dtype, dtype, kernels):
         total, normed = add_norm(stream, None, norm.weight, norm.variance_epsilon)
         assert torch.equal(total, stream)
         close(normed, norm(stream).to(dtype))
+
+
+@pytest.mark.parametrize("stream_dtype", [torch.float16, torch.float32], ids=["narrow", "wide"])
+def test_add_norm_of_a_branch_in_parts(stream_dtype, kernels):
+    """The sum of the parts is rounded before it is added, as a whole product would be."""
+    stream, parts = noise(5, 48, dtype=stream_dtype), noise(3, 5, 48, seed=1) * 3
+    norm = norm_of(48, 2, torch.float16)
+    whole = parts.sum(0).half()
+    with torch.no_grad():
+        for actual, expected in zip(
+            add_norm(stream, parts, norm.weight, norm.variance_epsilon),
+            add_norm(stream, whole, norm.weight, norm.variance_epsilon),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
+        total = add_norm(torch.zeros_like(stream).float(), parts, norm.weight, norm.variance_epsilon)[0]
+    assert torch.equal(total, whole.float())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17, 70, 128])
+@pytest.mark.parametrize(("width", "columns"), [(64, 64), (192, 576), (2048, 128)])
+def test_products_of_few_rows(rows, width, columns, monkeypatch):
+    """Against torch's products in float32, rounded as these; as many parts as the shape wants."""
+    x, weight = noise(rows, columns, dtype=torch.float16), noise(width, columns, seed=1, dtype=torch.float16)
+    wide = linear(x.float(), weight.float())
+    monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1")
+    parts = partial_linear(x, weight)
+    assert parts.shape == (parts_of(rows, width, columns), rows, width)
+    torch.testing.assert_close(parts.sum(0), wide, rtol=1e-5, atol=1e-4)
+    expected = silu_mul(wide.half()).float()
+    torch.testing.assert_close(gated_linear(x, weight).float(), expected, rtol=4e-3, atol=4e-3)
+
+
+def test_parts_of_a_product():
+    assert parts_of(8, 2048, 2048) == 8  # 32 tiles
+    assert parts_of(64, 2048, 6144) == 8
+    assert parts_of(128, 2048, 6144) == 4  # 64 tiles
+    assert parts_of(8, 576, 256) == 4  # blocks of 64 columns
+    assert parts_of(8, 65536, 256) == 1
+
+
+def test_other_products_are_torchs(monkeypatch):
+    """Too many rows, a bias, float32, and widths that no tile divides; and everything without Triton."""
+    monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1")
+    half = {"dtype": torch.float16}
+    for x, weight, bias in (
+        (noise(129, 64, **half), noise(128, 64, **half), None),
+        (noise(4, 64, **half), noise(128, 64, **half), noise(128, **half)),
+        (noise(4, 64), noise(128, 64), None),
+        (noise(4, 64, **half), noise(96, 64, **half), None),
+        (noise(4, 96, **half), noise(128, 96, **half), None),
+    ):
+        assert torch.equal(partial_linear(x, weight, bias), linear(x, weight, bias))
+        assert torch.equal(gated_linear(x, weight, bias), silu_mul(linear(x, weight, bias)))
+    monkeypatch.setenv("ALULA_TRITON_INTERPRET", "0")
+    if DEVICE == "cpu":
+        x, weight = noise(4, 64, **half), noise(128, 64, **half)
+        assert torch.equal(partial_linear(x, weight), linear(x, weight))
 
 
 @DTYPES

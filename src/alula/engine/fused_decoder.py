@@ -1,10 +1,10 @@
 """Passes of Llama- and Qwen-shaped models in few kernels.
 
-A layer of a decode step takes eight or nine: four products, two sums with their norms, the gated activation, and
-attention in one or two, which rotates and appends the new token itself where it can. Prompts and scores take the same
-with their own attention, and two more that rotate. The weights are those of the model's own modules, whose joint
-buffers (`alula.engine.fused_linear`) give q, k, v and gate, up in one product each. Every rounding is where the modules
-round. Other models run the modules themselves.
+A layer of a decode step takes seven to ten: four products, two sums with their norms, and attention in one to three,
+which rotates and appends the new token itself where it can. The gated activation is part of its product if there are
+few rows. Prompts and scores take the same with their own attention, and two more that rotate. The weights are those of
+the model's own modules, whose joint buffers (`alula.engine.fused_linear`) give q, k, v and gate, up in one product
+each. Every rounding is where the modules round. Other models run the modules themselves.
 """
 
 from functools import cached_property
@@ -23,9 +23,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from alula.engine.attention import AttentionContext, DecodeContext
 from alula.engine.fused_linear import JointSlice
 from alula.models.residual import residual_of
+from alula.ops.few_rows_linear import gated_linear, partial_linear
 from alula.ops.rms_norm import add_norm
 from alula.ops.rotary import Rotary, rotate
-from alula.ops.silu_mul import silu_mul
 
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 """Layers that compute what `FusedDecoder` does."""
@@ -79,8 +79,8 @@ class FusedDecoder:
             stream, normed = _add_norm(stream, branch, layer.input_layernorm)
             branch = _attention(attention, normed, cos, sin, context)
             stream, normed = _add_norm(stream, branch, layer.post_attention_layernorm)
-            active = silu_mul(linear(normed, mlp.gate_proj.joint, mlp.gate_proj.joint_bias))
-            branch = linear(active, mlp.down_proj.weight, mlp.down_proj.bias)
+            active = gated_linear(normed, mlp.gate_proj.joint, mlp.gate_proj.joint_bias)
+            branch = partial_linear(active, mlp.down_proj.weight, mlp.down_proj.bias)
         return _add_norm(stream, branch, self.decoder.norm)[1]
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -107,4 +107,4 @@ def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, context
     else:
         query, key = rotate(query, rotary.query_norm, rotary), rotate(key, rotary.key_norm, rotary)
         out = context.attend(attention.layer_idx, query, key, value, attention.scaling)
-    return linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)
+    return partial_linear(out.flatten(1), attention.o_proj.weight, attention.o_proj.bias)

@@ -206,11 +206,12 @@ def appending_pays(q: Tensor, kv_heads: int) -> bool:
 
 def tile(row_heads: int, vector_bytes: int) -> tuple[int, int, int]:
     """Tokens, warps and pipeline stages of a program. Three stages hold one tile of KV, since the page numbers take
-    stages too. Five hold two: one is read while another is computed, which few programs need. Many programs hide each
-    other's latency; those of narrow heads are small, so that more of them run at once and the last wave is shorter."""
-    if vector_bytes <= 128 and row_heads > 512:
+    stages too. Five hold two: one is read while another is computed, unless there are enough programs to hide each
+    other's latency. Small programs pay where there are many of narrow heads, so that more of them run at once and the
+    last wave is shorter, and where there are few, which end sooner."""
+    if row_heads <= 128 or (row_heads > 512 and vector_bytes <= 128):
         return 32, 1, 3
-    return 64, 2, 5 if row_heads * vector_bytes <= 65536 and vector_bytes <= 256 else 3
+    return 64, 2, 5 if row_heads * vector_bytes < 131072 and vector_bytes <= 256 else 3
 
 
 # No specialisation on the numbers of pieces and rows.

@@ -8,11 +8,12 @@ from alula.ops.dispatch import tl, triton, use_triton
 
 def add_norm(stream: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """stream [B, W] + branch [B, W], and the norm of the sum in the weight's dtype. The stream may be float32 while
-    weight [W] and branch are 16-bit (`alula.models.residual`)."""
+    weight [W] and branch are 16-bit (`alula.models.residual`). The branch may come in fp32 parts [parts, B, W]
+    (`alula.ops.few_rows_linear`), whose sum is rounded to the weight's dtype first."""
     if use_triton(stream):
         return add_norm_triton(stream, branch, weight, epsilon)
     if branch is not None:
-        stream = stream + branch
+        stream = stream + (branch if branch.dim() == 2 else branch.sum(0).to(weight.dtype))
     return stream, rms_norm(stream, weight, epsilon).to(weight.dtype)
 
 
@@ -34,7 +35,7 @@ def add_norm_triton(stream: Tensor, branch: Tensor | None, weight: Tensor, epsil
         normed,
         WIDTH=width,
         BLOCK=block,
-        ADD=branch is not None,
+        PARTS=-1 if branch is None else 0 if branch.dim() == 2 else len(branch),
         EPSILON=epsilon,
         num_warps=min(max(block // 256, 1), 16),
     )
@@ -50,16 +51,23 @@ def _add_norm(
     normed,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
+    """PARTS: those of the branch; 0 if it is whole, -1 if there is none."""
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + i
     x = tl.load(stream + at, mask=inside, other=0.0)
     scale = tl.load(weight + i, mask=inside, other=0.0)
-    if ADD:
-        x = (x.to(tl.float32) + tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+    if PARTS >= 0:
+        added = tl.load(branch + at, mask=inside, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            start = part * tl.num_programs(0).to(tl.int64) * WIDTH
+            added += tl.load(branch + start + at, mask=inside, other=0.0)
+        if PARTS > 0:
+            added = added.to(scale.dtype)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
         tl.store(total + at, x, mask=inside)
     out = scaled(x, inverse_rms(x, WIDTH, EPSILON), scale)
     tl.store(normed + at, out.to(normed.dtype.element_ty), mask=inside)
