@@ -12,9 +12,7 @@ from torch.nn.functional import linear
 from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.silu_mul import silu_mul
 
-MOST_ROWS = 128
-PROGRAMS = 264
-"""Two for each multiprocessor of an H200."""
+MOST_ROWS = 64
 MOST_PARTS = 8
 BLOCK_N, BLOCK_K = 64, 64
 """Rows and columns of the weight in a program's tile; of a gated product, half of the rows are the gate's."""
@@ -22,7 +20,7 @@ BLOCK_N, BLOCK_K = 64, 64
 
 def gated_linear(x: Tensor, joint: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [B, K], joint [2 I, K], the gate first -> silu(gate) · up [B, I], rounded as the modules do."""
-    if bias is not None or not _takes(x, joint):
+    if not _takes(x, joint, bias) or len(joint) // BLOCK_N > programs(len(x)):  # a second wave would be short
         return silu_mul(linear(x, joint, bias))
     out = torch.empty(len(x), len(joint) // 2, dtype=x.dtype, device=x.device)
     _launch(x, joint, out, parts=1, gated=True)
@@ -31,7 +29,7 @@ def gated_linear(x: Tensor, joint: Tensor, bias: Tensor | None = None) -> Tensor
 
 def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [B, K], weight [N, K] -> the product [B, N], or fp32 parts of it [parts, B, N]."""
-    if bias is not None or not _takes(x, weight):
+    if not _takes(x, weight, bias):
         return linear(x, weight, bias)
     parts = parts_of(len(x), *weight.shape)
     out = torch.empty(parts, len(x), len(weight), dtype=torch.float32, device=x.device)
@@ -40,31 +38,33 @@ def partial_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def parts_of(rows: int, width: int, columns: int) -> int:
-    """Parts of a product, so that there are enough programs; each has a block of columns at least."""
-    tiles = width // BLOCK_N * -(-rows // _block_m(rows))
-    return max(1, min(MOST_PARTS, PROGRAMS // tiles, columns // BLOCK_K))
+    """Parts of a product, so that there are enough programs; each has a block of columns at least. Parts of many rows
+    take time to write and to add: half of the programs are enough then."""
+    enough = programs(rows) // (2 if rows > 32 else 1)
+    return max(1, min(MOST_PARTS, enough // (width // BLOCK_N), columns // BLOCK_K))
 
 
-def _takes(x: Tensor, weight: Tensor) -> bool:
+def programs(rows: int) -> int:
+    """Programs that run at once on the 132 multiprocessors of an H100 or H200: their tiles take shared memory."""
+    return 264 if rows > 32 else 396
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     whole = weight.shape[0] % BLOCK_N == 0 and weight.shape[1] % BLOCK_K == 0
-    return use_triton(x) and x.dtype != torch.float32 and len(x) <= MOST_ROWS and whole
-
-
-def _block_m(rows: int) -> int:
-    return min(64, max(16, 1 << (rows - 1).bit_length()))
+    few = use_triton(x) and len(x) <= MOST_ROWS
+    return few and whole and bias is None and x.dtype != torch.float32
 
 
 def _launch(x: Tensor, weight: Tensor, out: Tensor, parts: int, gated: bool = False) -> None:
-    rows, block_m = len(x), _block_m(len(x))
-    _few_rows[(len(weight) // BLOCK_N, parts, triton.cdiv(rows, block_m))](
+    _few_rows[(len(weight) // BLOCK_N, parts)](
         x,
         weight,
         out,
-        rows,
+        len(x),
         *weight.shape,
         GATED=gated,
         PARTS=parts,
-        BLOCK_M=block_m,
+        BLOCK_M=max(16, triton.next_power_of_2(len(x))),
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
         num_warps=4,
@@ -87,7 +87,7 @@ def _few_rows(
     BLOCK_K: tl.constexpr,
 ):
     part = tl.program_id(1)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     HALF: tl.constexpr = BLOCK_N // 2
