@@ -175,8 +175,8 @@ def test_pieces_grow_with_rows_and_with_a_rows_own_length():
     def lengths(row_heads, counts):
         return [Pieces.of(row_heads).length(count) for count in counts]
 
-    assert lengths(8, (128, 129, 8192, 32768, 131072)) == [128, 128, 128, 256, 1024]
-    assert lengths(280, (1024, 1025, 2048, 4096, 32768)) == [1024, 256, 512, 1024, 1024]
+    assert lengths(8, (128, 129, 8192, 32768, 131072)) == [128, 128, 128, 512, 1024]
+    assert lengths(280, (1024, 1025, 2048, 4096, 32768)) == [1024, 512, 1024, 1024, 1024]
     assert Pieces.of(127).whole == 128
     assert Pieces.of(128).whole == 1024
     assert Pieces.of(9999, selected=True).whole == 128

@@ -17,7 +17,7 @@ from torch import Tensor
 from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.fp8 import power_of_two
 from alula.ops.paged_attention_fp8 import split_fp8
-from alula.ops.pieces import Pieces, piece_length
+from alula.ops.pieces import SHORTEST, Pieces, piece_length
 from alula.ops.rotary import Rotary, rotated_tile, rotated_vector
 
 TORCH_CHUNK = 128
@@ -206,12 +206,12 @@ def appending_pays(q: Tensor, kv_heads: int) -> bool:
 
 def tile(row_heads: int, vector_bytes: int) -> tuple[int, int, int]:
     """Tokens, warps and pipeline stages of a program. Three stages hold one tile of KV, since the page numbers take
-    stages too. Five hold two: one is read while another is computed, unless there are enough programs to hide each
-    other's latency. Small programs pay where there are many of narrow heads, so that more of them run at once and the
-    last wave is shorter, and where there are few, which end sooner."""
-    if row_heads <= 128 or (row_heads > 512 and vector_bytes <= 128):
+    stages too. Five hold two: one is read while another is computed, which pays where a row's programs are long and too
+    few to hide each other's latency. Programs of very many narrow heads are small: more of them run at once, and the
+    last wave is shorter."""
+    if row_heads > 1024 and vector_bytes <= 128:
         return 32, 1, 3
-    return 64, 2, 5 if row_heads * vector_bytes < 131072 and vector_bytes <= 256 else 3
+    return 64, 2, 5 if SHORTEST <= row_heads < 512 and vector_bytes <= 256 else 3
 
 
 # No specialisation on the numbers of pieces and rows.
@@ -320,10 +320,11 @@ def _split(
             else:
                 key = tl.load(key_base + slot[:, None], mask=in_dim[None, :], other=0.0)
                 value = tl.load(value_base + slot[None, :], mask=in_dim[:, None], other=0.0)
-            logits = tl.dot(key, query, input_precision=PRECISION)
+            # Scaled before they are masked: a product fused with the difference below would not be the peak's.
+            logits = tl.dot(key, query, input_precision=PRECISION) * scale_log2
             logits = tl.where((n < end - first)[:, None], logits, float("-inf"))
-            peak = tl.maximum(top, tl.max(logits, 0) * scale_log2)
-            weights = tl.exp2(logits * scale_log2 - peak[None, :])
+            peak = tl.maximum(top, tl.max(logits, 0))
+            weights = tl.exp2(logits - peak[None, :])
             rescale = tl.exp2(top - peak)
             totals = totals * rescale[None, :] + weights
             acc = tl.dot(value, weights.to(value.dtype), acc * rescale[None, :], input_precision=PRECISION)

@@ -183,11 +183,11 @@ def _split_fp8(
             else:
                 key = tl.load(key_base + slot[:, None] * DIM, mask=(d < DIM)[None, :], other=0.0)
                 pair = tl.load(value_base + slot[None, :] * (DIM // 2), mask=(h < DIM // 2)[:, None], other=0)
-            logits = tl.dot(key.to(FACTOR), query, input_precision=PRECISION)
+            logits = tl.dot(key.to(FACTOR), query, input_precision=PRECISION) * query_scale[None, :]
             logits *= power_of_two_triton(key_scale)[:, None]
             logits = tl.where((n < end - first)[:, None], logits, float("-inf"))
-            peak = tl.maximum(top, tl.max(logits, 0) * query_scale)
-            weights = tl.exp2(logits * query_scale[None, :] - peak[None, :])
+            peak = tl.maximum(top, tl.max(logits, 0))
+            weights = tl.exp2(logits - peak[None, :])
             rescale = tl.exp2(top - peak)
             totals = totals * rescale[None, :] + weights
             larger = tl.maximum(most, tl.max(scale, 0))

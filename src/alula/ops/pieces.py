@@ -10,7 +10,7 @@ from typing import NamedTuple
 from alula.ops.dispatch import tl, triton
 
 SHORTEST, LONGEST = 128, 1024
-PROGRAMS = 1024
+PROGRAMS = 512
 
 
 class Pieces(NamedTuple):
