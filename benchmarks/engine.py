@@ -21,7 +21,7 @@ from sections import release, run
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench.ceilings import Ceilings, timed
-from alula.bench.decode import StepBench, decode_step, rollouts
+from alula.bench.decode import decode_step, rollouts
 from alula.engine.block_manager import pages_for
 from alula.engine.prefill import forward_packed
 from alula.engine.rollout import Rollout
@@ -37,16 +37,26 @@ def engine(source: str, kv_memory: str, **options: object) -> Engine:
     return Engine.load(source, device="cuda", kv_memory=kv_memory, **options)  # type: ignore[arg-type]
 
 
-def steps(ceilings: Ceilings) -> list[dict]:
-    one = engine(SMALL, "62GiB", max_rows=64)
-    sparse = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
-    found = [
-        decode_step(one, b, c, s, ceilings)
-        for b, c, s in [(64, 1024, DENSE), (64, 8192, DENSE), (16, 32768, DENSE), (16, 32768, sparse)]
-    ]
-    found.append(idle_share(one, 64, 1024, 256))
-    found.append(packed_scoring(one, 64, 1024, ceilings))
-    return found
+def steps(ceilings: Ceilings) -> Iterator[dict]:
+    """KV in bfloat16 and in 8 bits, in one process: decode steps, the tokens of a pool, whole rollouts."""
+    evicting = Sparsity(evict=Evict("rkv", budget=512, buffer=128))
+    selecting = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
+    loaded = load_model(SMALL, device="cuda")
+    for dtype in (None, "fp8"):
+        one = Engine(loaded, kv_memory="62GiB", kv_dtype=dtype, max_rows=64, max_length=32768 + 64)
+        for batch, context in ((64, 8192), (64, 1024), (16, 32768)):
+            yield decode_step(one, batch, context, DENSE, ceilings)
+        yield decode_step(one, 16, 32768, selecting, ceilings)
+        for policy in (DENSE, evicting):
+            rollouts(one, 64, 128, 2048, policy)  # captures its graphs
+            yield rollouts(one, 64, 128, 2048, policy)
+        one.sleep()
+        del one
+        release()
+
+
+def prefill(ceilings: Ceilings) -> list[dict]:
+    return [packed_scoring(engine(SMALL, "62GiB", max_rows=64), 64, 1024, ceilings)]
 
 
 def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilings) -> dict[str, Any]:
@@ -91,72 +101,17 @@ def packed_scoring(engine: Engine, sequences: int, length: int, ceilings: Ceilin
     }
 
 
-def idle_share(engine: Engine, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
-    """1 − (back-to-back replays of the same steps) / (wall time of the decode phase of a real generation)."""
-    replay = StepBench(engine, batch, context).seconds()
-    prompt = context - new_tokens // 2
-    times: list[float] = []
-    decode = engine.runner.decode
-
-    def watched(chunk: Any, version: int) -> Any:
-        if not times and engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        return decode(chunk, version)
-
-    engine.runner.decode = watched  # type: ignore[method-assign]
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, engine.model.config.vocab_size, (batch, prompt)).tolist()
-    scheduler = engine._scheduler
-    together, scheduler.prefill_tokens = scheduler.prefill_tokens, batch * prompt  # all rows start with the first step
-    engine.generate(prompts, Sampling(max_new_tokens=2 * engine.lookahead + 1, ignore_eos=True), progress=False)
-    times.clear()
-    engine.generate(prompts, Sampling(max_new_tokens=new_tokens + 1, ignore_eos=True), progress=False)
-    wall = time.perf_counter() - times[0]
-    scheduler.prefill_tokens = together
-    engine.runner.decode = decode  # type: ignore[method-assign]
-    return {
-        "kind": "idle",
-        "model": engine.name,
-        "batch": batch,
-        "context": context,
-        "steps": new_tokens,
-        "replay_ms": replay * 1e3,
-        "wall_ms": wall / new_tokens * 1e3,
-        "idle": 1 - replay * new_tokens / wall,
-    }
-
-
 def large(ceilings: Ceilings) -> list[dict]:
     return [decode_step(engine(LARGE, "74GiB", max_rows=64), 64, 8192, DENSE, ceilings)]
 
 
-def fp8_kv(ceilings: Ceilings) -> Iterator[dict]:
-    """KV in 8 bits against bfloat16 in one process: decode steps, the tokens of a pool, whole rollouts."""
-    evicting = Sparsity(evict=Evict("rkv", budget=512, buffer=128))
-    selecting = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
-    loaded = load_model(SMALL, device="cuda")
-    for dtype in (None, "fp8"):
-        one = Engine(loaded, kv_memory="62GiB", kv_dtype=dtype, max_rows=64, max_length=32768 + 64)
-        for batch, context in ((64, 8192), (64, 1024), (16, 32768)):
-            yield decode_step(one, batch, context, DENSE, ceilings)
-        yield decode_step(one, 16, 32768, selecting, ceilings)
-        for policy in (DENSE, evicting):
-            rollouts(one, 64, 128, 2048, policy)  # captures its graphs
-            yield rollouts(one, 64, 128, 2048, policy)
-        one.sleep()
-        del one
-        release()
-
-
-def fp8_kernel(ceilings: Ceilings) -> Iterator[dict]:
-    """The paged decode kernel over KV in bfloat16 and in 8 bits."""
+def kernel(ceilings: Ceilings) -> Iterator[dict]:
+    """The paged decode kernel alone over KV in bfloat16 and in 8 bits, 64 × 8k, random KV, pages in random order."""
     for fp8 in (False, True):
-        yield from kernel(ceilings, fp8)
+        yield timed_kernel(ceilings, fp8)
 
 
-def kernel(ceilings: Ceilings, fp8: bool = False) -> list[dict]:
-    """The paged decode kernel alone, 64 × 8k, random KV, pages in random order."""
+def timed_kernel(ceilings: Ceilings, fp8: bool) -> dict:
     from alula.ops.fp8 import quantise
     from alula.ops.paged_attention import paged_attention
 
@@ -176,18 +131,16 @@ def kernel(ceilings: Ceilings, fp8: bool = False) -> list[dict]:
     timed(run, DEVICE, 5)
     seconds = min(timed(run, DEVICE, 20) for _ in range(3))
     rate = (2 * keys[1:].nbytes + (scales[:, 1:].nbytes if scales is not None else 0)) / seconds
-    return [
-        {
-            "kind": "paged decode kernel",
-            "batch": batch,
-            "context": context,
-            "kv": "random",
-            "kv_dtype": "fp8" if fp8 else None,
-            "us": seconds * 1e6,
-            "bytes_per_s": rate,
-            "of_copy": rate / ceilings.bandwidth,
-        }
-    ]
+    return {
+        "kind": "paged decode kernel",
+        "batch": batch,
+        "context": context,
+        "kv": "random",
+        "kv_dtype": "fp8" if fp8 else None,
+        "us": seconds * 1e6,
+        "bytes_per_s": rate,
+        "of_copy": rate / ceilings.bandwidth,
+    }
 
 
 def transformers_generate(ceilings: Ceilings) -> list[dict]:
@@ -240,13 +193,6 @@ def pool(ceilings: Ceilings) -> list[dict]:
     for row in found[1:]:
         row["against_dense"] = row["tokens_per_s"] / found[0]["tokens_per_s"]
     return found
-
-
-def peak(ceilings: Ceilings) -> list[dict]:
-    one = engine(SMALL, "16GiB", max_rows=64)
-    row = rollouts(one, 64, 200, 1800, Sparsity(evict=Evict("rkv", budget=512)))
-    row["peak_pages_allowed"] = pages_for(512 + 128, one.page) + 1
-    return [row]
 
 
 READY = """
@@ -373,11 +319,9 @@ SECTIONS = {
     "ready": ready,
     "kernel": kernel,
     "steps": steps,
+    "prefill": prefill,
     "large": large,
-    "fp8": fp8_kv,
-    "fp8-kernel": fp8_kernel,
     "transformers": transformers_generate,
-    "peak": peak,
     "pool": pool,
     "agreement": agreement,
     "sampler": sampler,

@@ -18,7 +18,7 @@ from smollm2 import calibration, real
 
 from alula import Engine, Evict, Schedule, Select, Sparsity
 from alula.bench.ceilings import Ceilings
-from alula.bench.decode import StepBench, rollouts
+from alula.bench.decode import StepBench
 from alula.engine import attention as engine_attention
 from alula.engine.block_manager import pages_for
 from alula.mismatch.plan.cost import AnalyticCost, Hardware, Timing, fit, median_error, timing_record
@@ -78,29 +78,6 @@ def decode(ceilings: Ceilings) -> Iterator[Row]:
         yield row
         del one
         release()
-
-
-def generation(ceilings: Ceilings) -> Iterator[Row]:
-    """One real generation to 8k against the sum of the bins' steps."""
-    model, prompt, longest = "qwen3-1.7b", 16, 4 * BIN
-    batch = MODELS[model]
-    one = engine(model, batch, longest)
-    for name, sparsity in (("dense", DENSE), ("0.86", published(model))):
-        for context in (500, 1000, 2000, 4000, longest - LOOKAHEAD):  # every graph that the generation will need
-            StepBench(one, batch, context, sparsity).seconds(chunks=1)
-        steps = [step(one, batch, context, sparsity, ceilings)["ms"] for context in CENTRES[: longest // BIN]]
-        rollouts(one, batch, prompt, 2 * LOOKAHEAD, sparsity)
-        real = rollouts(one, batch, prompt, longest - prompt, sparsity, seed=1)
-        summed = sum(steps) * BIN / 1e3 * (longest - prompt) / longest
-        yield {
-            "kind": "generation to 8k",
-            "model": model,
-            "policy": name,
-            "batch": batch,
-            "sum_s": summed,
-            "real_s": real["seconds"],
-            "off": real["seconds"] / summed - 1,
-        }
 
 
 def both(ceilings: Ceilings) -> Iterator[Row]:
@@ -206,7 +183,6 @@ SECTIONS = {
     "share": share,
     "cost": cost,
     "decode": decode,
-    "generation": generation,
     "both": both,
 }
 

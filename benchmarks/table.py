@@ -29,13 +29,11 @@ def policy_name(row: dict) -> str:
 
 def engine(results: dict) -> Table:
     rows = rows_of(results)
-    plain = [r for r in rows["fp8"] if r["kind"] == "decode step" and r["kv_dtype"] is None]  # newer than `steps`
+    plain = [r for r in rows["steps"] if r["kind"] == "decode step" and r["kv_dtype"] is None]
     steps = {(r["batch"], r["context"], policy_name(r)): r for r in plain}
-    kernel, hf, peak = rows["fp8-kernel"][0], rows["transformers"][0], rows["peak"][0]
+    kernel, hf, packed = rows["kernel"][0], rows["transformers"][0], rows["prefill"][0]
     dense, sparse = steps[16, 32768, "dense"], steps[16, 32768, "block-topk 1024"]
     pool = {policy_name(r): r for r in rows["pool"]}
-    idle = next(r for r in rows["steps"] if r["kind"] == "idle")
-    packed = next(r for r in rows["steps"] if r["kind"] == "packed prefill and score")
     cold = next(r for r in rows["ready"] if r["caches"] == "empty")
 
     def step(what: str, r: dict, *targets: str) -> tuple[str, ...]:
@@ -78,7 +76,6 @@ def engine(results: dict) -> Table:
             "time spent evicting, snapkv 512+128", percent(pool["snapkv 512+128"]["evicting_share"], 1), "5 %", "3 %"
         ),
         alone("time spent evicting, rkv 512+128", percent(pool["rkv 512+128"]["evicting_share"], 1), "8 %", "5 %"),
-        alone("peak pages of a sequence, rkv 512+128", f"{peak['peak_pages_per_sequence']}", "41", ""),
         alone("packed prefill, 64 × 1k, of matrix rate", percent(packed["prefill_of_matrix_rate"]), "40 %", "55 %"),
         alone("`score`, 64 × 1k, of matrix rate", percent(packed["score_of_matrix_rate"]), "40 %", "55 %"),
         alone("compile and capture, empty caches", f"{cold['compile_and_capture_s']:.0f} s", "60 s", "30 s"),
@@ -88,27 +85,12 @@ def engine(results: dict) -> Table:
         lines.append(alone(f"{what}, mean", f"{gap['mean']:.4f}", "0.01", "0.005"))
         lines.append(alone(f"{what}, p99", f"{gap['p99']:.3f}", "", ""))
         lines.append(alone(f"{what}, max", f"{gap['max']:.2f}", "", ""))
-    lines.append(alone("GPU idle, 64 × 1k", percent(idle["idle"], 1), "5 %", "2 %"))
     for r in rows["sampler"]:
         what = f"sampler, {r['batch']} × {r['vocabulary']:,}, against reading the logits once"
         result = f"{r['us'] / r['floor_us']:.1f} ×"
         target = "100 µs" if (r["batch"], r["vocabulary"]) == (256, 151936) else ""
         lines.append((what, f"{r['us']:.0f} µs", f"{r['floor_us']:.0f} µs", result, target, ""))
     return ("measurement", "Alula", "reference", "result", "target", "stretch"), lines
-
-
-def training(results: dict) -> Table:
-    lines = []
-    for r in results["learner"]["rows"]:
-        given = r["settings"]
-        settings = given if isinstance(given, str) else ", ".join(f"`{k}={v}`" for k, v in given.items())
-        lines.append(
-            (f"learner, of matrix rate, {settings}", percent(r["mfu"]), f"{r['peak_gib']:.0f}", "40 %", "50 %")
-        )
-    weights = results["weights"]["rows"][0]
-    lines.append(("weights to the engine, shared", f"{weights['shared_s'] * 1e3:.0f} ms", "", "50 ms", "0 ms"))
-    lines.append(("weights to the engine, copied", f"{weights['copy_s'] * 1e3:.1f} ms", "", "50 ms", "0 ms"))
-    return ("measurement, qwen2.5-1.5b", "result", "peak, GiB", "target", "stretch"), lines
 
 
 def residual(results: dict) -> Table:
@@ -222,10 +204,6 @@ def sparrow(results: dict) -> Table:
     rows = rows_of(results)
     cost = rows["cost"][0]
     lines = [
-        (f"one generation to 8k against the sum of steps, {r['policy']}", f"{100 * r['off']:+.1f} %", "10 %", "")
-        for r in rows["generation"]
-    ]
-    lines += [
         ("scoring and top-k, share of the sparse step at 32k", percent(rows["share"][0]["share"], 1), "20 %", "10 %"),
         ("cost model on held-out steps, median error", percent(cost["median_error"], 1), "10 %", "5 %"),
         ("analytic cost model, median error", percent(cost["analytic_error"]), "", ""),
@@ -292,7 +270,7 @@ def markdown(table: Table) -> str:
 
 def fp8(results: dict) -> Table:
     """Steps and rollouts with both kinds of KV."""
-    rows = results["fp8"]["rows"]
+    rows = results["steps"]["rows"]
     wide, narrow = ([r for r in rows if r["kv_dtype"] == kind] for kind in (None, "fp8"))
     lines = []
     for a, b in zip(wide, narrow, strict=True):
@@ -341,7 +319,7 @@ def opened(results: dict) -> Table:
 
 SECTIONS: dict[str, dict[str, Callable[[dict], Table | None]]] = {
     "engine": {"engine": engine, "draws": draws, "fp8": fp8},
-    "training": {"training": training, "residual": residual, "steps": training_steps, "long steps": long_steps},
+    "training": {"residual": residual, "steps": training_steps, "long steps": long_steps},
     "vllm": {"vllm": against_vllm},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},
     "open-engine": {"open engine": opened},

@@ -49,14 +49,6 @@ def random_sequences(rng: np.random.Generator, vocabulary: int, lengths: list[in
     ]
 
 
-def learner_speed(ceilings: Ceilings) -> Iterator[dict]:
-    """16k packed tokens of 1-4k sequences, one optimizer step of four micro-batches, qwen2.5-1.5b."""
-    for settings in ({"compile": True, "activation_checkpointing": False}, {"compile": True}, {}):
-        found = timed_learner("qwen2.5-1.5b", settings, LENGTHS * 4, ceilings)
-        release()
-        yield {"kind": "learner", "settings": settings or "defaults", **found}
-
-
 def long_sequences(ceilings: Ceilings) -> Iterator[dict]:
     """Eight sequences of 32k tokens, qwen3-1.7b."""
     settings = {"compile": True, "activation_checkpointing": False, "token_budget": 32768}
@@ -268,7 +260,6 @@ def learner_update(loaded: LoadedModel) -> Callable[[], float]:
 SECTIONS = {
     "weights": weights,
     "small": small_step,
-    "learner": learner_speed,
     "sequences": long_sequences,
     "residual": residual_cost,
     "paper": paper_step,

@@ -1,8 +1,9 @@
 """Alula against vLLM: `python benchmarks/vllm.py --out benchmarks/results/vllm-h200.json`, where vLLM is installed.
 
 qwen3-1.7b's shape with random weights, bf16, sampling at temperature 1 with log-probs. Each engine runs in a process of
-its own, in the same call, one for each size of the KV pool. A row's time is the better of two, of those in the tight
-pool the only one; a short call before it compiles and captures.
+its own, in the same call, one for each size of the KV pool; a short call before each row compiles and captures. A row's
+time is the best of `--repeat`. What an engine has measured is written as soon as it ends. Two engines may also be
+measured apart (`--engine alula --out A`, `--engine vllm --out V`) and joined (`--join A V`).
 """
 
 import json
@@ -39,13 +40,12 @@ class Row:
     kv_memory: str | None = None
     """Without one, each engine takes its default."""
     sparsity: str = "dense"
-    repeat: int = 2
 
     def prompts(self, seed: int) -> list[list[int]]:
         return np.random.default_rng(seed).integers(0, 150_000, (self.batch, self.prompt)).tolist()
 
 
-TIGHT = {"batch": 96, "prompt": 128, "new": 8192, "kv_memory": "16GiB", "repeat": 1}
+TIGHT = {"batch": 96, "prompt": 128, "new": 8192, "kv_memory": "16GiB"}
 ROWS = {
     "decode": Row(256, 128, 1024),
     "mixed": Row(64, 1024, 256),
@@ -59,16 +59,16 @@ Generate = Callable[[list[list[int]], int], dict]
 """(prompts, new tokens) -> facts about the call."""
 
 
-def measure(row: Row, generate: Generate) -> dict:
+def measure(row: Row, generate: Generate, repeat: int) -> dict:
     generate(row.prompts(0)[: max(8, row.batch // 4)], min(row.new, 16))
     best: dict[str, Any] = {}
-    for repeat in range(row.repeat):
-        prompts = row.prompts(1 + repeat)
+    for turn in range(repeat):
+        prompts = row.prompts(1 + turn)
         start = time.perf_counter()
         facts = generate(prompts, row.new)
         seconds = time.perf_counter() - start
         if not best or seconds < best["seconds"]:
-            best = {"seconds": seconds, "tokens_per_s": row.batch * row.new / seconds, **facts}
+            best = {"seconds": seconds, "tokens_per_s": row.batch * row.new / seconds, "repeat": repeat, **facts}
     return best
 
 
@@ -138,13 +138,13 @@ def write_config(folder: Path) -> int:
     return Geometry.of(model).kv_token_bytes
 
 
-def serve(engine: str, names: list[str], out: Path) -> None:
+def serve(engine: str, names: list[str], repeat: int, out: Path) -> None:
     """Measure rows with one engine, in this process."""
     rows = [ROWS[name] for name in names]
     generate_of = {"alula": alula_engine, "vllm": vllm_engine}[engine](rows)
     results = {}
     for name, row in zip(names, rows):
-        results[name] = measure(row, generate_of(row))
+        results[name] = measure(row, generate_of(row), repeat)
         out.write_text(json.dumps(results))
 
 
@@ -156,13 +156,13 @@ def compare(name: str, cache: dict[str, dict]) -> Iterator[dict]:
             yield {"kind": "generate", "engine": engine, "model": MODEL, **asdict(row), **cache[engine][name]}
 
 
-def run_engine(engine: str, names: list[str]) -> dict[str, dict]:
+def run_engine(engine: str, names: list[str], repeat: int) -> dict[str, dict]:
     """Results of the rows by name, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        command = [sys.executable, __file__, "--engine", engine, "--only", ",".join(names), "--out", str(out)]
-        done = subprocess.run(command, env=environment)
+        options = ["--only", ",".join(names), "--repeat", str(repeat), "--out", str(out)]
+        done = subprocess.run([sys.executable, __file__, "--engine", engine, *options], env=environment)
         if done.returncode:
             print(f"{engine}: {', '.join(names)} failed with status {done.returncode}", file=sys.stderr)
         return json.loads(out.read_text()) if out.exists() else {}
@@ -171,24 +171,31 @@ def run_engine(engine: str, names: list[str]) -> dict[str, dict]:
 def main() -> None:
     parser = arguments(ROWS, __doc__)
     parser.add_argument("--engine", choices=["alula", "vllm"], help="measure one engine only, in this process")
+    parser.add_argument("--repeat", type=int, default=2, help="calls of which the best counts")
+    parser.add_argument("--join", nargs=2, type=Path, metavar=("ALULA", "VLLM"), help="results of the engines apart")
     options = parser.parse_args()
     names = options.only.split(",")
     if options.engine:
-        serve(options.engine, names, options.out)
+        serve(options.engine, names, options.repeat, options.out)
         return
     if find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed: install it beside Alula (`pip install vllm`) and run this again.")
     import vllm
 
     cache: dict[str, dict] = {"alula": {}, "vllm": {}}
+    sections = {name: partial(compare, name, cache) for name in ROWS}
+    if options.join:
+        for engine, path in zip(cache, options.join):
+            cache[engine] = json.loads(path.read_text())
+        record(sections, options, {"vllm": vllm.__version__})
+        return
     for memory in dict.fromkeys(ROWS[name].kv_memory for name in names):
         together = [name for name in names if ROWS[name].kv_memory == memory]
         for engine in cache:
             own = [name for name in together if engine == "alula" or ROWS[name].sparsity == "dense"]
             if own:
-                cache[engine] |= run_engine(engine, own)
-    sections = {name: partial(compare, name, cache) for name in ROWS}
-    record(sections, options, {"vllm": vllm.__version__})
+                cache[engine] |= run_engine(engine, own, options.repeat)
+                record(sections, options, {"vllm": vllm.__version__})
 
 
 if __name__ == "__main__":

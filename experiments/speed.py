@@ -21,12 +21,12 @@ def main() -> None:
     steps = {
         row["context"]: row["ms"]
         for row in measured["steps"]["rows"]
-        if row.get("sparsity") == "dense" and row["batch"] == BATCH
+        if (row["kind"], row["sparsity"], row["batch"], row["kv_dtype"]) == ("decode step", "dense", BATCH, None)
     }
     (short, short_ms), (long, long_ms) = sorted(steps.items())
     slope = (long_ms - short_ms) / (long - short)
     base = short_ms - slope * short
-    [scored] = [row for row in measured["steps"]["rows"] if row["kind"] == "packed prefill and score"]
+    [scored] = measured["prefill"]["rows"]
     scoring = 1e6 * scored["score_s"] / (scored["sequences"] * scored["length"])
     [evicting] = [row["evicting_share"] for row in measured["pool"]["rows"] if row["sparsity"] == "rkv 512+128"]
 
