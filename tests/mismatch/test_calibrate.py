@@ -229,6 +229,38 @@ def test_calibration_against_direct_measurement(engine, text, tmp_path):
     assert Geometry(**calibration.notes["shape"]) == Geometry.of(engine.model)
 
 
+@pytest.mark.slow
+def test_calibration_on_own_rollouts(engine, text, tmp_path):
+    """Each budget's tail and savings are those of what it samples itself."""
+    own = replace(TEXT, own=True)
+    grid = Grid((SELECT, EVICT), (12, 20), growing=False, sweep=True)
+    calibration = run(engine, tmp_path / "work.json", grid, own)
+    assert calibration.notes["text"] == "own"
+    on_dense = measure_tails(engine, text, [one.policy for one in calibration.measured], BINS)
+    assert len(on_dense) == 4
+    for one, dense in zip(calibration.measured, on_dense):
+        rollouts, alphas = rollouts_with_acceptance(engine, PROMPTS, own.sampling, one.policy)
+        np.testing.assert_allclose(one.tail.value, literal_tails(rollouts, alphas, 12, 3), atol=1e-5)
+        assert one.kv == Savings.of(rollouts, [r.kv for r in rollouts], one.policy, 2)
+        assert not np.allclose(one.tail.value, dense.value, atol=1e-3), "own rollouts are other text"
+    assert same_numbers(calibration, run(engine, tmp_path / "work.json", grid, own))
+    with pytest.raises(SettingError, match="text=own, not text=dense"):
+        run(engine, tmp_path / "work.json", grid)
+
+
+@pytest.mark.slow
+def test_growing_schedule_on_own_rollouts(engine, tmp_path):
+    """Its tails are those of rollouts under the whole schedule, though each bin was measured before the later budgets
+    were known."""
+    own = replace(TEXT, own=True)
+    grid = Grid((EVICT,), (4, 8, 12, 20, 36), taus=(0.6,))
+    [grown] = run(engine, tmp_path / "work.json", grid, own).growing
+    assert len(set(grown.budgets)) > 1
+    policy = EVICT.policy(Schedule(grown.budgets, 12))
+    expected = literal_tails(*rollouts_with_acceptance(engine, PROMPTS, own.sampling, policy), 12, 3)
+    assert [tail.value for tail in grown.tails] == pytest.approx(expected, abs=1e-5)
+
+
 class Killed(Exception):
     pass
 
@@ -349,7 +381,7 @@ def test_growing_schedule_of_an_evictor(engine, text, tmp_path):
         if smaller:
             cache = CalibrationCache.open(tmp_path / "other.json", engine, TEXT, BINS)
             cache.rollouts = text
-            measured = MeasureBin(engine, EVICT, grid.budgets, cache, BINS, False)
+            measured = MeasureBin(engine, EVICT, TEXT, grid.budgets, cache, BINS, False)
             assert measured(grown.budgets[:j], j, smaller[-1]).lower < 0.6, "one rung less is not enough"
     chosen = plan(
         calibration, AnalyticCost(Geometry(10**9, 2, 6, 2, 12), Hardware.named("h200")), Workload(30, batch=8), tau=0.6
@@ -589,6 +621,11 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
         (["--vetoed", "0.1"], "without any veto the interval still reaches 16.1%; use --prompts 35 or more."),
         (["--vetoed", "0.1", "--verify", "rkv:64+8"], "drop --verify and --tau"),
         (["--vetoed", "0.2", "--methods", "rvk"], "did you mean 'rkv'"),
+        (["--text", "both"], "--text both: write dense or own."),
+        (
+            ["--text", "own", "--verify", "rkv:64+8"],
+            "--text own: --verify, --vetoed and --leaderboard use own rollouts",
+        ),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),

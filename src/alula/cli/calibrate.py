@@ -48,6 +48,9 @@ def calibrate(
     ] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Measure every budget instead of searching.")] = False,
     forward: Annotated[bool, typer.Option(help="Build growing schedules for evictors, bin by bin.")] = True,
+    text: Annotated[
+        str, typer.Option(help="dense: measure all budgets on the dense policy's text; own: each on its own rollouts.")
+    ] = "dense",
     quantile: Annotated[float, typer.Option(help="The quantile of acceptance that is the tail.")] = 0.05,
     confidence: Annotated[float, typer.Option(help="Confidence of the bands, over all bins together.")] = 0.95,
     temperature: Annotated[
@@ -114,6 +117,8 @@ def calibrate(
     from alula.sparsity.family import parse_families
 
     check_numbers(length, bin_width, prompts, samples, temperature, tau or [])
+    require(text in ("dense", "own"), f"--text {text}: write dense or own.")
+    own = text == "own"
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
     # raises before anything is loaded
@@ -121,6 +126,8 @@ def calibrate(
     require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders, grid = [], None
     families = parse_families(methods or "block-topk", numbers("pages", pages))
+    searches = not policies and not leaderboard and vetoed is None
+    require(not own or searches, "--text own: --verify, --vetoed and --leaderboard use own rollouts anyway; drop it.")
     if leaderboard:
         require(not policies and not tau and vetoed is None, "--leaderboard: drop --verify, --vetoed and --tau.")
     elif vetoed is not None:
@@ -140,35 +147,34 @@ def calibrate(
     engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, adapter)
     progress = sys.stderr.isatty()
     other_prompts = bool(policies) or vetoed is not None
-    text = TextSettings(
-        choose(dataset, prompts, seed, from_end=other_prompts), length, samples, temperature, seed + other_prompts
-    )
+    chosen = choose(dataset, prompts, seed, from_end=other_prompts)
+    source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own)
     measured = [policy for _, _, policy in policies] or [family.template for family in families]
     if statistics or any(map(needs_queries, measured)) or (leaderboard and methods is None):
         check_output_file(statistics)
-        engines.measure_queries(statistics, text.prompts, text.sampling)
+        engines.measure_queries(statistics, source.prompts, source.sampling)
     if leaderboard:
         from alula.cli.leaderboard import run_leaderboard
 
         targets = numbers("budgets", budgets) if budgets else (length // 4, length // 2)
         page = numbers("pages", pages)[0]
-        run_leaderboard(engines, text, families if methods else None, targets, page, out, progress)
+        run_leaderboard(engines, source, families if methods else None, targets, page, out, progress)
         raise typer.Exit(0)
     if vetoed is not None:
         from alula.cli.find_budget import run_vetoed
 
-        raise typer.Exit(run_vetoed(engines, text, ladders, vetoed, bins, sweep, out, progress))
+        raise typer.Exit(run_vetoed(engines, source, ladders, vetoed, bins, sweep, out, progress))
     if policies:
         from alula.cli.verify import run_verify
 
         warn_overlap(len(dataset), prompts)
         limit = tau[0] if tau else None
-        raise typer.Exit(run_verify(engines, text, policies, limit, quantile, confidence, out, progress))
+        raise typer.Exit(run_verify(engines, source, policies, limit, quantile, confidence, out, progress))
     from alula.mismatch.calibrate.calibrate import calibrate as measure_all
 
     assert grid is not None
     work_file = out.with_suffix(".work.json")
-    write(measure_all(engines.with_page, text, grid, bins, work_file, log=typer.echo, progress=progress), out)
+    write(measure_all(engines.with_page, source, grid, bins, work_file, log=typer.echo, progress=progress), out)
 
 
 def check_numbers(

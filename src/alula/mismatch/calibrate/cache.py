@@ -118,6 +118,7 @@ def calibration_settings(engine: Engine, text: "TextSettings", bins: Bins) -> di
         "samples": text.samples,
         "temperature": text.temperature,
         "seed": text.seed,
+        "text": "own" if text.own else "dense",
         "bin": bins.width,
         "bins": bins.count,
         "quantile": bins.quantile,

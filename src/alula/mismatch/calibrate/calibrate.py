@@ -1,8 +1,9 @@
-"""Calibration: measures the tail of acceptance of a grid of sparse policies on one text of the dense policy.
+"""Calibration: measures the tail of acceptance of a grid of sparse policies.
 
     prompts ─► dense text and its floor ─► budget search per family ─► growing schedules of evictors ─► file
 
-The floor is the dense policy's own tail: its decoding, which sampled the text, compared with the packed pass over it.
+Every policy is measured on one text of the dense policy, or on rollouts of its own. The floor is the dense policy's own
+tail: its decoding, which sampled the text, compared with the packed pass over it.
 
 A work file holds all measurements. An interrupted calibration continues from it, and one with further budgets or
 methods measures only those.
@@ -21,6 +22,7 @@ from alula.mismatch.calibrate.search import next_budgets, spread
 from alula.mismatch.measure import Bins, cut_to_bin, measure_tails, policies_per_batch, rollouts_with_acceptance
 from alula.mismatch.plan.evictor_schedule import grow_schedule
 from alula.mismatch.plan.plan import GAP, Infeasible
+from alula.mismatch.savings import Savings
 from alula.mismatch.tail import MIN_PROMPTS, BinTail
 from alula.sparsity.family import PolicyFamily
 from alula.sparsity.policy import DENSE
@@ -59,6 +61,8 @@ class TextSettings:
     samples: int = 1
     temperature: float = 1.0
     seed: int = 0
+    own: bool = False
+    """Whether a calibration measures each policy on its own rollouts instead of the dense policy's."""
 
     def __post_init__(self) -> None:
         require(
@@ -106,9 +110,9 @@ def calibrate(
     growing, notes = [], {"shape": asdict(engine.geometry), **cache.notes()}
     for family in sorted(grid.families, key=lambda family: (family.block or min(pages), family.kind)):
         engine = engine_with(family.block or engine.page)
-        search(engine, family, grid, taus, cache, bins, log, progress)
+        search(engine, family, text, grid, taus, cache, bins, log, progress)
         if family.kind == "evict" and grid.growing:
-            growing += grow_schedules(engine, family, grid, taus, cache, bins, log, progress)
+            growing += grow_schedules(engine, family, text, grid, taus, cache, bins, log, progress)
     measured = tuple(m for m in cache.measured.values() if m.family in grid.families)
     return Calibration(engine.name, cache.floor, measured, text.temperature, notes, tuple(growing))
 
@@ -116,6 +120,7 @@ def calibrate(
 def search(
     engine: Engine,
     family: PolicyFamily,
+    text: TextSettings,
     grid: Grid,
     taus: Sequence[float],
     cache: CalibrationCache,
@@ -124,7 +129,7 @@ def search(
     progress: bool,
 ) -> None:
     """Measure budgets of one family, several in one batch, until no other budget could change a plan."""
-    together = policies_per_batch(engine, cache.rollouts, family.evicts)
+    together = 1 if text.own else policies_per_batch(engine, cache.rollouts, family.evicts)
     while True:
         known = {m.budget: m.tail for m in cache.measured.values() if m.family == family}
         known = {budget: tail for budget, tail in known.items() if budget in grid.budgets}
@@ -132,6 +137,15 @@ def search(
         if not budgets:
             return
         log(f"{family.describe()}: budgets {', '.join(map(str, budgets))}")
+        if text.own:
+            for budget in budgets:
+                policy = family.policy(budget)
+                rollouts, alphas = rollouts_with_acceptance(
+                    engine, text.prompts, text.sampling, policy, progress=progress
+                )
+                kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
+                cache.add_policy(MeasuredPolicy(family, budget, bins.tail(rollouts, alphas), kv))
+            continue
         measure_tails(
             engine,
             cache.rollouts,
@@ -145,6 +159,7 @@ def search(
 def grow_schedules(
     engine: Engine,
     family: PolicyFamily,
+    text: TextSettings,
     grid: Grid,
     taus: Sequence[float],
     cache: CalibrationCache,
@@ -154,7 +169,7 @@ def grow_schedules(
 ) -> list[GrowingSchedule]:
     """A growing schedule of an evictor for every threshold that it can reach."""
     schedules = []
-    measure_bin = MeasureBin(engine, family, grid.budgets, cache, bins, progress)
+    measure_bin = MeasureBin(engine, family, text, grid.budgets, cache, bins, progress)
     for tau in taus:
         log(f"{family.describe()}: a growing schedule for tau {tau:.4f}")
         try:
@@ -170,27 +185,31 @@ def grow_schedules(
 class MeasureBin:
     """Measures the tail of one bin for `grow_schedule`: under given budgets of the earlier bins and a candidate.
 
-    The text is decoded up to the end of that bin. Larger candidates, which the search may need next, share the batch
-    if there is room. Bins are measured separately, so their confidence is Bonferroni-corrected to hold in all bins.
+    The text is decoded, or sampled, up to the end of that bin. Of a dense text, larger candidates, which the search may
+    need next, share the batch if there is room. Bins are measured separately, so their confidence is
+    Bonferroni-corrected to hold in all bins.
     """
 
     def __init__(
         self,
         engine: Engine,
         family: PolicyFamily,
+        text: TextSettings,
         budgets: Sequence[int],
         cache: CalibrationCache,
         bins: Bins,
         progress: bool,
     ) -> None:
         self.engine, self.family, self.budgets, self.cache = engine, family, budgets, cache
-        self.bins, self.progress = bins, progress
+        self.text, self.bins, self.progress = text, bins, progress
         self.single = replace(bins, confidence=1 - (1 - bins.confidence) / bins.count)
 
     def __call__(self, before: tuple[int, ...], j: int, candidate: int) -> BinTail:
         if (known := self.cache.bin_tails.get(self.key(before, j, candidate))) is not None:
             return known
         last = self.bins.width * (j + 1) if j + 1 < self.bins.count else 1 << 60
+        if self.text.own:
+            return self.keep(before, j, candidate, self.of_own_rollouts((*before, candidate), j, last))
         text = cut_to_bin(self.cache.rollouts, self.bins.width * j, last)
         if not text:
             return self.keep(before, j, candidate, BinTail(0.0, 0.0, 1.0, 0, 0))
@@ -203,6 +222,18 @@ class MeasureBin:
         for budget, tail in zip(probes, tails):
             self.keep(before, j, budget, tail[j])
         return self.cache.bin_tails[self.key(before, j, candidate)]
+
+    def of_own_rollouts(self, budgets: tuple[int, ...], j: int, last: int) -> BinTail:
+        """The tail of bin j of rollouts that these budgets sample up to its end."""
+        sampling, shortest = self.text.sampling, min(map(len, self.text.prompts))
+        if last <= shortest:
+            return BinTail(0.0, 0.0, 1.0, 0, 0)
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, last - shortest))
+        policy = self.family.policy(Schedule(budgets, self.bins.width))
+        rollouts, alphas = rollouts_with_acceptance(
+            self.engine, self.text.prompts, sampling, policy, progress=self.progress
+        )
+        return self.single.tail(rollouts, alphas)[j]
 
     def key(self, before: tuple[int, ...], j: int, candidate: int) -> str:
         """The key of this measurement in the work file."""
