@@ -14,7 +14,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -92,19 +92,10 @@ def probe_budgets(bed: LongBed, seed: int, work: Path, methods: Sequence[str]) -
         if not left:
             continue
         measured = measured or probe.Probe(bed, seed, work)
-        size = len(measured.problems)
-        prompts = [list(problem.prompt_ids or ()) for problem in measured.problems] * len(left)
-        policies = [Sparsity.parse(policy) for policy in left for _ in range(size)]
-        rollouts = measured.engine.generate(prompts, measured.sampling, policies, progress=False)
         with path.open("a") as file:
-            for place, policy in enumerate(left):
-                own = [
-                    replace(r, prompt_index=r.prompt_index % size) for r in rollouts if r.prompt_index // size == place
-                ]
-                found = measured.answers(policy, own) | measured.vetoes(own)
-                row = {name: short(value) for name, value in found.items()}
+            for row in measured.measure_together(left):
                 file.write(json.dumps(row) + "\n")
-                print(f"{policy}: accuracy {row['accuracy']}, KV share {kv_share(row):.3f}", flush=True)
+                print(f"{row['sparsity']}: accuracy {row['accuracy']}, KV share {kv_share(row):.3f}", flush=True)
 
 
 def token_entropies(engine: Engine, rollouts: Sequence[Rollout]) -> list[float]:

@@ -45,6 +45,22 @@ def budgets_table(rows: Sequence[Row]) -> str:
     return markdown(head, body)
 
 
+def policies_table(rows: Sequence[Row]) -> str:
+    """One row per policy: accuracy by seed, and means over the seeds."""
+    by_policy: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        by_policy.setdefault(row["sparsity"], []).append(row)
+    if not by_policy:
+        return EMPTY
+    body = []
+    for policy, found in by_policy.items():
+        means = [fmean(row["accuracy"] for row in found), fmean(row["vetoed_rollouts"] for row in found)]
+        shares = [*(row["accuracy"] for row in found), *means, fmean(map(kv_share, found))]
+        body.append([policy, *(f"{100 * share:.0f}" for share in shares)])
+    seeds = [f"seed {row['seed']}, %" for row in next(iter(by_policy.values()))]
+    return markdown(["policy", *seeds, "mean", "vetoed, %", "KV share, %"], body)
+
+
 def kv_share(row: Row) -> float:
     """Of the dense policy's KV, mean over decode steps: held by an evictor, read by a selector."""
     return float(1 - max(row["kv_saved"], row["kv_unread"]))

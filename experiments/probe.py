@@ -10,14 +10,15 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from beds import TASK_BEDS, Bed, TaskBed, prepared
 from lines import read_lines
-from raw import write_probe
+from raw import short, write_probe
 from settings import recipe_settings
 
 from alula.data import Dataset, prepare
@@ -73,6 +74,17 @@ class Probe:
             "generate_s": generated,
         }
         return row | ({"tails": by_bin(bins.tail(rollouts, alphas))} if bins else {})
+
+    def measure_together(self, policies: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Answers and vetoes of several policies that decode in one batch, without tails."""
+        size = len(self.problems)
+        prompts = [list(problem.prompt_ids or ()) for problem in self.problems] * len(policies)
+        parsed = [Sparsity.parse(policy) for policy in policies for _ in range(size)]
+        rollouts = self.engine.generate(prompts, self.sampling, parsed, progress=False)
+        for place, policy in enumerate(policies):
+            own = [replace(r, prompt_index=r.prompt_index % size) for r in rollouts if r.prompt_index // size == place]
+            found = self.answers(policy, own) | self.vetoes(own)
+            yield {name: short(value) for name, value in found.items()}
 
     def vetoes(self, rollouts: list[Rollout]) -> dict[str, Any]:
         ratios = [d.logprobs - r.logprobs for d, r in zip(self.engine.score(rollouts), rollouts)]

@@ -23,6 +23,7 @@ from long_tables import (
     finals_table,
     gates_table,
     orders_table,
+    policies_table,
     seeds_table,
     sparrow_table,
 )
@@ -363,6 +364,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "own-mask": own_mask_table,
     "gates": lambda bed, question: gates_table(raw(question, bed)),
     "budgets": lambda bed, question: budgets_table(raw(question, bed)),
+    "policies": lambda bed, question: policies_table(raw(question, bed)),
     "finals": lambda bed, question: finals_table(raw(question, bed)),
     "seeds": lambda bed, question: seeds_table(raw(question, bed), raw("finals", bed)),
     "costs": lambda bed, question: costs_table(raw(question, bed)),

@@ -102,7 +102,7 @@ def test_parts_of_a_product():
 
 
 def test_other_products_are_torchs(monkeypatch):
-    """Too many rows, a bias, float32, and widths that no tile divides; and everything without Triton."""
+    """Too many rows, a bias, float32, widths that no tile divides, and views; and everything without Triton."""
     monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1")
     half = {"dtype": torch.float16}
     for x, weight, bias in (
@@ -111,6 +111,8 @@ def test_other_products_are_torchs(monkeypatch):
         (noise(4, 64), noise(128, 64), None),
         (noise(4, 64, **half), noise(96, 64, **half), None),
         (noise(4, 96, **half), noise(128, 96, **half), None),
+        (noise(4, 128, **half)[:, ::2], noise(128, 64, **half), None),
+        (noise(4, 64, **half), noise(64, 128, **half).T, None),
     ):
         assert torch.equal(partial_linear(x, weight, bias), linear(x, weight, bias))
         assert torch.equal(gated_linear(x, weight, bias), silu_mul(linear(x, weight, bias)))
