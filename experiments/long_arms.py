@@ -10,7 +10,8 @@ prompts per step as `strict` kept rollouts, which runs after `strict`. They run 
 device, so that their seconds can be compared; `--jobs` runs several side by side, for accuracy only. `--finals` asks
 the start and every finished arm all held-out problems, one answer each. A stopped command goes on where it was. --out
 receives `equal-accuracy/<bed>.jsonl`, one line per arm and seed, and `finals/<bed>.jsonl`, one line per model; lines of
-other arms stay there.
+other arms stay there. Arms of other warm-ups belong elsewhere: `--question NAME` writes `NAME/<bed>.jsonl` and
+`NAME/finals/<bed>.jsonl`.
 """
 
 import json
@@ -34,6 +35,7 @@ from settings import recipe_settings
 from alula.sparsity.policy import Sparsity
 
 SPARSE = ("strict", "sparse-rl", "naive")
+QUESTION = "equal-accuracy"
 
 
 def sparse_arms(bed: LongBed, method: str, budget: int, corrections: Sequence[str] = SPARSE) -> list[Arm]:
@@ -95,6 +97,7 @@ def main() -> None:
     parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
+    parser.add_argument("--question", default=QUESTION, help="folder of the results")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of every run")
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
@@ -115,9 +118,11 @@ def main() -> None:
         begun += found
         if options.finals:
             in_a_child(final_answers, bed, seed, work, found)
-        write_raw("equal-accuracy", bed, [(run.arm, run.seed) for run in begun], work, options.out, extra, keep=True)
+        ran = [(run.arm, run.seed) for run in begun]
+        write_raw(options.question, bed, ran, work, options.out, extra, keep=True)
     if options.finals:
-        merge_lines(options.out / "finals" / f"{bed.name}.jsonl", read_lines(work / "finals.jsonl"))
+        folder = options.out if options.question == QUESTION else options.out / options.question
+        merge_lines(folder / "finals" / f"{bed.name}.jsonl", read_lines(work / "finals.jsonl"))
 
 
 if __name__ == "__main__":

@@ -349,6 +349,11 @@ def own_mask_table(bed: str, question: str) -> str:
     return markdown(["arm", "dense, start", "dense, end", "sparse, start", "sparse, end", "reward, end"], body)
 
 
+def finals_of(question: str, bed: str) -> list[Row]:
+    """Last answers of a question's own models, or of those of the bed."""
+    return raw(f"{question}/finals", bed) or raw("finals", bed)
+
+
 TABLES: dict[str, Callable[[str, str], str]] = {
     "outcome": outcome_table,
     "probe": probe_table,
@@ -366,7 +371,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "budgets": lambda bed, question: budgets_table(raw(question, bed)),
     "policies": lambda bed, question: policies_table(raw(question, bed)),
     "finals": lambda bed, question: finals_table(raw(question, bed)),
-    "seeds": lambda bed, question: seeds_table(raw(question, bed), raw("finals", bed)),
+    "seeds": lambda bed, question: seeds_table(raw(question, bed), finals_of(question, bed)),
     "costs": lambda bed, question: costs_table(raw(question, bed)),
     "calibration": lambda bed, question: calibration_table(raw(question, bed)),
     "sparrow": lambda bed, question: sparrow_table(raw(question, bed)),
