@@ -46,7 +46,7 @@ def budgets_table(rows: Sequence[Row]) -> str:
 
 
 def policies_table(rows: Sequence[Row]) -> str:
-    """One row per policy: accuracy by seed, and means over the seeds."""
+    """One row per policy: accuracy and vetoed share of every seed, and the mean share of KV."""
     by_policy: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         by_policy.setdefault(row["sparsity"], []).append(row)
@@ -54,11 +54,12 @@ def policies_table(rows: Sequence[Row]) -> str:
         return EMPTY
     body = []
     for policy, found in by_policy.items():
-        means = [fmean(row["accuracy"] for row in found), fmean(row["vetoed_rollouts"] for row in found)]
-        shares = [*(row["accuracy"] for row in found), *means, fmean(map(kv_share, found))]
+        accuracy, vetoed = ([row[name] for row in found] for name in ("accuracy", "vetoed_rollouts"))
+        shares = [*accuracy, fmean(accuracy), *vetoed, fmean(map(kv_share, found))]
         body.append([policy, *(f"{100 * share:.0f}" for share in shares)])
-    seeds = [f"seed {row['seed']}, %" for row in next(iter(by_policy.values()))]
-    return markdown(["policy", *seeds, "mean", "vetoed, %", "KV share, %"], body)
+    seeds = [row["seed"] for row in next(iter(by_policy.values()))]
+    right, lost = ([f"{what}, seed {seed}" for seed in seeds] for what in ("right, %", "vetoed, %"))
+    return markdown(["policy", *right, "mean", *lost, "KV share, %"], body)
 
 
 def kv_share(row: Row) -> float:
