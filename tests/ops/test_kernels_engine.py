@@ -97,10 +97,9 @@ def cut(monkeypatch):
     programs the rows should make."""
 
     def set_lengths(shortest, whole, longest=None, programs=1 << 20):
-        values = {"SHORTEST": shortest, "LONGEST": longest or shortest, "PROGRAMS": programs}
-        for name, value in values.items():
+        for name, value in {"SHORTEST": shortest, "LONGEST": longest or shortest}.items():
             monkeypatch.setattr(pieces_module, name, value)
-        monkeypatch.setattr(Pieces, "of", lambda row_heads, selected=False: Pieces(row_heads, whole))
+        monkeypatch.setattr(Pieces, "of", lambda row_heads, **_: Pieces(row_heads, whole, programs))
 
     return set_lengths
 
@@ -180,11 +179,21 @@ def test_pieces_grow_with_rows_and_with_a_rows_own_length():
     assert Pieces.of(127).whole == 128
     assert Pieces.of(128).whole == 1024
     assert Pieces.of(9999, selected=True).whole == 128
+    assert Pieces.of(1023, fp8=True).whole == 128
+    assert Pieces.of(1024, fp8=True).whole == 1024
+    assert Pieces.of(280, fp8=True).length(4096) == 1024
+    assert Pieces.of(280, fp8=True).length(2048) == 512
 
 
-@given(row_heads=st.integers(1, 5000), most=st.integers(1, 300_000), selected=st.booleans(), data=st.data())
-def test_no_context_has_more_pieces_than_the_launch(row_heads, most, selected, data):
-    pieces = Pieces.of(row_heads, selected)
+@given(
+    row_heads=st.integers(1, 5000),
+    most=st.integers(1, 300_000),
+    selected=st.booleans(),
+    fp8=st.booleans(),
+    data=st.data(),
+)
+def test_no_context_has_more_pieces_than_the_launch(row_heads, most, selected, fp8, data):
+    pieces = Pieces.of(row_heads, selected, fp8)
     count = data.draw(st.integers(1, most) | st.sampled_from([most, min(most, pieces.whole + 1)]))
     assert -(-count // pieces.length(count)) <= pieces.most(most)
     borders = range(128, min(most, 300_000) + 1, 128)  # pieces change their length at multiples of the shortest

@@ -164,7 +164,7 @@ def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, ker
     monkeypatch.setattr(attention_module, "tile", lambda *_: (32, 1, 3))  # as for quantised KV
     monkeypatch.setattr(pieces_module, "SHORTEST", 32)
     monkeypatch.setattr(pieces_module, "LONGEST", 32)
-    monkeypatch.setattr(Pieces, "of", lambda row_heads, selected: Pieces(row_heads, 40))
+    monkeypatch.setattr(Pieces, "of", lambda row_heads, **_: Pieces(row_heads, 40))
     for on in (False, True):
         kernels(on)
         actual = paged_attention(q, keys, values, table, tokens, 0.3, 70, scales)

@@ -42,7 +42,8 @@ class Engine(EngineCore):
     - `kv_dtype`: `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one included.
     - `max_rows`: number of sequences that decode together.
     - `max_length`: most KV tokens of one sequence. Default: the model's limit, at most what the pool holds.
-    - `lookahead`: decode steps planned and launched at a time; finished sequences are noticed at the end of each.
+    - `lookahead`: decode steps planned and launched at a time; finished sequences are noticed at the end. Default: 8 on
+      a GPU, 16 there with more than 256 rows (they take longer to plan), 1 on the CPU.
     - `buckets`: batch sizes that decode steps are padded to. A single bucket (prompts then run one by one) makes
       results bit-equal for any batch composition.
     - `sparse_adapter`: a LoRA, or its folder, used in all forward passes of sparse policies and in none of the dense
@@ -92,7 +93,8 @@ class Engine(EngineCore):
         pages, longest = pool_pages(kv_memory, geometry, page, self.max_rows, limit, device)
         self.max_length = pages_for(longest, page) * page
         """The most KV tokens of one sequence, rounded up to full pages."""
-        self.lookahead, self.prefill_tokens = lookahead or (8 if cuda else 1), prefill_tokens
+        self.lookahead = lookahead or ((8 if self.max_rows <= 256 else 16) if cuda else 1)
+        self.prefill_tokens = prefill_tokens
         cache = KVCache(geometry, dtype, attention_scaling(model), pages, page, device)
         if cuda:
             pin_with_threads()

@@ -115,7 +115,7 @@ def paged_attention_triton(
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
-    pieces = Pieces.of(batch * kv_heads, selected=tokens.shape[1] > 1)
+    pieces = Pieces.of(batch * kv_heads, selected=tokens.shape[1] > 1, fp8=scales is not None)
     splits = pieces.most(most_tokens)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
