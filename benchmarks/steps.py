@@ -84,10 +84,10 @@ def long_steps() -> list[Measured]:
 def measured() -> list[Measured]:
     """Whole steps, oldest engine last."""
     steps, older = long_steps(), read("training-h200.json")
-    for section, model, prompts, most, prompt in (
-        ("check", "qwen2.5-1.5b", 32, 2048, 128),
-        ("small", "smollm2-135m", 64, 256, 128),
-        ("paper", "qwen2.5-1.5b", 128, 4096, 160),
+    for section, model, prompts, most, prompt, source in (
+        ("paper", "qwen2.5-1.5b", 128, 4096, 160, ""),
+        ("check", "qwen2.5-1.5b", 32, 2048, 128, "older"),
+        ("small", "smollm2-135m", 64, 256, 128, "older"),
     ):
         for row in older[section]["rows"]:
             policy = row["sparsity"].replace(" ", ":") + (",window=8,sinks=4" if "64+16" in row["sparsity"] else "")
@@ -106,7 +106,7 @@ def measured() -> list[Measured]:
                     learner,
                     memory,
                     prompt,
-                    "older",
+                    source,
                 )
             )
     return steps

@@ -113,7 +113,7 @@ def training_steps(results: dict) -> Table:
     lines = [
         (
             model,
-            r["sparsity"],
+            policy_name(r),
             f"{r['rollouts']:,}",
             f"{r['mean_length']:.0f}",
             *(f"{r[f'{phase}_s']:.2f}" if f"{phase}_s" in r else "" for phase in phases),
@@ -231,7 +231,7 @@ def agreement(results: dict) -> Table:
     sections = ("agreement", "agreement_float16", "agreement_residual")
     lines = [
         (
-            r["sparsity"],
+            policy_name(r),
             "yes" if r["adapter"] else "no",
             r["dtype"].removeprefix("torch."),
             "float32" if r.get("residual") else "",

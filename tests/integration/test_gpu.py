@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
+from alula.engine.model_runner import CapturedEviction
 from alula.models.load import load_model
 
 pytestmark = pytest.mark.gpu
@@ -24,9 +25,11 @@ def rollouts(device: str, policy: Sparsity, prompts: list[list[int]], new_tokens
     longest = max(map(len, prompts)) + new_tokens + 64
     engine = Engine(loaded, kv_memory="512MiB", max_rows=8, max_length=longest, **options)
     rollouts = engine.generate(
-        prompts, Sampling(n=2, max_new_tokens=new_tokens, ignore_eos=True), policy, progress=False
+        prompts, Sampling(n=3, max_new_tokens=new_tokens, ignore_eos=True), policy, progress=False
     )
     assert engine.pool.in_use == 0
+    captured = [graph for graph in engine.runner._graphs.values() if isinstance(graph, CapturedEviction)]
+    assert bool(captured) == bool(policy.evict and engine.runner.use_graphs)
     return rollouts
 
 

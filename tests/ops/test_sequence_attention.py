@@ -23,6 +23,7 @@ def compare(lengths, heads, dim, dtype, device, tolerance, layout=lambda x: x, s
     expected = _per_sequence(*wide, boundaries, boundaries, scaling, None)
     actual, lse = sequence_attention(layout(q), layout(k), layout(v), boundaries, scaling)
     assert lse.shape == q.shape[:2]
+    assert all(x.is_contiguous() for x in (actual, lse)), "compiled callers rely on these strides"
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
     seed = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(actual)
     found = torch.autograd.grad(actual, (q, k, v), seed)

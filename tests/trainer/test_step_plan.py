@@ -35,19 +35,19 @@ def steps():
 
 def test_measured_steps_are_estimated_within_a_tenth(steps):
     """Older engines were slower, most of all with short steps: the estimate may be a quarter below them. In a pool that
-    dense rows nearly fill it is a sixth above. The learner does the same work in all rows of a model and a section; a
-    small one may wait for its host, so that its fastest time counts."""
-    *known, paper = steps.measured()
-    assert sum(not row.source for row in known) >= 4
-    for row in known:
-        full = row.sparsity == "dense" and row.kv_memory
-        plan, within = steps.predicted(row), 0.25 if row.source else 0.17 if full else 0.1
-        same = [each for each in known if (each.model, each.source, each.most) == (row.model, row.source, row.most)]
+    dense rows nearly fill it is a sixth above; with prompts of many lengths, whose first evictions were captured while
+    the clock ran, a seventh below. The learner does the same work in all rows of a model and a section; a small one may
+    wait for its host, so that its fastest time counts."""
+    rows = steps.measured()
+    assert sum(not row.source for row in rows) >= 7
+    for row in rows:
+        full, captured = row.sparsity == "dense" and row.kv_memory, row.prompts == 128
+        plan, within = steps.predicted(row), 0.25 if row.source else 0.17 if full else 0.14 if captured else 0.1
+        same = [each for each in rows if (each.model, each.source, each.most) == (row.model, row.source, row.most)]
         learner = min(each.learner_s for each in same)
         assert plan.rollouts == pytest.approx(row.rollout_s, rel=within), row
         assert plan.learner == pytest.approx(learner, rel=within), row
         assert plan.in_turn == pytest.approx(row.rollout_s + learner, rel=within), row
-    assert steps.predicted(paper).rollouts < 0.6 * paper.rollout_s, "the known miss: 128 different prompt lengths"
 
 
 def test_the_tables_of_errors_are_the_present_ones(steps):

@@ -16,6 +16,9 @@ from alula.sparsity.evict.base import Cached
 SCORING_BYTES = 1 << 30
 """Keys are gathered and scored in chunks of at most this many bytes."""
 
+MOST_CAPTURED_ROWS, MOST_CAPTURED_BYTES = 16, 1 << 27
+"""Sequences of a captured eviction, and bytes of their keys: the graphs keep this memory."""
+
 
 def upload_tables(events: list[EvictionEvent], device: torch.device) -> list[Tensor]:
     """Per event int32 [C, 1 + old + new]: batch row, pages to read, pages to write. One copy for all events."""
@@ -32,11 +35,27 @@ def upload_tables(events: list[EvictionEvent], device: torch.device) -> list[Ten
 @torch.inference_mode()
 def evict(cache: KVCache, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
     """Score, choose and compact, given the event's table; returns the kept slots int32 [C, L, Hkv, keep]."""
-    geometry = cache.geometry
-    bytes_per_row = event.n * geometry.layers * geometry.kv_heads * geometry.vector_bytes
-    rows_per_chunk = max(1, SCORING_BYTES // bytes_per_row)
+    rows_per_chunk = max(1, SCORING_BYTES // row_bytes(cache, event))
     kept = [_evict_rows(cache, state, event, part) for part in table.split(rows_per_chunk)]
     return kept[0] if len(kept) == 1 else torch.cat(kept)
+
+
+def row_bytes(cache: KVCache, event: EvictionEvent) -> int:
+    """Bytes of the keys that an eviction scores, per sequence."""
+    geometry = cache.geometry
+    return event.n * geometry.layers * geometry.kv_heads * geometry.vector_bytes
+
+
+def captured_rows(cache: KVCache, event: EvictionEvent) -> int:
+    """The number of sequences, a power of two, that the graph of an eviction like this one is captured for; 0 if it is
+    not captured. Large evictions do not wait for their launches. Protected prompts would need a graph for each length,
+    and new statistics of queries one for each weights."""
+    request, rows = event.sequences[0].request, 1 << (len(event.rows) - 1).bit_length()
+    policy, evictor = request.sparsity.evict, request.evictor
+    assert policy is not None
+    assert evictor is not None
+    small = rows <= MOST_CAPTURED_ROWS and rows * row_bytes(cache, event) <= MOST_CAPTURED_BYTES
+    return rows if small and not policy.protect_prompt and not evictor.calibrated else 0
 
 
 @torch.inference_mode()

@@ -1,8 +1,9 @@
 """Runs the model: forward passes, and decode steps (captured as CUDA graphs) with the evictions between them."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from alula.engine.attention import AttentionContext, DecodeContext, attention_context, install
 from alula.engine.batch_state import BatchState, PendingResults, StepSize, copy_to, to_device, to_host
-from alula.engine.eviction import compile_eviction, evict, upload_tables
+from alula.engine.eviction import captured_rows, compile_eviction, evict, upload_tables
 from alula.engine.fused_decoder import FusedDecoder, fusible
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
@@ -32,7 +33,7 @@ CAPTURE_BYTES = 1 << 30
 """Free memory that capturing a decode step wants."""
 
 MAX_GRAPHS = 256
-"""Captured decode steps that are kept; the one unused for longest is dropped."""
+"""Captured decode steps and evictions that are kept; the one unused for longest is dropped."""
 
 MAX_BATCHES = 8
 """Kinds of rows whose buffers are kept; of more, those of unused kinds are dropped."""
@@ -52,6 +53,24 @@ class DecodedChunk:
     """Slots kept by each recorded eviction."""
     selected: list[Selected]
     """What a selector read in each step (`DecodeContext.selected`)."""
+
+
+@dataclass
+class CapturedEviction:
+    """A graph that evicts what its table says: one launch instead of a dozen."""
+
+    graph: torch.cuda.CUDAGraph
+    table: Tensor
+    kept: Tensor
+
+    def replay(self, table: Tensor) -> Tensor:
+        """The last sequence is repeated in the rows that are left: it writes the same values again."""
+        rows = len(table)
+        self.table[:rows] = table
+        if rows < len(self.table):
+            self.table[rows:] = table[-1]
+        self.graph.replay()
+        return self.kept[:rows]
 
 
 class ModelRunner:
@@ -86,7 +105,8 @@ class ModelRunner:
             self.fuse_layers()
             self._compile_others()
         self.use_graphs = graphs
-        self._graphs: OrderedDict[tuple, torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs: OrderedDict[tuple, Any] = OrderedDict()
+        """CUDA graphs of decode steps, and captured evictions."""
         self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
         self._capture_stream = torch.cuda.Stream(cache.device) if graphs else None
         self._compiled_evictions: set[Evict] = set()
@@ -229,30 +249,43 @@ class ModelRunner:
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
-        self._drop_graphs(state.kind, state.generation)  # buffers were reallocated: those graphs are invalid
-        if not self._graphs:
-            self._graph_pool = torch.cuda.graph_pool_handle()
         # No row is live while warming up and capturing: writes go to the scratch page.
         state.remaining.zero_()
         state.column.zero_()
+
+        def warm_up() -> None:
+            self.step(state, size)
+            state.column.zero_()
+
+        return self._remember(key, self._capture(state, lambda: self.step(state, size), warm_up)[0])
+
+    def _capture(
+        self, state: BatchState, work: Callable[[], Any], warm_up: Callable[[], Any]
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """A graph of `work`, and what `work` returned. `warm_up` runs first: it compiles and loads the kernels."""
+        self._drop_graphs(state.kind, state.generation)  # buffers were reallocated: those graphs are invalid
+        if not self._graphs:
+            self._graph_pool = torch.cuda.graph_pool_handle()
         if torch.cuda.mem_get_info(self.device)[0] < CAPTURE_BYTES:
             torch.cuda.empty_cache()  # not each time: memory that is given back takes long to get again
         graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.step(state, size)
-            state.column.zero_()
+            warm_up()
             graph.capture_begin(pool=self._graph_pool)
             try:
-                self.step(state, size)
+                result = work()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[key] = graph
+        return graph, result
+
+    def _remember(self, key: tuple, captured: Any) -> Any:
+        self._graphs[key] = captured
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        return graph
+        return captured
 
     def _drop_graphs(self, kind: BatchKind, current: int | None = None) -> None:
         """Drop the graphs of a kind, except those of its current buffers."""
@@ -272,8 +305,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def evict(self, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
-        """Run an eviction; returns the kept slots int32 [C, L, Hkv, keep] of its sequences."""
-        return evict(self.cache, state, event, table)
+        """Run an eviction; returns the kept slots int32 [C, L, Hkv, keep] of its sequences, until the next one."""
+        rows = captured_rows(self.cache, event) if self.use_graphs else 0
+        if not rows:
+            return evict(self.cache, state, event, table)
+        policy, old_pages = event.sequences[0].request.sparsity.evict, max(map(len, event.old))
+        key = (state.kind, state.generation, policy, event.n, event.keep, rows, old_pages, table.shape[1])
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key].replay(table)
+        own = table[torch.arange(rows, device=self.device).clamp(max=len(table) - 1)]
+        work, done = partial(evict, self.cache, state, event, own), []
+        graph, kept = self._capture(state, work, lambda: done.append(work()))
+        self._remember(key, CapturedEviction(graph, own, kept))
+        return done[0][: len(table)]
 
     # -- acceptance -------------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ def sequence_attention(
     length = spans[0][1]
     if len(q) == len(spans) * length and padded(length) == length and {b - a for a, b in spans} == {length}:
         own_q, own_k, own_v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        one, one_lse = _forward(own_q, own_k, own_v, scaling)
-        return one.transpose(1, 2).reshape(query.shape), one_lse.transpose(1, 2).reshape(query.shape[:2])
+        one, one_lse = (x.transpose(1, 2).contiguous() for x in _forward(own_q, own_k, own_v, scaling))
+        return one.view(query.shape), one_lse.view(query.shape[:2])
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     for start, stop in spans:

@@ -17,10 +17,10 @@ from alula.models.geometry import Geometry
 from alula.sparsity.policy import DENSE, Evict, Sparsity
 from alula.trainer.memory_plan import USABLE, MemoryPlan
 
-LAYER_MS = 0.035
+LAYER_MS = 0.033
 """Latency of one layer's kernels in a captured decode step, whatever their size."""
-EVICTION_LAYER_MS = 0.6
-"""The same for an eviction of all rows (SmolLM2-135M, 512 rows, rkv 64+16: 0.3 s for 16 evictions)."""
+EVICTION_LAYER_MS = 0.5
+"""The same for an eviction of all rows under rkv 512+128: 0.3 (SmolLM2-135M, up to 512 rows) to 0.7 (qwen3-1.7b, 256)."""
 PREFILL_SHARE = 0.66
 """Share of the matrix rate that a packed prefill reaches (docs/benchmarks.md)."""
 UPDATE_SHARE, SCORE_SHARE, LEARNER_EXTRA = 0.58, 0.68, 150e6
