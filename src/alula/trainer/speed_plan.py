@@ -20,7 +20,7 @@ from alula.trainer.memory_plan import USABLE, MemoryPlan
 LAYER_MS = 0.033
 """Latency of one layer's kernels in a captured decode step, whatever their size."""
 EVICTION_LAYER_MS = 0.5
-"""The same for an eviction of all rows under rkv 512+128: 0.3 (SmolLM2-135M, up to 512 rows) to 0.7 (qwen3-1.7b, 256)."""
+"""The same for an eviction of all rows under rkv 512+128: from 0.3 (SmolLM2-135M, 512 rows) to 0.7 (qwen3-1.7b)."""
 PREFILL_SHARE = 0.66
 """Share of the matrix rate that a packed prefill reaches (docs/benchmarks.md)."""
 UPDATE_SHARE, SCORE_SHARE, LEARNER_EXTRA = 0.58, 0.68, 150e6
