@@ -6,6 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def run(sections: dict[str, Callable[[Ceilings], Rows]], description: str | None
 
 
 def measured_machine() -> tuple[Ceilings, dict]:
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs an NVIDIA GPU: torch finds none.")
     ceilings = measure_ceilings(torch.device("cuda"))
     release()  # some sections need nearly all of the memory
     return ceilings, {"copy_bytes_per_s": ceilings.bandwidth, "matrix_flop_per_s": ceilings.matrix}
@@ -37,9 +40,10 @@ def arguments(sections: Iterable[str], description: str | None) -> argparse.Argu
 
 
 def record(sections: dict[str, Callable[[], Rows]], options: argparse.Namespace, machine: dict, **about: dict) -> None:
-    """Run the sections that `options` name; their rows, with the machine's and other facts, go into the file."""
+    """Run the sections that `options` name; their rows, with the day, the machine and other facts, go into the file."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     machine = {"device": device, "torch": torch.__version__, **machine}
+    facts = {"taken": date.today().isoformat(), "machine": machine, **about}
     print(json.dumps(machine), flush=True)
     names = options.only.split(",")
     if unknown := set(names) - set(sections):
@@ -50,11 +54,11 @@ def record(sections: dict[str, Callable[[], Rows]], options: argparse.Namespace,
             for row in sections[name]():
                 rows.append(row)
                 print(json.dumps({k: v for k, v in row.items() if len(json.dumps(v)) < 1000}), flush=True)
-                merge(options.out, name, {"machine": machine, **about, "rows": rows})
+                merge(options.out, name, {**facts, "rows": rows})
         except Exception as error:  # one section's failure must not cost the others' results
             rows.append({"error": f"{type(error).__name__}: {error}"})
             traceback.print_exc(limit=8)
-            merge(options.out, name, {"machine": machine, **about, "rows": rows})
+            merge(options.out, name, {**facts, "rows": rows})
         release()
         print(f"[{name}: {time.perf_counter() - start:.0f} s]", flush=True)
 

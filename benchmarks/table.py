@@ -246,16 +246,16 @@ def agreement(results: dict) -> Table:
 
 def overhead(results: dict) -> Table:
     lines = [
-        (r["sparsity"], percent(r["fraction"]), percent(r["of_update"]))
+        (policy_name(r), percent(r["fraction"]), percent(r["of_update"]))
         for r in results["overhead"]["rows"]
-        if r["divergence"] == "kl"
+        if r.get("divergence", "kl") == "kl"
     ]
     return ("policy", "rollouts used", "of a learner update"), lines
 
 
 def adapter_decode(results: dict) -> Table:
     lines = [
-        (r["sparsity"], f"{r['without_ms']:.2f}", f"{r['with_ms']:.2f}", f"{100 * r['slower']:+.1f} %")
+        (policy_name(r), f"{r['without_ms']:.2f}", f"{r['with_ms']:.2f}", f"{100 * r['slower']:+.1f} %")
         for r in results["decode"]["rows"]
         if r["kind"] == "decode"
     ]
@@ -343,8 +343,17 @@ def quantised() -> Table:
     return columns, lines
 
 
+def days() -> Table:
+    """When each section was taken, the oldest first."""
+    sections: dict[str, list[str]] = {}
+    for file in SECTIONS:
+        for name, section in json.loads((RESULTS / f"{file}-h200.json").read_text()).items():
+            sections.setdefault(section["taken"], []).append(f"{file}:{name}")
+    return ("taken", "sections"), [(day, ", ".join(names)) for day, names in sorted(sections.items())]
+
+
 def tables() -> dict[str, str]:
-    filled = {"quantised": markdown(quantised())}
+    filled = {"quantised": markdown(quantised()), "days": markdown(days())}
     for file, named in SECTIONS.items():
         path = RESULTS / f"{file}-h200.json"
         results = json.loads(path.read_text()) if path.exists() else {}

@@ -1,17 +1,72 @@
-"""The pages' numbers are those of the raw result files."""
+"""The pages' numbers are those of the raw result files, and these are replaced only by complete sections."""
 
-import importlib.util
+import json
+import sys
+from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from sections import arguments, record
+
+def good():
+    yield {{"value": 1}}
+
+def bad():
+    yield {{"value": 1}}
+    raise ValueError("no room")
+
+def slow():
+    import time
+    yield {{"value": 1}}
+    time.sleep(60)
+
+sections = {{"good": good, "bad": bad, "slow": slow}}
+record(sections, arguments(sections, None).parse_args(), {{}})
+"""
 
 
-def test_the_tables_of_the_benchmarks_page_come_from_the_raw_results():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The folder's modules by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield import_module
+    for name in ("retake", "table"):
+        sys.modules.pop(name, None)
+
+
+def test_the_tables_of_the_benchmarks_page_come_from_the_raw_results(benchmarks):
+    table = benchmarks("table")
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert all(f"<!-- {name} -->" in page for name in table.tables())
     assert table.filled(page) == page, "run python benchmarks/table.py docs/benchmarks.md"
+
+
+def test_sections_are_taken_again_the_oldest_first(benchmarks):
+    found = benchmarks("retake").sections()
+    assert [section.taken for section in found] == sorted(section.taken for section in found)
+    assert {("engine", "pool"), ("training", "long"), ("sparrow", "decode")} <= {(s.file, s.name) for s in found}
+
+
+def test_only_a_section_that_ends_replaces_the_old_one(benchmarks, monkeypatch, tmp_path):
+    retaken = benchmarks("retake")
+    script, old = tmp_path / "script.py", {name: {"taken": "", "rows": []} for name in ("good", "bad", "slow")}
+    script.write_text(SCRIPT.format(folder=str(ROOT / "benchmarks")))
+    monkeypatch.setattr(retaken.table, "RESULTS", tmp_path)
+    monkeypatch.setattr(retaken, "SCRIPTS", {"some": str(script)})
+    results = tmp_path / "some-h200.json"
+    results.write_text(json.dumps(old))
+    limits = {"good": 60, "bad": 60, "slow": 8}
+    outcomes = {s.name: retaken.retake(s, (), limits[s.name]) for s in retaken.sections()}
+    assert outcomes["good"].startswith("taken in")
+    assert outcomes["bad"] == "failed: ValueError: no room"
+    assert outcomes["slow"] == "stopped after 8 s"
+    new = json.loads(results.read_text())
+    assert new["good"]["rows"] == [{"value": 1}]
+    assert new["good"]["taken"]
+    assert new["good"]["seconds"] < 60
+    assert {name: new[name] for name in ("bad", "slow")} == {name: old[name] for name in ("bad", "slow")}
