@@ -169,13 +169,14 @@ def test_check_reports_whether_the_run_fits_into_memory(recipe):
     def last_line(free: float, config=config) -> str:
         return totals(config, plan, int(free / USABLE) + 1)[-1][0].strip()
 
-    assert dict(totals(config, plan, None))["total, generating"] == size_text(fixed + plan.kv_sparse)
-    assert last_line(max(counted, fixed + plan.kv_sparse)) == "fits"
+    generating = fixed + plan.kv_sparse + plan.row_state
+    assert dict(totals(config, plan, None))["total, generating"] == size_text(generating)
+    assert last_line(max(counted, generating)) == "fits"
     assert last_line(counted - 1) == "does not fit: lower learner.token_budget"
     assert "use more ranks, learner.lora" in last_line(fixed)
     pool = load(recipe, "sparsity=rkv:64+16", "model.dtype=bfloat16", "engine.kv_memory=60GiB")
     assert last_line(counted, pool) == "does not fit: lower engine.kv_memory"
-    crowded = replace(plan, kv_sparse=2 * counted, running=100)
+    crowded = replace(plan, kv_sparse=2 * counted, row_state=0, running=100)
     some = totals(config, crowded, int((fixed + counted) / USABLE) + 1)[-1][0]
     assert some.strip() == "fits 50 of the 100 rollouts at a time; the others wait"
 

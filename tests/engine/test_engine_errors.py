@@ -5,6 +5,8 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
+from alula.engine.engine import default_buckets
+from alula.engine.schedule_plan import padded_rows
 from alula.errors import SettingError
 
 GOOD = [[5, 6, 7], [8, 9]]
@@ -283,3 +285,19 @@ def test_only_the_poisoned_request_fails(name, poison):
         assert rollouts[0].finish == "error"
         assert [(r.finish, r.token_ids) for r in rollouts[9:]] == [("error", [])] * 3
         assert engine.pool.in_use == 0
+
+
+def test_texts_longer_than_the_positions_of_the_model_are_rejected():
+    """An evictor holds few tokens, but the model knows no position beyond its last."""
+    policy, prompt = Sparsity(Evict("streaming", 32, buffer=16)), [[3, 4, 5]]
+    engine = Engine.load("shape:tiny-qwen3", kv_memory="4MiB", max_rows=2, max_length=96)
+    positions = engine.model.config.max_position_embeddings
+    with pytest.raises(SettingError, match=f"beyond the model's {positions} positions; lower max_new_tokens, or load"):
+        engine.generate(prompt, Sampling(max_new_tokens=positions), policy)
+    longer = Engine.load("shape:tiny-qwen3", kv_memory="4MiB", max_rows=2, max_length=positions + 3)
+    longer.submit(longer.requests(prompt, Sampling(max_new_tokens=positions), policy)[0])
+
+
+def test_default_batch_sizes_are_few():
+    assert [default_buckets(rows)[-1] for rows in (8, 1024, 1025, 1280, 1281)] == [1024, 1024, 1280, 1280, 1536]
+    assert len({padded_rows(rows, default_buckets(4096)) for rows in range(1, 4097)}) < 40

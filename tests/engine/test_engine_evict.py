@@ -1,13 +1,17 @@
 """Eviction in the engine against a slow oracle: evicted tokens, when, and the resulting log-probs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Sparsity
+from alula.engine.batch_state import BatchFeatures
 from alula.engine.block_manager import pages_for
+from alula.engine.eviction import captured_rows
 from alula.engine.rollout import NEVER
-from alula.engine.sequence import rollout_key
+from alula.engine.sequence import BatchKind, rollout_key
 from alula.errors import SettingError
 from alula.sparsity.evict import METHODS, build
 from alula.sparsity.evict.query_statistics import QueryStatistics
@@ -368,6 +372,36 @@ def test_a_row_that_ends_with_its_table_full(models):
     evict = Sparsity(Evict("rkv", 12, buffer=4, window=3, sinks=1))
     requests = [engine.requests([[5] * 5], Sampling(max_new_tokens=n, ignore_eos=True), evict)[0] for n in (12, 40)]
     assert [len(rollout) for rollout in engine.stream(requests)] == [12, 40]
+
+
+def test_evictions_of_one_length_are_captured(models, monkeypatch):
+    """Prompts longer than budget + buffer have a first eviction of their own length: a graph of it would serve once."""
+    engine, seen = engine_of(models[1], max_rows=8), []
+    run = engine.runner.evict
+
+    def watched(state, event, table):
+        seen.append((event.n, len(event.rows), captured_rows(engine.runner.cache, event)))
+        return run(state, event, table)
+
+    monkeypatch.setattr(engine.runner, "evict", watched)
+    prompts = [[5] * 20, [6] * 9, [7] * 9, [8] * 9, [9] * 31]
+    evict = Evict("streaming", 12, buffer=4, window=3, sinks=1)
+    engine.generate(prompts, Sampling(max_new_tokens=30, ignore_eos=True), Sparsity(evict))
+    assert {n for n, _, _ in seen} == {16, 20, 31}
+    assert all(rows <= captured < 2 * rows if n == 16 else captured == 0 for n, rows, captured in seen)
+    seen.clear()
+    engine.generate(prompts, Sampling(max_new_tokens=30), Sparsity(replace(evict, protect_prompt=True)))
+    assert {captured for _, _, captured in seen} == {0}
+
+
+def test_larger_requests_seldom_invalidate_graphs(models):
+    """Buffers grow by half at least; while a request fits, nothing is allocated."""
+    state = engine_of(models[1]).runner.batch(BatchKind())
+    generations = []
+    for tokens in (100, 101, 102, 140, 150, 151):
+        state.prepare(BatchFeatures(ring=2, accumulated=tokens), keep=True)
+        generations.append(state.generation)
+    assert generations == [1, 2, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])

@@ -92,6 +92,17 @@ def test_fused_steps_on_quantised_kv(kernels, differences):
     assert found.max() < 0.1
 
 
+@pytest.mark.parametrize(
+    "kernels",
+    [False, pytest.param(True, marks=[interpreted, pytest.mark.kernels, pytest.mark.slow])],
+    ids=["torch", "triton"],
+)
+def test_texts_longer_than_the_kv_of_a_sequence(kernels, differences):
+    """`max_length` limits KV tokens: an evicting sequence goes on, and its positions with it."""
+    found = differences(oracle.custom_model(2), POLICIES["streaming"], kernels=kernels, tokens=32, max_length=16)
+    assert found.max() < 1e-5
+
+
 def test_models_with_other_layers_run_their_modules():
     for name in ("tiny-qwen3", "tiny-qwen3-moe"):
         model = load_model(f"shape:{name}").model

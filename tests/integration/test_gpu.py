@@ -7,6 +7,7 @@ import torch
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.engine.model_runner import CapturedEviction
 from alula.models.load import load_model
+from alula.sparsity.evict import METHODS
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +79,24 @@ def test_fused_steps_in_bfloat16_say_what_the_modules_say(shape, residual):
     assert differences.max() < 0.2
 
 
+@pytest.mark.parametrize("method", [name for name, evictor in METHODS.items() if not evictor.calibrated])
+def test_captured_evictions_equal_eager_ones(method):
+    policy, prompts = Sparsity(Evict(method, budget=48, buffer=16)), [[3, 4, 5], list(range(2, 90))]
+    eager = rollouts("cuda", policy, prompts, 200, graphs=False, compiled=False)
+    assert_same(eager, rollouts("cuda", policy, prompts, 200, compiled=False))
+
+
+def test_texts_longer_than_the_kv_of_a_sequence():
+    """Fused steps know the angles of all positions, not only of those that fit `max_length`."""
+    policy, sampling = Sparsity(Evict("streaming", budget=48, buffer=16)), Sampling(max_new_tokens=300, ignore_eos=True)
+    found = []
+    for compiled in (False, True):
+        loaded = load_model("shape:tiny-qwen3", device="cuda", dtype="float32")
+        engine = Engine(loaded, kv_memory="64MiB", max_rows=4, max_length=96, compiled=compiled)
+        found.append(engine.generate([[3, 4, 5]], sampling, policy, progress=False))
+    assert_same(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_graphs_equal_eager_at_16k_tokens(name):
@@ -91,8 +110,9 @@ def test_graphs_equal_eager_at_16k_tokens(name):
 def test_sleep_gives_the_memory_back_and_graphs_survive_it():
     loaded = load_model("shape:tiny-llama", device="cuda", dtype="float32")
     engine = Engine(loaded, kv_memory="4GiB", max_rows=8, compiled=False)
-    ask = ([[1, 2, 3]], Sampling(max_new_tokens=40, ignore_eos=True), POLICIES["rkv"])
+    ask = ([[1, 2, 3]], Sampling(max_new_tokens=120, ignore_eos=True), POLICIES["rkv"])
     before = engine.generate(*ask, progress=False)
+    assert any(isinstance(graph, CapturedEviction) for graph in engine.runner._graphs.values())
     graphs = len(engine.runner._graphs)
     free = torch.cuda.mem_get_info()[0]
     engine.sleep()

@@ -61,9 +61,7 @@ def test_redundancy(n, dim, spread, dtype):
     keys = some_keys(2, n, dim, spread=spread, dtype=dtype)
     keys[0, n // 2] = 0
     torch.testing.assert_close(redundancy_triton(keys, 0.5), redundancy_torch(keys, 0.5), rtol=1e-5, atol=1e-6)
-    aligned, inverse = alignment_triton(keys)
-    torch.testing.assert_close(aligned, alignment_torch(keys), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(inverse, 1 / (keys.float().norm(dim=-1) + 1e-8))
+    torch.testing.assert_close(alignment_triton(keys), alignment_torch(keys), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

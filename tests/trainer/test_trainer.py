@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import toy
+from alula import Engine, Evict, Select, Sparsity
 from alula.distributed import World
 from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.errors import SettingError
@@ -22,7 +23,7 @@ from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
 from alula.trainer.evaluation import EvalSummary, pooled
 from alula.trainer.host_plan import host_rows, network_bytes, traffic_rows
-from alula.trainer.memory_plan import plan_memory
+from alula.trainer.memory_plan import plan_memory, row_state_bytes, summary_share
 from alula.trainer.reroll import spliced_kv
 from alula.trainer.step_metrics import Clock
 from two_ranks import fork_two_ranks
@@ -613,7 +614,7 @@ def test_the_plan_of_several_nodes_and_of_workers(tmp_path):
     apart = plan_memory(config, 8, workers=4)
     assert (apart.engine_copy, apart.worker_weights, apart.running) == (0, 2 * parameters, 256)
     assert apart.learning == one.learning - one.engine_copy
-    assert apart.generating(None) == 2 * parameters + apart.kv_sparse
+    assert apart.generating(None) == 2 * parameters + apart.kv_sparse + apart.row_state
     lora = plan_memory(toy.toy(tmp_path, *settings, "learner.lora.rank=8"), 8, workers=4)
     assert (lora.published, lora.worker_weights) == (2 * lora.trained, 4 * parameters)
 
@@ -625,6 +626,21 @@ def test_the_plan_counts_a_protected_prompt(tmp_path, protect, held):
         toy.quick(tmp_path, f"sparsity.evict={evict}", "sampling.max_new_tokens=20", "data.max_prompt_tokens=5")
     )
     assert plan.kv_sparse == plan.running * held * plan.geometry.kv_token_bytes
+
+
+@pytest.mark.parametrize("method", ["rkv", "h2o", "streaming"])
+@pytest.mark.parametrize("selector", ["quest", "block-topk"])
+def test_the_plan_counts_what_policies_hold_beside_kv(method, selector):
+    """Against the buffers of an engine that ran them."""
+    policy = Sparsity(Evict(method, 20, buffer=4, window=4, sinks=1), Select(selector, 12, 4, 0))
+    engine = Engine.load("shape:tiny-qwen3", page=4, kv_memory="1MiB", max_rows=3)
+    engine.generate([[3, 4, 5]], Sampling(max_new_tokens=40, ignore_eos=True), policy)
+    [state] = engine.runner.batches.values()
+    held = sum(buffer.nbytes for buffer in (state.ring, state.accumulated) if buffer is not None)
+    assert held == 3 * row_state_bytes(engine.geometry, policy, 3, 43)
+    cache = engine.runner.cache
+    kv = cache.keys.nbytes + cache.values.nbytes
+    assert cache.summaries[selector].nbytes == pytest.approx(kv * summary_share(engine.geometry, policy, 4))
 
 
 def test_the_plan_counts_what_distillation_holds(tmp_path):

@@ -417,7 +417,7 @@ class EngineSettings(Section):
     """Batch sizes that decode steps are padded to; a single value makes results independent of batch composition, bit
     for bit."""
     graphs: bool | None = None
-    """Capture decode steps as CUDA graphs; by default on CUDA."""
+    """Capture decode steps and small evictions as CUDA graphs; by default on CUDA."""
     compiled: bool | None = None
     """Run Llama- and Qwen-shaped models in kernels of Alula's own, and compile other models; by default on CUDA."""
 

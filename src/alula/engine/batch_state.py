@@ -5,7 +5,7 @@ queued before the steps that read them, results are copied back behind the steps
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,7 +161,6 @@ class BatchState:
 
     def _allocate(self, sizes: BatchFeatures) -> None:
         rows, steps, device, g = self.rows, self.steps, self.device, self.geometry
-        self._sizes = sizes
         self._host_budget = widened(self._host_budget, sizes.schedule_bins, UNLIMITED)
         self._host_banned = widened(self._host_banned, sizes.banned, -1)
         self._host_stop = widened(self._host_stop, sizes.stops, -1)
@@ -176,6 +175,8 @@ class BatchState:
         self.ring = self._grown("ring", self.ring, (g.layers, rows, g.query_heads, sizes.ring, g.head_dim), 3)
         sums = (g.layers, rows, g.kv_heads, sizes.accumulated)
         self.accumulated = self._grown("accumulated", self.accumulated, sums, 3, torch.float32)
+        ring, summed = (0 if buffer is None else buffer.shape[3] for buffer in (self.ring, self.accumulated))
+        self._sizes = replace(sizes, ring=ring, accumulated=summed)
         self._dirty = True
 
     def _grown(

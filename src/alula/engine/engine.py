@@ -41,7 +41,8 @@ class Engine(EngineCore):
       % of the free memory on a GPU, at most 1 GiB on the CPU.
     - `kv_dtype`: `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one included.
     - `max_rows`: number of sequences that decode together.
-    - `max_length`: most KV tokens of one sequence. Default: the model's limit, at most what the pool holds.
+    - `max_length`: most KV tokens of one sequence. Default: the model's limit, at most what the pool holds. Texts may
+      be as long as the model's limit, or as `max_length` if that is more.
     - `lookahead`: decode steps planned and launched at a time; finished sequences are noticed at the end. Default: 8 on
       a GPU, 16 there with more than 256 rows (they take longer to plan), 1 on the CPU.
     - `buckets`: batch sizes that decode steps are padded to. A single bucket (prompts then run one by one) makes
@@ -93,6 +94,8 @@ class Engine(EngineCore):
         pages, longest = pool_pages(kv_memory, geometry, page, self.max_rows, limit, device)
         self.max_length = pages_for(longest, page) * page
         """The most KV tokens of one sequence, rounded up to full pages."""
+        self.positions = max(self.max_length, limit, max_positions(model.config))
+        """The longest text. Under an evictor it may be longer than `max_length`."""
         self.lookahead = lookahead or ((8 if self.max_rows <= 256 else 16) if cuda else 1)
         self.prefill_tokens = prefill_tokens
         cache = KVCache(geometry, dtype, attention_scaling(model), pages, page, device)
@@ -108,8 +111,9 @@ class Engine(EngineCore):
             cache,
             rows=self.max_rows,
             max_length=self.max_length,
+            positions=self.positions,
             steps=self.lookahead,
-            buckets=tuple(sorted(buckets)) if buckets else (BUCKETS if cuda else ()),
+            buckets=tuple(sorted(buckets)) if buckets else (default_buckets(self.max_rows) if cuda else ()),
             graphs=check_graphs(model, graphs, cuda),
             compiled=cuda if compiled is None else compiled,
         )
@@ -118,6 +122,7 @@ class Engine(EngineCore):
             page=page,
             rows=self.max_rows,
             width=self.max_length // page,
+            positions=self.positions,
             lookahead=self.lookahead,
             prefill_tokens=prefill_tokens,
             buckets=runner.buckets,
@@ -291,6 +296,11 @@ class Engine(EngineCore):
         self.sparse_adapter = adapter
         self._adapter_version += 1
         merge(adapter, self.model, self.sparse_model)
+
+
+def default_buckets(rows: int) -> tuple[int, ...]:
+    """Batch sizes up to `rows`, or a little more: each is captured, so they are few."""
+    return (*BUCKETS, *range(BUCKETS[-1] + 256, rows + 256, 256))
 
 
 def check_counts(

@@ -48,14 +48,16 @@ def row_bytes(cache: KVCache, event: EvictionEvent) -> int:
 
 def captured_rows(cache: KVCache, event: EvictionEvent) -> int:
     """The number of sequences, a power of two, for which an eviction like this one is captured as a graph; 0 if it is
-    not. Large evictions do not wait for their launches. Protected prompts would need a graph for each length,
-    statistics of queries one for each version of the weights."""
+    not. Large evictions do not wait for their launches. Protected prompts, and the first eviction of prompts longer
+    than budget + buffer, would need a graph for each length, statistics of queries one for each version of the
+    weights."""
     request, rows = event.sequences[0].request, 1 << (len(event.rows) - 1).bit_length()
     policy, evictor = request.sparsity.evict, request.evictor
     assert policy is not None
     assert evictor is not None
     small = rows <= MOST_CAPTURED_ROWS and rows * row_bytes(cache, event) <= MOST_CAPTURED_BYTES
-    return rows if small and not policy.protect_prompt and not evictor.calibrated else 0
+    recurring = event.n == event.keep + policy.buffer and not policy.protect_prompt
+    return rows if small and recurring and not evictor.calibrated else 0
 
 
 @torch.inference_mode()

@@ -54,15 +54,15 @@ def _known(layer: Any) -> bool:
 
 
 class FusedDecoder:
-    def __init__(self, model: PreTrainedModel, max_length: int) -> None:
+    def __init__(self, model: PreTrainedModel, positions: int) -> None:
         self.decoder: Any = model.base_model
-        self._max_length = max_length
+        self._positions = positions
         self._plain_embedding = residual_of(model) is None and type(self.decoder.embed_tokens) is nn.Embedding
 
     @cached_property
     def _angles(self) -> tuple[Tensor, Tensor]:
         """cos and sin [positions, D] of every position that decode steps reach."""
-        positions = torch.arange(self._max_length, device=self.decoder.embed_tokens.weight.device)
+        positions = torch.arange(self._positions, device=self.decoder.embed_tokens.weight.device)
         return self._angles_at(positions)
 
     def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

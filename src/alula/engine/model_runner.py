@@ -30,7 +30,7 @@ LOGITS_BYTES = 1 << 28
 """Logits that are not sampled from are computed in chunks of at most this many bytes."""
 
 CAPTURE_BYTES = 1 << 30
-"""Free memory that capturing a decode step wants."""
+"""Free memory that capturing wants."""
 
 MAX_GRAPHS = 256
 """Captured decode steps and evictions that are kept; the one unused for longest is dropped."""
@@ -82,13 +82,14 @@ class ModelRunner:
         *,
         rows: int,
         max_length: int,
+        positions: int,
         steps: int,
         buckets: tuple[int, ...],
         graphs: bool,
         compiled: bool,
     ) -> None:
         self.model, self.sparse_model = model, sparse_model
-        self.cache, self.buckets, self.max_length = cache, buckets, max_length
+        self.cache, self.buckets, self.max_length, self.positions = cache, buckets, max_length, positions
         self.batches: dict[BatchKind, BatchState] = {}
         """The rows of each kind."""
         hidden = model.config.hidden_size
@@ -132,7 +133,7 @@ class ModelRunner:
         """Run models with known layers through `FusedDecoder`."""
         models = {False: self.model, True: self.sparse_model}
         known = {adapted: m for adapted, m in models.items() if m is not None and fusible(m)}
-        self._fused = {adapted: FusedDecoder(m, self.max_length) for adapted, m in known.items()}
+        self._fused = {adapted: FusedDecoder(m, self.positions) for adapted, m in known.items()}
 
     def _compile_others(self) -> None:
         # All engines and learners of a process compile the same forward, and each adds its own cache entries.
@@ -271,14 +272,16 @@ class ModelRunner:
         graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            warm_up()
-            graph.capture_begin(pool=self._graph_pool)
-            try:
-                result = work()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                warm_up()
+                graph.capture_begin(pool=self._graph_pool)
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+        finally:  # what ran on it may write pages that are given to others next
+            torch.cuda.current_stream().wait_stream(stream)
         return graph, result
 
     def _remember(self, key: tuple, captured: Any) -> Any:
@@ -305,7 +308,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def evict(self, state: BatchState, event: EvictionEvent, table: Tensor) -> Tensor:
-        """Run an eviction; returns the kept slots int32 [C, L, Hkv, keep] of its sequences, until the next one."""
+        """Run an eviction; returns the kept slots int32 [C, L, Hkv, keep] of its sequences, valid until
+        the next eviction or decode step."""
         rows = captured_rows(self.cache, event) if self.use_graphs else 0
         if not rows:
             return evict(self.cache, state, event, table)

@@ -28,6 +28,7 @@ to 2,048 tokens (which all do at once) two fifths; it costs at most 2 % more ste
 class Scheduler:
     """Queues of sequences. `width` is the number of pages of a row's page table.
 
+    positions: tokens of the longest text that the model reads.
     buckets: batch sizes that rows are padded to. With a single one everything is computed one by one (`pinned`): no
     result depends on another sequence then, not even in the last bits.
     swap_bytes: host memory that a sequence takes while it is swapped out.
@@ -42,12 +43,13 @@ class Scheduler:
         rows: int,
         width: int,
         lookahead: int,
+        positions: int = 1 << 30,
         prefill_tokens: int = 16384,
         buckets: tuple[int, ...] = (),
         swap_bytes: Callable[[Sequence], int] = lambda sequence: 0,
         swap_memory: float = float("inf"),
     ) -> None:
-        self.pool, self.page = pool, page
+        self.pool, self.page, self.positions = pool, page, positions
         self.rows = RowPages(pool, page, rows, width, lookahead, buckets)
         self.planner = ChunkPlanner(self.rows)
         self.prefill_tokens, self.pinned = prefill_tokens, len(buckets) == 1
@@ -94,6 +96,11 @@ class Scheduler:
             not need.exceeds_length,
             f"a prompt of {length} tokens with max_new_tokens={new} may hold {need.tokens} KV tokens, more than "
             f"max_length={need.max_tokens}; lower max_new_tokens or load the engine with a larger max_length.",
+        )
+        require(
+            length + new <= self.positions,
+            f"a prompt of {length} tokens with max_new_tokens={new} goes beyond the model's {self.positions} "
+            f"positions; lower max_new_tokens, or load the engine with max_length={length + new} if it reads that far.",
         )
 
     def submit(self, request: Request) -> list[Sequence]:

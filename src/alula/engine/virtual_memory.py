@@ -17,9 +17,9 @@ from torch import Tensor
 class ReleasableBuffer:
     """`tensor` is uint8 [size]. After `release` it must not be used until `restore`."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, name: str, size: int, device: torch.device) -> None:
         self.size = size
-        self._virtual = _VirtualRange(size, device) if device.type == "cuda" else None
+        self._virtual = _VirtualRange(name, size, device) if device.type == "cuda" else None
         self.tensor: Tensor = self._virtual.tensor() if self._virtual else torch.zeros(size, dtype=torch.uint8)
         self.resident = True
 
@@ -52,7 +52,7 @@ class ReleasableBuffers:
     def allocate(self, name: str, layout: tuple[int, ...], dtype: torch.dtype, content: Tensor | None = None) -> Tensor:
         """A tensor of zeros that begins with `content` along every axis; replaces the one of that name, which may be
         `content`."""
-        buffer = ReleasableBuffer(math.prod(layout) * dtype.itemsize, self.device)
+        buffer = ReleasableBuffer(name, math.prod(layout) * dtype.itemsize, self.device)
         tensor = buffer.tensor.view(dtype).view(layout)
         if not self.resident:
             buffer.release()
@@ -98,7 +98,7 @@ SPARE = 1 << 30
 class _VirtualRange:
     """CUDA's virtual memory management: cuMemAddressReserve, cuMemCreate, cuMemMap and their inverses."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, name: str, size: int, device: torch.device) -> None:
         torch.cuda.init()
         torch.zeros(1, device=device)  # makes the device's CUDA context current
         self.driver = ctypes.CDLL("libcuda.so.1")
@@ -108,7 +108,7 @@ class _VirtualRange:
         self.properties = _AllocationProperties(PINNED, 0, self.location, None, (ctypes.c_ubyte * 8)())
         granularity = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self.properties), 0)
-        self.requested = size
+        self.name, self.requested = name, size
         self.size = ctypes.c_size_t(-(-size // granularity.value) * granularity.value)
         self.address = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
@@ -152,9 +152,11 @@ class _VirtualRange:
         code = getattr(self.driver, name)(*arguments)
         if code == 2:
             requested, free = self.requested / 2**30, torch.cuda.mem_get_info(self.device)[0] / 2**30
+            size = f"{requested:.1f}GiB"
+            what = f"kv_memory={size}" if self.name == "kv" else f"buffer {self.name!r} of {size}"
             raise torch.cuda.OutOfMemoryError(
-                f"kv_memory={requested:.1f}GiB: the GPU has {free:.1f} GiB free; lower it (or learner.token_budget, "
-                "whose activations share the GPU), or stop other processes there."
+                f"{what}: the GPU has {free:.1f} GiB free; lower kv_memory or max_rows (or learner.token_budget, whose "
+                "activations share the GPU), or stop other processes there."
             )
         if code != 0:
             raise RuntimeError(f"{name} failed with CUDA driver error {code}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from alula.ops.dispatch import tl, triton, use_triton
 from alula.ops.fp8 import power_of_two
 from alula.ops.paged_attention_fp8 import split_fp8
-from alula.ops.pieces import SHORTEST, Pieces, piece_length
+from alula.ops.pieces import MANY, Pieces, piece_length
 from alula.ops.rotary import Rotary, rotated_tile, rotated_vector
 
 TORCH_CHUNK = 128
@@ -211,7 +211,7 @@ def tile(row_heads: int, vector_bytes: int) -> tuple[int, int, int]:
     last wave is shorter."""
     if row_heads > 1024 and vector_bytes <= 128:
         return 32, 1, 3
-    return 64, 2, 5 if SHORTEST <= row_heads < 512 and vector_bytes <= 256 else 3
+    return 64, 2, 5 if MANY <= row_heads < 512 and vector_bytes <= 256 else 3
 
 
 # No specialisation on the numbers of pieces and rows.

@@ -40,7 +40,7 @@ def redundancy(keys: Tensor, threshold: float) -> Tensor:
 
 def alignment(keys: Tensor) -> Tensor:
     """keys [R, n, D] -> fp32 [R, n]."""
-    return alignment_triton(keys)[0] if use_triton(keys) else alignment_torch(keys)
+    return alignment_triton(keys) if use_triton(keys) else alignment_torch(keys)
 
 
 # One head at a time: memory stays small, and the result is independent of the batch size.
@@ -69,15 +69,14 @@ def _mean_similarity(unit: Tensor, threshold: float) -> Tensor:
     return total / n
 
 
-def alignment_triton(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The alignment, and 1 / (‖k‖ + 1e-8)."""
+def alignment_triton(keys: Tensor) -> Tensor:
     keys = keys.contiguous()
     heads, n, dim = keys.shape
     inverse, anchor = _sum_of_units(keys)
     aligned = torch.empty_like(inverse)
     shape = {"DIM": dim, "DIM_POW2": triton.next_power_of_2(dim)}
     _align[(heads * triton.cdiv(n, 64),)](keys, inverse, anchor, aligned, n, BLOCK=64, num_warps=4, **shape)
-    return aligned, inverse
+    return aligned
 
 
 def _sum_of_units(keys: Tensor) -> tuple[Tensor, Tensor]:

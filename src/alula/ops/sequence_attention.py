@@ -124,7 +124,7 @@ def _sequence(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """[1, H, S, D] each -> (out [1, Hq, S, D], logsumexp [1, Hq, S])"""
+    """[B, H, S, D] each -> (out [B, Hq, S, D], logsumexp [B, Hq, S])"""
     if q.is_cuda:
         # No boundaries: with them cuDNN takes its packed path, which is slow and has a wrong backward pass.
         shape = (None, None, q.shape[2], k.shape[2])

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.stop_strings import StopStrings
 from alula.errors import RunFailed, SettingError, require
-from alula.models.geometry import max_positions
 from alula.serve.answers import FINISH, JSONAnswer, Names, Turn, choice_index, envelope, kv_use, session_state, usage
 from alula.serve.bodies import ChatBody, CompletionBody, OpenAIFields, RequestFields, TokensBody, chat_messages
 from alula.serve.engine_thread import Job
@@ -173,7 +172,7 @@ class Generation:
         so the model's positions are a limit of their own."""
         longest, most = max(map(len, prompts)), self.engine.max_length
         require(longest < most, f"the prompt has {longest} tokens, but the context ends at {most}; shorten it.")
-        positions = max(most, max_positions(self.engine.model.config))
+        positions = self.engine.positions
         require(
             limit is None or longest + limit <= positions,
             f"max_tokens={limit}: after a prompt of {longest} tokens it goes beyond the model's {positions} positions; "

@@ -117,6 +117,10 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
     table.add_row(f"  {plan.running} rollouts of {longest:,} tokens, dense", size_text(plan.kv_dense))
     if not sparsity.dense:
         table.add_row(f"  the same under {sparsity.describe()}", size_text(plan.kv_sparse))
+    if plan.row_state:
+        table.add_row(f"recent queries and attention sums of {config.engine.max_rows} rows", size_text(plan.row_state))
+    if plan.summary_share:
+        table.add_row("page summaries", f"{100 * plan.summary_share:.1f} % of the KV pool")
     if tokenized:
         table.add_row(f"  including the longest prompt: {plan.prompt:,} tokens", "")
     elif config.data.max_prompt_tokens is None:

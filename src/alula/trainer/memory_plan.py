@@ -25,15 +25,18 @@ from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
 from alula.models.residual import widen_residual
 from alula.rewards.scoring import check as check_rewards
+from alula.sparsity.evict import build
 from alula.sparsity.footprint import most_held
-from alula.sparsity.policy import check_schedules
+from alula.sparsity.policy import Sparsity, check_schedules
+from alula.sparsity.select import METHODS as SELECTORS
 from alula.trainer.build import Data
 from alula.trainer.preflight import check_positions, load_first_adapter, load_model_config
 
 PROMPT_GUESS = 256
 """Assumed tokens per prompt, if neither the data nor `data.max_prompt_tokens` gives a number."""
 USABLE = 0.9
-"""Share of the free memory that a plan may use: the CUDA context and one layer's activations are not counted."""
+"""Share of the free memory that a plan may use: the CUDA context, captured graphs and one layer's activations are not
+counted."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class MemoryPlan:
     """All rollouts that run together, at full length, with dense KV."""
     kv_sparse: int
     """The same under the run's sparsity."""
+    row_state: int
+    """Recent queries and attention sums that the run's evictor keeps for every row."""
+    summary_share: float
+    """Size of the selector's page summaries, as a share of the KV pool."""
     rollouts: int
     running: int
     """Rollouts that run together."""
@@ -116,6 +123,7 @@ class MemoryPlan:
     def generating(self, kv_memory: str | int | None) -> int:
         """Total while the run generates, after the learner has freed what only it needs; with workers, that of one."""
         pool = parse_bytes(kv_memory) if kv_memory else self.kv_sparse
+        pool += self.row_state + int(self.summary_share * pool)
         if self.workers:
             return self.worker_weights + self.sparse_copy + pool
         return self.learning - self.gradients - self.logits - self.activations + pool
@@ -196,6 +204,8 @@ def plan_memory(
         geometry=geometry,
         kv_dense=running * longest * kv_token,
         kv_sparse=running * most_held(sparsity.evict, prompt, longest) * kv_token,
+        row_state=config.engine.max_rows * row_state_bytes(geometry, sparsity, prompt, longest),
+        summary_share=summary_share(geometry, sparsity, config.page),
         rollouts=rollouts,
         running=running,
         most_tokens=rollouts * config.most_sampled(),
@@ -203,6 +213,24 @@ def plan_memory(
     )
     learner = config.learner
     return replace(plan, activations=plan.activations_of(learner.checkpoints_activations, learner.tokens) or 0)
+
+
+def row_state_bytes(geometry: Geometry, sparsity: Sparsity, prompt: int, longest: int) -> int:
+    """Bytes of the recent queries and attention sums that an evictor keeps for one row."""
+    if sparsity.evict is None:
+        return 0
+    evictor = build(sparsity.evict)
+    ring = evictor.queries * geometry.query_heads * geometry.vector_bytes
+    sums = 4 * geometry.kv_heads * most_held(sparsity.evict, prompt, longest) if evictor.accumulates else 0
+    return geometry.layers * (ring + sums)
+
+
+def summary_share(geometry: Geometry, sparsity: Sparsity, page: int) -> float:
+    """Size of a selector's page summaries, as a share of the pages' KV."""
+    if sparsity.select is None:
+        return 0.0
+    summary = SELECTORS[sparsity.select.method].vectors * geometry.layers * geometry.kv_heads * geometry.vector_bytes
+    return summary / (page * geometry.kv_token_bytes)
 
 
 def separate_workers(config: RunConfig) -> int:
