@@ -153,6 +153,7 @@ def test_budget_may_be_a_schedule(recipe):
         (["objective.correction.preset={cap: 2}"], "objective.correction.preset={'cap': 2}: "),
         (["objective.correction.capp=2"], "did you mean 'objective.correction.cap'?"),
         (["objective.correction={preset: tis, cap: -1}"], "cap=-1"),
+        (["objective.correction.veto=2"], "objective.correction.veto=2.0: should be below 1; a token with equal"),
         (["objective.correction.cap=two"], "objective.correction.cap='two'"),
         (["objective.loss=gspo"], "belongs to the whole rollout"),
         (["objective.loss=grop"], "objective.loss: unknown loss 'grop'; did you mean 'grpo'?"),

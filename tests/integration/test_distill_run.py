@@ -14,7 +14,7 @@ from alula.errors import SettingError
 from alula.models.lora import Adapter
 from alula.trainer.trainer import Trainer
 from distill_runs import FIRST, RECIPE, distilling_run, trained, watched
-from toy import without_clocks
+from toy import veto_everything, without_clocks
 from two_ranks import fork_two_ranks
 
 
@@ -48,14 +48,15 @@ def test_run_distils_moves_to_the_sparser_policy_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["shared weights", "lora"])
-def test_vetoed_rollouts_are_distilled_and_the_engine_serves_the_adapter(tmp_path, lora):
+def test_vetoed_rollouts_are_distilled_and_the_engine_serves_the_adapter(tmp_path, monkeypatch, lora):
     """All rollouts are vetoed: they do not train θ, but they train φ."""
+    veto_everything(monkeypatch)
     trainer, seen = watched(
         tmp_path,
         steps=3,
         eval={"every": 0},
         learner=RECIPE["learner"] | {"lora": lora},
-        objective={"loss": "dr_grpo", "clip_high": 0.28, "kl": 0.1, "correction": {"preset": "sparse-rl", "veto": 1e6}},
+        objective={"loss": "dr_grpo", "clip_high": 0.28, "kl": 0.1, "correction": "sparse-rl"},
         distill=RECIPE["distill"] | {"move": None, "every": 1, "fraction": 1.0},
     )
     experiences, update = [], trainer.updater.update
@@ -343,12 +344,12 @@ def test_run_with_a_selector_and_lora(tmp_path):
     assert rows[1]["distill/tokens"] <= 3 * 4 * 8
 
 
-def test_step_without_sparse_rollouts_distils_nothing(tmp_path):
-    everything = {"preset": "reroll", "veto": 1e6}
+def test_step_without_sparse_rollouts_distils_nothing(tmp_path, monkeypatch):
+    veto_everything(monkeypatch)
     rows = trained(
         tmp_path / "run",
         steps=2,
-        objective={"correction": everything},
+        objective={"correction": "reroll"},
         eval={"every": 0},
         distill=RECIPE["distill"] | {"move": None, "every": 1},
     )

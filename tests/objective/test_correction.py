@@ -287,6 +287,11 @@ def test_percentiles_are_those_of_all_ranks_together_with_one_collective():
         ({"weight": "tokens"}, "'token'"),
         ({"inner": "acepted"}, "'accepted'"),
         ({"veto": 0.0}, "veto=0.0"),
+        ({"veto": 2}, r"^veto=2\.0: should be below 1; a token with equal probabilities has ξ = 1.$"),
+        ({"veto": 1.0}, r"veto=1\.0: should be below 1"),
+        ({"mask": "token", "mask_low": 1.5, "mask_high": 2.0}, r"mask_low=1\.5: should be below 1"),
+        ({"mask": "geometric", "mask_low": 0.5, "mask_high": 0.9}, r"mask_high=0\.9: should be above 1"),
+        ({"weight": "token", "cap": 0.5}, r"cap=0\.5: should be at least 1"),
     ],
 )
 def test_a_contradictory_correction_raises(settings_, message):

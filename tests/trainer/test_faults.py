@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 import toy
 from alula.cli.main import app
+from alula.objective import correction
 from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.run_dir import LINES, MetricsWriter
 from alula.trainer import update
@@ -370,10 +371,11 @@ def test_several_non_finite_updates_in_a_row_stop_the_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kl", [0, 0.1])
-def test_a_step_with_all_rollouts_rejected_changes_nothing_and_is_reported(tmp_path, kl):
+def test_a_step_with_all_rollouts_rejected_changes_nothing_and_is_reported(tmp_path, monkeypatch, kl):
     """With a KL too: it starts at the reference, where its gradient is 0."""
+    toy.veto_everything(monkeypatch)
     out = tmp_path / "run"
-    settings = ("objective.correction.veto=10", "steps=6", "eval.every=0", f"objective.kl={kl}")
+    settings = ("steps=6", "eval.every=0", f"objective.kl={kl}")
     run = toy.trainer(toy.quick(out, *settings))
     before = weights(run)
     assert run.run()
@@ -386,12 +388,11 @@ def test_a_step_with_all_rollouts_rejected_changes_nothing_and_is_reported(tmp_p
     assert events(out, "rejection"), "the health warning is reported too"
 
 
-MASK = "objective.correction={preset: geometric, mask_low: 5.0, mask_high: 6.0}"
-
-
-def test_a_mask_that_rejects_every_rollout_is_reported(tmp_path):
+def test_a_mask_that_rejects_every_rollout_is_reported(tmp_path, monkeypatch):
     """No token is vetoed: `rejected` counts the rollouts that the mask dropped."""
-    run = toy.trainer(toy.quick(tmp_path / "run", MASK, "steps=6", "eval.every=0", "objective.kl=0"))
+    monkeypatch.setattr(correction, "_ratio", lambda log_ratio, *_: torch.full_like(log_ratio, 5.0))
+    settings = ("objective.correction=geometric", "steps=6", "eval.every=0", "objective.kl=0")
+    run = toy.trainer(toy.quick(tmp_path / "run", *settings))
     assert run.run()
     rows = toy.rows(tmp_path / "run", "metrics.jsonl")
     assert all((row["mismatch/veto_rate"], row["mismatch/rejected"]) == (0, 1) for row in rows)

@@ -15,6 +15,7 @@ from alula.objective.losses import LOSSES
 
 Level = Literal["none", "token", "sequence", "geometric"]
 Counted = Literal["all", "accepted"]
+EQUAL = "a token with equal probabilities has ξ = 1"
 
 
 @settings_type
@@ -77,6 +78,10 @@ class Correction:
         after_veto = [setting for setting in ("prefix_only", "reroll") if getattr(self, setting)]
         for wrong, message in (
             (low and high and low >= high, f"mask_low={low} must be below mask_high={high}."),
+            (low and low >= 1, f"mask_low={low}: should be below 1; {EQUAL}."),
+            (high and high <= 1, f"mask_high={high}: should be above 1; {EQUAL}."),
+            (self.veto and self.veto >= 1, f"veto={self.veto}: should be below 1; {EQUAL}."),
+            (self.cap and self.cap < 1, f"cap={self.cap}: should be at least 1; {EQUAL}."),
             (self.cap and not weighted, f"cap={self.cap} caps nothing: set weight, or cap to null."),
             (self.batch_normalise and not weighted, "batch_normalise=true: there is no weight; set weight."),
             (masked and not banded, f"mask={self.mask}: give mask_low, mask_high or both."),
