@@ -187,8 +187,8 @@ MISFITS = {
         f"model={MODEL}, not model=shape:tiny-qwen3",
     ),
     "another method": ({"sparsity": {"method": "quest"}}, "method=block-topk, not method=quest"),
-    "another page": ({"sparsity": {"block": 2}}, "block=4, not block=2"),
-    "other settings": ({"sparsity": {"dense_layers": 2}}, "dense_layers=1, not dense_layers=2"),
+    "another page": ({"sparsity": {"block": 2}}, "planned with block=4; write block-topk:"),
+    "other settings": ({"sparsity": {"dense_layers": 2}}, "planned with dense_layers=1; write block-topk:"),
 }
 
 

@@ -1,6 +1,7 @@
 """Planning: against brute force on synthetic calibrations; errors, growing schedules of evictors, files and charts."""
 
 import re
+import shlex
 from dataclasses import asdict, replace
 from itertools import combinations_with_replacement
 from xml.etree import ElementTree
@@ -380,6 +381,26 @@ def test_the_command_creates_the_folder_of_its_output(calibration_file, tmp_path
     out = tmp_path / "no" / "such" / "s.json"
     assert run_plan(calibration_file, "--out", out) == 0
     assert Schedule.load(out).name == "s"
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (PolicyFamily(Sparsity(select=Select("block-topk", 64, 4, 0))), "block-topk:{out},block=4,dense_layers=0"),
+        (
+            PolicyFamily(Sparsity(Evict("streaming", 2048), Select("block-topk", 64))),
+            "streaming:2048+128 & block-topk:{out}",
+        ),
+        (EVICT, "streaming:{out}+16,window=4"),
+    ],
+)
+def test_the_last_line_is_the_policy_to_train_with(tmp_path, capsys, family, text):
+    file, out = tmp_path / "calibration.json", tmp_path / "s.json"
+    replace(calibration(realistic(), family=family), notes={"shape": asdict(GEOMETRY)}).save(file)
+    assert run_plan(file, "--tau", "0.7", "--out", out) == 0
+    (setting,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("train with: "))
+    assert setting == f"sparsity={text.format(out=out)}"
+    assert Sparsity.parse(setting.removeprefix("sparsity=")) == family.policy(Schedule.load(out))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from alula.errors import SettingError
-from alula.sparsity.policy import Evict, Select, Sparsity
+from alula.sparsity.policy import Evict, Select, Sparsity, check_schedules
 from alula.sparsity.schedule import PRESETS, Schedule
 from alula.trainer.preflight import load_model_config, schedules_of_other_models
 
@@ -45,6 +45,36 @@ def test_another_use_raises():
     ):
         with pytest.raises(SettingError, match="was planned for"):
             schedule.check(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("method", "block", "options", "text", "message"),
+    [
+        (
+            "block-topk",
+            4,
+            {"block": 4, "dense_layers": 0},
+            "block-topk:{file}",
+            "block=4, dense_layers=0; write block-topk:{file},block=4,dense_layers=0.",
+        ),
+        ("quest", 4, {}, "quest:{file},dense_layers=1", "block=4; write quest:{file},block=4,dense_layers=1."),
+        (
+            "rkv",
+            None,
+            {"buffer": 8, "mix": 0.5},
+            "rkv:{file}+8,sinks=1",
+            "mix=0.5; write rkv:{file}+8,sinks=1,mix=0.5.",
+        ),
+    ],
+)
+def test_a_file_planned_with_other_settings_says_what_to_write(tmp_path, method, block, options, text, message):
+    file = tmp_path / "schedule.json"
+    Schedule((24, 64), width=50, method=method, block=block, notes={"options": options}).save(file)
+    with pytest.raises(SettingError) as raised:
+        check_schedules(Sparsity.parse(text.format(file=file)), "some/model")
+    assert str(raised.value) == f"{file} was planned with {message.format(file=file)}"
+    written = str(raised.value).rpartition("; write ")[2].removesuffix(".")
+    check_schedules(Sparsity.parse(written), "some/model")
 
 
 def test_bad_files_raise(tmp_path):

@@ -1,6 +1,8 @@
 """`alula plan`: the cheapest schedule whose tail stays above a threshold, and the cost of other thresholds."""
 
+from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,6 +70,8 @@ def plan(
         f"{out}, {out.with_suffix('.tails.svg')} and {out.with_suffix('.pareto.svg')} written; "
         f"check it on its own rollouts with `alula calibrate MODEL --data ... --verify {out}`."
     )
+    policy = chosen.family.policy(replace(chosen.schedule, name=str(out)))
+    typer.echo(f"train with: {quote('sparsity=' + policy.describe())}")
 
 
 def check_workload(new_tokens: int | None, prompt: int, batch: int | None, kv_memory: str | None) -> None:

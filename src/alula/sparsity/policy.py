@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from alula.config.settings import fields_of, settings_type
-from alula.errors import require, unknown
+from alula.errors import SettingError, require, unknown
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.text import budget as parse_budget
 from alula.sparsity.text import part_text, settings_of
@@ -98,6 +98,8 @@ class Evict:
 
     def __post_init__(self) -> None:
         least = smallest(self.budget)
+        if least < self.window + self.sinks:
+            check_planned_settings(self)
         require(
             least >= self.window + self.sinks,
             f"budget={least} is smaller than window + sinks = {self.window} + {self.sinks}, which are always kept; "
@@ -142,6 +144,8 @@ class Select:
         if self.method not in METHODS:
             raise unknown("selector", self.method, METHODS)
         least = smallest(self.budget)
+        if least < 3 * self.block:
+            check_planned_settings(self)
         require(
             least >= 3 * self.block,
             f"budget={least} is smaller than the three blocks of {self.block} that are always read "
@@ -217,12 +221,29 @@ def changed_settings(part: Evict | Select, *always: str) -> dict[str, Any]:
     return {k: v for k, v in part.settings.items() if k in always or k not in defaults or defaults[k] != v}
 
 
+def check_planned_settings(part: Evict | Select) -> None:
+    """Raise if a schedule file was planned with other settings, and say what to write instead."""
+    schedule = part.budget
+    if not isinstance(schedule, Schedule) or schedule.source is None:
+        return
+    schedule.check(method=part.method)
+    planned = dict(schedule.notes.get("options", {}))
+    if isinstance(part, Select) and schedule.block is not None:
+        planned["block"] = schedule.block
+    other = [f"{name}={value}" for name, value in planned.items() if part.settings.get(name) != value]
+    if other:
+        named = replace(schedule, name=schedule.source, source=None)
+        text = describe(type(part)(part.method, named, **part.settings | planned))
+        raise SettingError(f"{schedule.source} was planned with {', '.join(other)}; write {text}.")
+
+
 def check_schedules(sparsity: Sparsity, model: str) -> None:
     """Raise if a schedule was planned for another model, method or setting."""
     parts = (("evict", sparsity.evict), ("select", sparsity.select))
     both = {kind: describe(part, full=True) if part else "none" for kind, part in parts}
     for part in (sparsity.evict, sparsity.select):
         if part is not None and isinstance(part.budget, Schedule):
+            check_planned_settings(part)
             settings = both | part.settings
             block = part.block if isinstance(part, Select) else None
             part.budget.check(method=part.method, block=block, model=model, settings=settings)
