@@ -11,6 +11,7 @@ from alula.config.run import RunConfig
 from alula.files import size_text
 from alula.models.load import load_model
 from alula.models.lora import init_adapter
+from alula.trainer.check import sparsity_table
 from alula.trainer.memory_plan import USABLE, plan_memory, totals
 
 
@@ -58,6 +59,22 @@ EVICTS = ["sparsity.evict={method: rkv, budget: 64}"]
 
 
 TO_A_PRESET = ["sparsity.select={method: block-topk, budget: 16384}", "distill.move.sparsity=block-topk:qwen3-4b-0.86"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        (
+            "block-topk:qwen3-8b-0.86",
+            "512 to 7,168 KV tokens by length (qwen3-8b-0.86), in blocks of 16; dense layers: 2",
+        ),
+        ("block-topk:1k", "1,024 KV tokens, in blocks of 16; dense layers: 2"),
+        ("rkv:64+16", "to 64 KV tokens whenever 16 more are cached"),
+    ],
+)
+def test_check_prints_the_budgets_of_a_schedule(recipe, policy, line):
+    table = sparsity_table(load(recipe, f"sparsity={policy}"))
+    assert any(line in cell for cell in table.columns[1].cells)
 
 
 @pytest.mark.parametrize("source", ["shape:qwen3-4b", "shape:qwen3-8b"])

@@ -15,7 +15,7 @@ from alula.rollouts.build import check_backend
 from alula.run.checkpoint import Resume
 from alula.run.console import duration, seconds
 from alula.run.sinks import check_sinks
-from alula.sparsity.policy import DENSE
+from alula.sparsity.policy import DENSE, Budget
 from alula.trainer.check_environment import check_environment
 from alula.trainer.host_plan import host_rows, traffic_rows
 from alula.trainer.learner_fit import choose, open_settings, with_choice
@@ -163,13 +163,13 @@ def sparsity_table(config: RunConfig) -> Table:
         protected = "the whole prompt, " if evict.protect_prompt else ""
         table.add_row(
             "  evicted",
-            f"to {evict.budget} KV tokens whenever {evict.buffer} more are cached; always kept: "
+            f"to {budget_text(evict.budget)} whenever {evict.buffer} more are cached; always kept: "
             f"{protected}first {evict.sinks}, last {evict.window}",
         )
     if select := sparsity.select:
         table.add_row(
             "  read",
-            f"{select.budget} KV tokens in blocks of {select.block}; dense layers: {select.dense_layers}",
+            f"{budget_text(select.budget)}, in blocks of {select.block}; dense layers: {select.dense_layers}",
         )
     if config.engine.kv_dtype:
         table.add_row("  stored", f"in 8 bits ({config.engine.kv_dtype}), in evaluations and rerolls too")
@@ -181,6 +181,12 @@ def sparsity_table(config: RunConfig) -> Table:
     evaluated = f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps" if every else "off"
     table.add_row("held-out evaluation", evaluated)
     return table
+
+
+def budget_text(budget: Budget) -> str:
+    if isinstance(budget, int):
+        return f"{budget:,} KV tokens"
+    return f"{min(budget.budgets):,} to {max(budget.budgets):,} KV tokens by length ({budget.name})"
 
 
 def describe_control(control: ControlSettings) -> str:
