@@ -434,6 +434,15 @@ def test_a_stricter_threshold_costs_speed():
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
+def test_thresholds_have_as_many_digits_as_tell_them_apart():
+    cal = calibration(np.full((len(BUDGETS), BINS), 0.9999996))
+    with pytest.raises(Infeasible, match=r"tau=0\.9999999 is .* best reachable is 0\.9999996, .* bound 0\.9999996 "):
+        plan(cal, COST, WORK, tau=0.9999999)
+    lines = table(tradeoffs(cal, COST, WORK, taus=[0.86, 0.9999996, 0.9999999])).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["0.9999999", "0.9999996", "0.860"]
+    assert "best reachable 0.9999996" in lines[0]
+
+
 def test_charts_are_valid_svg():
     cal = calibration(realistic(), np.array([50, 50, 50, 50, 50, 5]))
     chosen = plan(cal, COST, WORK, tau=0.86)

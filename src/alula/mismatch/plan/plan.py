@@ -1,5 +1,7 @@
 """The cheapest schedule whose tail of acceptance is confidently above a threshold at every length."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -253,14 +255,21 @@ def _infeasible(
     reach = reachable_tau(lower[trusted], growing)
     worst = int(trusted[lower[trusted].max(1).argmin()])
     best = family[int(lower[worst].argmax())]
+    n = digits(tau, [reach])
     return Infeasible(
-        f"tau={tau:.3f} is out of reach of {best.family.describe()}: the best reachable is {reach:.3f}, and "
+        f"tau={tau:.{n}f} is out of reach of {best.family.describe()}: the best reachable is {reach:.{n}f}, and "
         f"the tightest bin is {worst * calibration.width}-{(worst + 1) * calibration.width}, where budget "
-        f"{best.budget} has a tail of {best.tail.value[worst]:.3f} with lower bound "
-        f"{lower[worst].max():.3f} (dense floor {calibration.floor.overall:.3f}); lower tau, or calibrate larger "
+        f"{best.budget} has a tail of {best.tail.value[worst]:.{n}f} with lower bound "
+        f"{lower[worst].max():.{n}f} (dense floor {calibration.floor.overall:.{n}f}); lower tau, or calibrate larger "
         "budgets or more prompts.",
         reach,
     )
+
+
+def digits(value: float, others: Iterable[float]) -> int:
+    """Decimals, at least three, that tell `value` from the others."""
+    apart = [abs(value - other) for other in others if other != value]
+    return max(3, math.ceil(-math.log10(min(apart)))) if apart else 3
 
 
 def _ms_per_bin(calibration: Calibration, policy: Sparsity, cost: CostModel, workload: Workload) -> Array:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from alula.mismatch.calibrate.file import Calibration
 from alula.mismatch.plan.cost import CostModel
-from alula.mismatch.plan.plan import GAP, Infeasible, Plan, Workload, plan
+from alula.mismatch.plan.plan import GAP, Infeasible, Plan, Workload, digits, plan
 
 GAPS = (0.02, 0.04, 0.06, GAP, 0.11, 0.14, 0.17, 0.20)
 """Default thresholds of the table, as distances below the dense floor."""
@@ -38,14 +38,16 @@ def table(rows: Sequence[Tradeoff]) -> str:
         "| tau | speed-up | KV read | KV GiB | rows | budgets | method |",
         "|---:|---:|---:|---:|---:|---|---|",
     ]
+    shown = [tau for row in rows for tau in (row.tau, row.reachable)]
     for row in rows:
+        n = digits(row.tau, shown)
         if row.plan is None:
-            lines.append(f"| {row.tau:.3f} | out of reach | | | | best reachable {row.reachable:.3f} | |")
+            lines.append(f"| {row.tau:.{n}f} | out of reach | | | | best reachable {row.reachable:.{n}f} | |")
             continue
         best, budgets = row.plan, row.plan.schedule.budgets
         span = f"{budgets[0]} to {budgets[-1]}" if budgets[0] != budgets[-1] else f"{budgets[0]}"
         lines.append(
-            f"| {row.tau:.3f} | {best.speedup:.2f}x | {best.sparse.read_share:.0%} "
+            f"| {row.tau:.{n}f} | {best.speedup:.2f}x | {best.sparse.read_share:.0%} "
             f"| {best.sparse.peak_kv_bytes / 2**30:.2f} | {best.sparse.batch} | {span} "
             f"| {best.family.describe()} |"
         )
