@@ -14,7 +14,8 @@ from alula.errors import SettingError
 from alula.trainer.memory_plan import USABLE, plan_memory
 
 GPUS = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
-MODELS = ("smollm2-135m", "qwen3-0.6b", "qwen2.5-1.5b", "qwen3-1.7b", "qwen2.5-3b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
+MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-1.5b", "qwen3-1.7b", "qwen2.5-3b", "qwen3-4b")
+MODELS += ("qwen2.5-7b", "qwen3-8b", "qwen3-14b")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 ROWS = 64
 

@@ -63,7 +63,7 @@ class Evict:
 
     method: str
     """`rkv`, `snapkv`, `streaming`, `h2o`, `tova`, `keydiff`, `knorm`, `vase`, `vase-dkv`,
-    `triattention` or `random`."""
+    `triattention`, `random`, or `rkv-code` for comparison."""
     budget: BudgetField
     """KV tokens kept per layer and head, or a schedule: a file or a preset's name."""
     buffer: Count = 128
