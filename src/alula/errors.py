@@ -1,6 +1,8 @@
 """Errors meant for the user. A message names the setting and its value, and gives a hint."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -31,6 +33,21 @@ def require(condition: bool, message: str) -> None:
     """Raise `SettingError(message)` unless `condition` holds."""
     if not condition:
         raise SettingError(message)
+
+
+@contextmanager
+def in_section(section: str, setting: str | None = None) -> Iterator[None]:
+    """Errors of a Python call name settings as in a recipe: `device=cuda: …` becomes `model.device=cuda: …`. Messages
+    that name no setting begin with `setting`, if it is given."""
+    try:
+        yield
+    except SettingError as error:
+        message = str(error)
+        if re.match(r"\w+(\[\d+\])?=", message):
+            error.args = (f"{section}.{message}",)
+        elif setting and not message.startswith(section):
+            error.args = (f"{setting}: {message}",)
+        raise
 
 
 def require_whole(**settings: Any) -> None:

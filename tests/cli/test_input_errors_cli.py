@@ -11,7 +11,9 @@ import pytest
 from alula import hub
 from alula.cli.main import app
 from alula.data import load
+from alula.engine.engine import Engine
 from alula.errors import SettingError
+from alula.rewards import Rewards, RewardTerm
 
 
 def ended(capsys, *arguments) -> tuple[int, str, str]:
@@ -128,12 +130,53 @@ def test_check_reports_a_reward_module_that_fails(recipe, tmp_path, capsys, monk
     assert (code, error) == (2, f"alula: rewards.use: {reason}; correct it.\n")
 
 
+@pytest.mark.parametrize("check", [["--check"], []], ids=["check", "run"])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rewards.use=nope", "rewards.use: unknown reward 'nope'; known: "),
+        ("data.source=task:nope", "data.source='task:nope': unknown task 'nope'; known: "),
+        ("eval.data={source: task:nope}", "eval.data.source='task:nope': unknown task 'nope'; known: "),
+        ("model.source=shape:nope", "model.source='shape:nope': unknown shape 'nope'; known: "),
+        ("model.tokenizer=task:nope", "model.tokenizer='task:nope': unknown task 'nope'; known: "),
+        ("engine.kv_memory=1XB", "engine.kv_memory='1XB': write a size "),
+        ("engine.swap_memory=1XB", "engine.swap_memory='1XB': write a size "),
+        ("data.answer_form=nope", "data.answer_form=nope: unknown form 'nope'; known: "),
+    ],
+)
+def test_errors_name_the_setting(tmp_path, capsys, setting, message, check):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a b", "answer": "c"}\n' * 8)
+    data = [f"data={{source: {tmp_path / 'data.jsonl'}}}"] if "answer_form" in setting else []
+    small = ["eval.size=1", "model.tokenizer=task:successor", *data, setting, f"out={tmp_path / 'run'}"]
+    code, _, error = ended(capsys, "train", *check, "toy", *small)
+    assert code == 2
+    assert error.splitlines()[-1].startswith(f"alula: {message}")
+
+
+def test_errors_of_python_calls_name_their_arguments():
+    for call, message in (
+        (lambda: load("task:nope"), "unknown task 'nope'; "),
+        (lambda: Rewards([RewardTerm(name="nope")]), "unknown reward 'nope'; "),
+        (lambda: Engine.load("shape:nope"), "unknown shape 'nope'; "),
+        (lambda: Engine.load("shape:tiny-llama", device="cpu", kv_memory="1XB"), "kv_memory='1XB': "),
+        (lambda: Engine.load("shape:tiny-llama", device="cuda:9"), "device=cuda:9: "),
+    ):
+        with pytest.raises(SettingError, match=f"^{message}"):
+            call()
+
+
 NOISE = bytes(range(128, 256))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("estimate", "toy", "--gpu", "b200"), "alula: --gpu b200: known: h200, h100, a100.\n"),
+        (
+            ("train", "broken", "--check"),
+            "alula: recipe broken: not YAML (line 3, column 1: expected ',' or ']', but got '<stream end>' while "
+            "parsing a flow sequence from line 1).\n",
+        ),
         (("train", "noise", "--check"), "alula: recipe noise: not UTF-8 text (byte 0); name another file.\n"),
         (("plan", "noise"), "alula: calibration file noise: not UTF-8 text (byte 0); name another file.\n"),
         (("plan", "folder"), "alula: calibration file folder: cannot be read (Is a directory); name another file.\n"),
@@ -150,11 +193,12 @@ NOISE = bytes(range(128, 256))
 def test_files_and_numbers_that_cannot_work(tmp_path, capsys, monkeypatch, arguments, message):
     (tmp_path / "noise").write_bytes(NOISE)
     (tmp_path / "list").write_text("[1]")
+    (tmp_path / "broken").write_text("steps: [1,\nseed: 2\n")
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     code, _, error = ended(capsys, *arguments)
     assert (code, error) == (2, message)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "list", "noise"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "folder", "list", "noise"]
     assert (tmp_path / "noise").read_bytes() == NOISE
 
 
@@ -213,7 +257,7 @@ def test_check_names_the_setting_of_a_reward_that_its_module_lacks(recipe, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     code, _, error = ended(capsys, "train", "--check", recipe, "rewards.use=some_rewards:rihgt")
     assert code == 2
-    assert error.startswith("alula: reward some_rewards:rihgt: ")
+    assert error.startswith("alula: rewards.use: reward some_rewards:rihgt: ")
     assert "did you mean 'right'?" in error
 
 

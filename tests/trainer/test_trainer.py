@@ -781,7 +781,7 @@ def test_unknown_evictor_raises_before_anything_is_created(tmp_path):
 
 def test_an_absent_device_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SettingError, match=r"device=cuda: .* 0 CUDA"):
+    with pytest.raises(SettingError, match=r"^model\.device=cuda: .* 0 CUDA"):
         toy.trainer(toy.quick(tmp_path / "run", "model.device=cuda"))
 
 

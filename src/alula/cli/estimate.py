@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from alula.cli.completion import complete_recipe, complete_setting
-from alula.errors import SettingError
+from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
     from alula.trainer.step_plan import StepPlan, StepPlanner
@@ -39,8 +39,9 @@ def estimate(
     division. No GPU, no weights and no data are needed. Rewards and evaluations are not counted.
     """
     from alula.config.load import load_config
-    from alula.trainer.step_plan import Cluster, DoesNotFit, StepPlanner
+    from alula.trainer.step_plan import MEMORY, Cluster, DoesNotFit, StepPlanner
 
+    require(gpu in MEMORY, f"--gpu {gpu}: known: {', '.join(MEMORY)}.")
     config = load_config(recipe, settings or [])
     if config.model.dtype is None:
         config = load_config(recipe, [*(settings or []), "model.dtype=bfloat16"])

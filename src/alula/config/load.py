@@ -82,7 +82,7 @@ def override(tree: dict[str, Any], text: str) -> None:
     """Apply `section.setting=value` to the tree, in place."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise SettingError(f"override {text!r}: write section.setting=value.")
+        raise SettingError(f"override {text!r}: write {name or 'section.setting'}=VALUE.")
     *sections, leaf = name.split(".")
     if sections[:2] == ["eval", "data"] and isinstance(sets := (tree.get("eval") or {}).get("data"), list):
         for one in sets:
@@ -111,7 +111,16 @@ def parse_yaml(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise SettingError(f"{what}: not YAML ({' '.join(str(error).split())}).") from error
+        raise SettingError(f"{what}: not YAML ({yaml_problem(error)}).") from error
+
+
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong and where, on one line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+    start = f" {error.context} from line {error.context_mark.line + 1}" if error.context_mark else ""
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{start}"
 
 
 def describe(error: ValidationError, tree: dict[str, Any]) -> SettingError:

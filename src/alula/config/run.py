@@ -108,6 +108,8 @@ class RunConfig(Section):
             "sampling.prompts.",
         )
         self.learner.check_decay(self.total_updates)
+        block = "sparsity.select.block" if self.sparsity.select else "engine.page"
+        require(self.page.bit_count() == 1, f"{block}={self.page}: use a power of two, such as 16.")
         names = distinct([term.name for term in self.rewards.use])
         if self.rewards.correct is not None and self.rewards.correct not in names:
             raise unknown("reward that decides correctness: rewards.correct", self.rewards.correct, names)

@@ -12,7 +12,7 @@ from alula.data import sources
 from alula.data.benchmarks import BENCHMARKS, Benchmark, hub_split
 from alula.data.dataset import Dataset
 from alula.data.mapping import FieldMapping
-from alula.errors import SettingError, require, unknown
+from alula.errors import SettingError, in_section, require, unknown
 
 GENERATED = 1000
 """Number of generated examples if no size is given."""
@@ -24,7 +24,8 @@ def load_source(settings: Source, section: str = "data", *, training: bool = Fal
     """The examples that a section of a recipe names; with `training`, of a benchmark's train split. Errors name the
     section's settings."""
     values = {name: getattr(settings, name) for name in Source.model_fields}
-    return load(**values | ({"split": training_split(settings)} if training else {}), section=section)
+    with in_section(section, f"{section}.source={settings.source!r}"):
+        return load(**values | ({"split": training_split(settings)} if training else {}), section=section)
 
 
 def training_split(settings: Source) -> str | None:

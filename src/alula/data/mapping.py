@@ -44,7 +44,7 @@ class FieldMapping:
 
     def __post_init__(self) -> None:
         if self.answer_form not in ANSWER_FORMS:
-            raise unknown("answer form", self.answer_form, ANSWER_FORMS)
+            raise SettingError(f"answer_form={self.answer_form}: {unknown('form', self.answer_form, ANSWER_FORMS)}")
 
     def example(self, row: Mapping[str, Any]) -> Example:
         prompt, answer = fill(self.prompt, row, "prompt"), None

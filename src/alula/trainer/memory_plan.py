@@ -15,7 +15,7 @@ from alula.config.run import RunConfig
 from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
 from alula.engine.kv_cache import check_kv_dtype, pages_in, parse_bytes
-from alula.errors import SettingError
+from alula.errors import SettingError, in_section
 from alula.files import size_text
 from alula.learner.activations import activation_bytes
 from alula.mismatch.control.monitor import resolve_control
@@ -137,7 +137,8 @@ def plan_memory(
     Also raises whatever the start of the run would reject. `data` is given if tokenized.
     """
     try:
-        check_rewards(config.rewards.use)
+        with in_section("rewards", "rewards.use"):
+            check_rewards(config.rewards.use)
     except SettingError:
         raise
     except Exception as error:  # from the module of a reward
@@ -154,11 +155,13 @@ def plan_memory(
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
     text = model_config.get_text_config()
     check_positions(config, model_config, data)
-    check_kv_dtype(config.engine.kv_dtype, getattr(torch, dtype_of(config)))
+    with in_section("engine"):
+        check_kv_dtype(config.engine.kv_dtype, getattr(torch, dtype_of(config)))
     width = 4 if dtype_of(config) == "float32" else 2
     geometry = replace(Geometry.of(model, config.engine.kv_dtype), value_bytes=width)
     if config.engine.kv_memory:
-        pages_in(parse_bytes(config.engine.kv_memory, "engine.kv_memory"), geometry, config.page)
+        with in_section("engine"):
+            pages_in(parse_bytes(config.engine.kv_memory), geometry, config.page)
     kv_token = geometry.kv_token_bytes
     layer_inputs = geometry.layers * text.hidden_size * (4 if config.model.residual else width)
 

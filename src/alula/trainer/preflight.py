@@ -21,7 +21,7 @@ from alula.data import Dataset
 from alula.data.load import is_path, load_source, on_hub
 from alula.data.load_tokenizer import TASK, load_tokenizer
 from alula.engine.rollout import Sampling
-from alula.errors import SettingError, require
+from alula.errors import SettingError, in_section, require
 from alula.mismatch.savings import sparse_limit
 from alula.models.experts import unadapted_experts
 from alula.models.geometry import max_positions
@@ -240,7 +240,9 @@ def local_tokenizer(config: RunConfig) -> Any | None:
     if name is None and not model_has_one and config.data.source.startswith(TASK):
         name = config.data.source
     if name and (name.startswith(TASK) or is_path(name) or os.path.exists(name)):
-        return load_tokenizer(name, config.data.options if config.data.source == name else {})
+        setting = "model.tokenizer" if config.model.tokenizer else "data.source"
+        with in_section("model", f"{setting}={name!r}"):
+            return load_tokenizer(name, config.data.options if config.data.source == name else {})
     if name is None and not model_has_one:
         return None
     try:
@@ -253,7 +255,8 @@ def local_tokenizer(config: RunConfig) -> Any | None:
 def load_model_config(source: str) -> PreTrainedConfig:
     """The configuration of a model without its weights: from a shape's name, a folder or the hub."""
     if source.startswith(SHAPE):
-        settings = copy.deepcopy(shape(source.removeprefix(SHAPE)))
+        with in_section("model", f"model.source={source!r}"):
+            settings = copy.deepcopy(shape(source.removeprefix(SHAPE)))
         config: PreTrainedConfig = AutoConfig.for_model(settings.pop("model_type"), **settings)
     else:
         hint = f"check a bare shape instead: model.source={SHAPE}{nearest_shape(source)}."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from alula.bench.ceilings import Ceilings
 from alula.config.run import RunConfig
-from alula.errors import SettingError, require, unknown
+from alula.errors import SettingError, require
 from alula.mismatch.plan.cost import HARDWARE, AnalyticCost, Hardware
 from alula.trainer.host_plan import network_bytes
 from alula.trainer.memory_plan import USABLE, MemoryPlan, plan_memory
@@ -48,8 +48,7 @@ class Cluster:
     """Bytes per second between a node and the others, one way."""
 
     def __post_init__(self) -> None:
-        if self.gpu not in MEMORY:
-            raise unknown("gpu", self.gpu, MEMORY)
+        require(self.gpu in MEMORY, f"gpu={self.gpu}: known: {', '.join(MEMORY)}.")
 
     @property
     def size(self) -> int:

@@ -19,6 +19,7 @@ from alula.config.run import RunConfig
 from alula.cpus import set_threads
 from alula.data import PromptStream
 from alula.distributed import init_world
+from alula.errors import in_section
 from alula.heap import frozen_heap
 from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
@@ -77,7 +78,8 @@ def train(config: RunConfig, *, resume: Resume = False, stream: TextIO | None = 
 class Trainer:
     def __init__(self, config: RunConfig, *, resume: Resume = False, stream: TextIO | None = None) -> None:
         self.config = config
-        self.world = world = init_world(config.model.device, config.learner.timeout)
+        with in_section("model"):
+            self.world = world = init_world(config.model.device, config.learner.timeout)
         check_shares(config, world)
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.checkpoint.keep, world, printer(world, stream))
@@ -105,7 +107,8 @@ class Trainer:
         training, self.held_out = load_data(config, self.loaded.tokenizer)
         self.stream = PromptStream(training, config.seed)
         rewards = config.rewards
-        self.rewards = Rewards(rewards.use, timeout=rewards.timeout, workers=rewards.workers, memory=rewards.memory)
+        with in_section("rewards", "rewards.use"):
+            self.rewards = Rewards(rewards.use, timeout=rewards.timeout, workers=rewards.workers, memory=rewards.memory)
         longest = longest_sequence(config, self.loaded.model.config, training, self.held_out)
         self.fitted = fit_learner(config, world, self.resumed is not None, (training, self.held_out))
         """The settings with the learner's choices filled in."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from alula.errors import SettingError, require, unknown
+from alula.errors import SettingError, require
 from alula.files import read_text
 from alula.models.geometry import Geometry
 from alula.sparsity.footprint import footprint
@@ -215,8 +215,7 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> "Hardware":
-        if name not in HARDWARE:
-            raise unknown("hardware", name, HARDWARE)
+        require(name in HARDWARE, f"hardware={name}: known: {', '.join(HARDWARE)}.")
         return HARDWARE[name]
 
 
