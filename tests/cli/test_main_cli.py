@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_help_lists_every_command(capsys):
     files = {path.stem for path in folder.glob("[!_]*.py")} - helpers
     known = {where.partition(":")[0].rpartition(".")[2] for where, _ in COMMANDS.values()}
     assert files <= known, "a command file that COMMANDS does not list"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fills_its_lines_and_cuts_no_word(name, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        app([name, "--help"])
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    lines = [line.strip() for line in printed.partition("╭")[0].splitlines()]
+    for line, following in pairwise(lines):
+        word = following.partition(" ")[0]
+        assert not line or not word or len(line) + 1 + len(word) > columns - 2, "a line that ends too early"
 
 
 def test_version(capsys):

@@ -249,5 +249,5 @@ def test_geometry_of_a_model():
 
 
 def test_unknown_hardware_gives_a_hint():
-    with pytest.raises(SettingError, match="^hardware=h20: known: h200, h100, a100.$"):
+    with pytest.raises(SettingError, match=r"^hardware=h20: known: h200, h100, a100\.$"):
         Hardware.named("h20")

@@ -26,8 +26,8 @@ def calibrate(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Selectors and evictors, METHOD[:setting=value...], separated by commas; EVICTOR:budget=N&SELECTOR "
-            "combines an evictor of fixed budget with a selector. By default block-topk; with --leaderboard, all."
+            help="Selectors and evictors, separated by commas; the syntax is above. By default block-topk; with "
+            "--leaderboard, all."
         ),
     ] = None,
     budgets: Annotated[
@@ -101,6 +101,9 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure the tail of acceptance of sparse policies at every length; `alula plan` turns it into a schedule.
+
+    --methods names what is measured, with settings after colons: `block-topk,rkv:buffer=64:sinks=4`. An & combines an
+    evictor of fixed budget with a selector: `'rkv:budget=512&block-topk'`.
 
     An interrupted calibration continues where it stopped. The exit code is 1 if no policy was ever sparse.
 

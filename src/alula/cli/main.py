@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -71,8 +72,13 @@ def build(called: str | None) -> typer.Typer:
         module, _, function = where.partition(":")
         if find_spec(module) is not None:
             body = getattr(import_module(module), function) if name == called else placeholder(line)
-            commands.command(name, help=line if name != called else None)(body)
+            commands.command(name, help=line if name != called else help_text(body))(body)
     return commands
+
+
+def help_text(command: Callable[..., Any]) -> str:
+    """The docstring with one line per paragraph, which the terminal wraps."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(command.__doc__ or "").split("\n\n"))
 
 
 def print_version(requested: bool) -> None:
