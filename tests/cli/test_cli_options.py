@@ -50,6 +50,14 @@ def test_residual_option_reaches_the_model(command, tmp_path, monkeypatch, capsy
     assert "residual=float64: " in error_of(capsys, *words, "float64")
 
 
+@pytest.mark.parametrize("command", ["calibrate", "eval", "serve"])
+def test_the_sparse_adapter_has_one_name(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sparsity = [] if command == "calibrate" else SPARSE
+    words = [command, SHAPE, *COMMANDS.get(command, ()), *sparsity, "--device", "cpu", "--kv-memory", "8MiB"]
+    assert "sparse_adapter='nowhere': " in error_of(capsys, *words, "--sparse-adapter", "nowhere")
+
+
 def test_distill_rejects_a_used_folder_before_it_loads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("alula.models.load.load_model", None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

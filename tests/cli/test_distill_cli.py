@@ -62,6 +62,7 @@ def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
     assert summary["after"]["acceptance_mean"] > summary["before"]["acceptance_mean"]
     shown = capsys.readouterr().out
     assert f"{summary['after']['acceptance_tail']:.4f}" in shown
+    assert "--sparse-adapter in alula calibrate, eval and serve" in shown
     adapter = Adapter.load(out / "adapter")
     assert adapter.rank == 4
     assert any(b.abs().max() > 0 for _, b in adapter.weights.values())

@@ -62,9 +62,7 @@ def calibrate(
     prompt: shared.PromptTemplate = None,
     chat: shared.Chat = None,
     options: shared.TaskOptions = "{}",
-    adapter: Annotated[
-        Path | None, typer.Option(help="Folder with the adapter of the sparse policy (DistillSparse).")
-    ] = None,
+    sparse_adapter: shared.SparseAdapter = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
@@ -147,7 +145,7 @@ def calibrate(
     loaded, dataset = load_model_and_prompts(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
     )
-    engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, adapter)
+    engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, sparse_adapter)
     progress = sys.stderr.isatty()
     other_prompts = bool(policies) or vetoed is not None
     chosen = choose(dataset, prompts, seed, from_end=other_prompts)

@@ -192,7 +192,7 @@ def run(
     show(summary)
     typer.echo(
         f"Adapter written to {out / 'adapter'}. Use it with distill.adapter={out / 'adapter'} in a run, "
-        "--sparse-adapter in alula eval, or Engine.load(..., sparse_adapter=...) in Python."
+        "--sparse-adapter in alula calibrate, eval and serve, or Engine.load(..., sparse_adapter=...) in Python."
     )
 
 

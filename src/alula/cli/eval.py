@@ -59,7 +59,7 @@ def evaluate(
     split: shared.Split = None,
     prompt: shared.PromptTemplate = None,
     chat: shared.Chat = None,
-    sparse_adapter: Annotated[Path | None, typer.Option(help="DistillSparse adapter, for sparse policies.")] = None,
+    sparse_adapter: shared.SparseAdapter = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,

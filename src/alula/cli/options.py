@@ -28,5 +28,8 @@ Sparsity = Annotated[str, typer.Option(help="dense, rkv:512+128, block-topk:1024
 Sparsities = Annotated[
     list[str] | None, typer.Option(help="dense (the default), rkv:512+128, block-topk:1024, ...; repeatable.")
 ]
+SparseAdapter = Annotated[
+    Path | None, typer.Option(help="Folder with the adapter of the sparse policy (DistillSparse).")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]

@@ -21,7 +21,7 @@ def serve(
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name for clients; by default MODEL.")] = None,
     weights_folder: Annotated[Path | None, typer.Option(help="/update_weights reads only below this folder.")] = None,
-    sparse_adapter: Annotated[Path | None, typer.Option(help="LoRA folder used under sparse policies only.")] = None,
+    sparse_adapter: shared.SparseAdapter = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
