@@ -112,8 +112,25 @@ def test_chat_template_is_applied_unless_no_chat(command, folder, monkeypatch):
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(alula.data, "prepare", stop)
-    words = [command, "model", *COMMANDS[command], "--data", "prompts.jsonl", "--device", "cpu"]
+    words = [command, "model", "--data", "prompts.jsonl", *COMMANDS[command][2:], "--device", "cpu"]
     for option, expected in (([], chat), (["--chat"], chat), (["--no-chat"], plain)):
         with pytest.raises(Reached) as reached:
             app([*map(str, words), *option])
         assert reached.value.args == (expected,), option
+
+
+@pytest.mark.parametrize("command", ["calibrate", "distill"])
+def test_the_prompts_of_all_data_sets_are_used(command, folder, monkeypatch):
+    def stop(dataset, *_):
+        raise Reached([example.prompt for example in dataset])
+
+    monkeypatch.chdir(folder)
+    Path("more.jsonl").write_text('{"prompt": "c"}\n{"prompt": "d"}\n')
+    for method in ("take", "split"):
+        monkeypatch.setattr(alula.data.Dataset, method, stop)
+    sets = ["--data", "prompts.jsonl", "--data", "more.jsonl"]
+    monkeypatch.setattr("alula.mismatch.tail.MIN_PROMPTS", 3)
+    words = [command, "model", *sets, *COMMANDS[command][2:], "--prompts", 3, "--device", "cpu"]
+    with pytest.raises(Reached) as reached:
+        app([*map(str, words)])
+    assert reached.value.args == (["a b", "c", "d"],)

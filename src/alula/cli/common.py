@@ -45,7 +45,7 @@ def warn_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
 
 def load_model_and_prompts(
     model: str,
-    data: str,
+    data: Sequence[str],
     split: str | None,
     data_dir: Path | None,
     prompt: str | None,
@@ -57,22 +57,26 @@ def load_model_and_prompts(
     seed: int,
     max_prompt_tokens: int | None = None,
 ) -> "tuple[LoadedModel, Dataset]":
-    """The model with its tokenizer (a bare shape takes the task's), and the tokenized prompts."""
+    """The model with its tokenizer (a bare shape takes the first task's), and the tokenized prompts of all `data`."""
     from alula.config.load import parse_yaml
+    from alula.data import Dataset, prepare
     from alula.data import load as load_data
-    from alula.data import prepare
     from alula.data.load_tokenizer import TASK, attach_tokenizer, load_tokenizer
     from alula.models.load import SHAPE, load_model
 
     task_options = parse_yaml(options, f"--options {options!r}") or {}
     require(isinstance(task_options, dict), f"--options {options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
-    dataset = load_data(data, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=task_options)
+    sets = [
+        load_data(one, split=split, data_dir=data_dir, prompt=prompt, answer="", seed=seed, options=task_options)
+        for one in data
+    ]
     loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
     set_threads(loaded.model)
-    if loaded.tokenizer is None and data.startswith(TASK):
-        loaded = attach_tokenizer(loaded, load_tokenizer(data, task_options), resize=model.startswith(SHAPE))
+    if loaded.tokenizer is None and data[0].startswith(TASK):
+        loaded = attach_tokenizer(loaded, load_tokenizer(data[0], task_options), resize=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need; use another model.")
-    return loaded, prepare(dataset, loaded.tokenizer, chat=chat, max_prompt_tokens=max_prompt_tokens)
+    prepared = [prepare(one, loaded.tokenizer, chat=chat, max_prompt_tokens=max_prompt_tokens) for one in sets]
+    return loaded, Dataset(tuple(example for one in prepared for example in one), ", ".join(data))
 
 
 class Engines:

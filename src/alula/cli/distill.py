@@ -153,9 +153,10 @@ def run(
         "bin": width,
         **rollout_options,
     }
-    made_with |= {name: input_options[name] for name in ("data", "split", "prompt", "chat", "options", "residual")}
+    made_with |= {name: input_options[name] for name in ("split", "prompt", "chat", "options", "residual")}
     made_with |= {name: getattr(settings, name) for name in ("rank", "alpha")}
-    made_with |= {"targets": ",".join(settings.targets), "data_dir": path_text(input_options["data_dir"])}
+    made_with |= {"data": ", ".join(input_options["data"]), "data_dir": path_text(input_options["data_dir"])}
+    made_with |= {"targets": ",".join(settings.targets)}
     made_with |= {"adapter": path_text(adapter), "kv_dtype": engine_options["kv_dtype"]}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
     last = checkpoints.begin(resume)

@@ -17,7 +17,10 @@ KVMemory = Annotated[str | None, typer.Option(help="Size of the KV pool, such as
 MaxRows = Annotated[int, typer.Option(help="Maximum number of sequences that decode together.")]
 Page = Annotated[int, typer.Option(help="KV tokens per page; a selector's block size takes precedence.")]
 Prompts = Annotated[
-    str, typer.Option("--data", help="Prompts: a benchmark, hub id, JSONL or Parquet file, folder, or task:NAME.")
+    list[str],
+    typer.Option(
+        "--data", help="Prompts: a benchmark, hub id, JSONL or Parquet file, folder, or task:NAME; repeatable."
+    ),
 ]
 Split = Annotated[str | None, typer.Option(help="Split of a Hugging Face data set.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")]
