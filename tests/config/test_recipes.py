@@ -68,8 +68,7 @@ def test_the_stated_gpus_are_those_of_the_memory_plan(name):
     number, size, _ = stated[0]
     for answers in re.findall(r"(\d+) answers of full length at a time", text):
         plan = plan_memory(config, NUMBERS[number])
-        room = usable(size) - (plan.generating(None) - plan.kv_sparse)
-        assert int(answers) == int(room / (plan.kv_sparse / plan.running))
+        assert int(answers) == int(plan.kv_room(usable(size)) / (plan.kv_sparse / plan.running))
 
 
 def usable(size: str) -> float:

@@ -93,7 +93,7 @@ def test_memory_for_kv_is_what_the_rest_of_the_run_leaves(tmp_path):
     config = config_of(tmp_path, "qwen2.5-1.5b", "rkv:512+128", 2048)
     plan = plan_memory(config)
     free = 100 << 30
-    assert kv_memory(config, plan, free) == pytest.approx(0.9 * free - plan.generating(None) + plan.kv_sparse)
+    assert kv_memory(config, plan, free) == pytest.approx(0.9 * free - plan.beside_kv)
     assert kv_memory(config, plan, 1 << 30) < 0
     assert kv_memory(config_of(tmp_path, "qwen2.5-1.5b", "dense", 9, "engine.kv_memory=2GiB"), plan, free) == 2 << 30
 

@@ -123,10 +123,18 @@ class MemoryPlan:
     def generating(self, kv_memory: str | int | None) -> int:
         """Total while the run generates, after the learner has freed what only it needs; with workers, that of one."""
         pool = parse_bytes(kv_memory) if kv_memory else self.kv_sparse
-        pool += self.row_state + int(self.summary_share * pool)
+        return self.beside_kv + pool + int(self.summary_share * pool)
+
+    def kv_room(self, memory: float) -> float:
+        """The largest KV pool while the run generates; not positive if the rest does not fit."""
+        return (memory - self.beside_kv) / (1 + self.summary_share)
+
+    @property
+    def beside_kv(self) -> int:
+        """What stays in memory beside the KV pool while the run generates."""
         if self.workers:
-            return self.worker_weights + self.sparse_copy + pool
-        return self.learning - self.gradients - self.logits - self.activations + pool
+            return self.worker_weights + self.sparse_copy + self.row_state
+        return self.learning - self.gradients - self.logits - self.activations + self.row_state
 
 
 def plan_memory(
@@ -314,7 +322,7 @@ def verdict(config: RunConfig, plan: MemoryPlan, free: int) -> str:
         return "fits"
     if config.engine.kv_memory:
         return "does not fit: lower engine.kv_memory"
-    together = (limit - generating + plan.kv_sparse) * plan.running // max(plan.kv_sparse, 1)
+    together = int(plan.kv_room(limit) * plan.running // max(plan.kv_sparse, 1))
     if together < 1:
         return "does not fit: lower sampling.max_new_tokens, or use a smaller budget"
     return f"fits {together:,} of the {plan.running:,} rollouts at a time; the others wait"

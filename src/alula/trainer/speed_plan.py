@@ -134,7 +134,7 @@ def kv_memory(config: RunConfig, plan: MemoryPlan, free: int) -> float:
     """Bytes for KV on a device with this much free memory; not positive if the rest of the run does not fit."""
     if config.engine.kv_memory:
         return parse_bytes(config.engine.kv_memory)
-    return USABLE * free - (plan.generating(None) - plan.kv_sparse)
+    return plan.kv_room(USABLE * free)
 
 
 def measure(config: RunConfig) -> Ceilings:
