@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from alula.data import Dataset, Example, PromptStream, load, prepare
@@ -164,6 +165,16 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
     assert kept.dropped == {"no answer": 2, "prompt over 6 tokens": 1}
     with pytest.raises(SettingError, match="max_prompt_tokens=1"):
         prepare(data, tokenizer, max_prompt_tokens=1)
+
+
+def test_prompts_without_a_token_are_dropped_and_counted(tokenizer):
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([])  # no <bos>
+    data = Dataset(tuple(Example(prompt) for prompt in ("a b", "", "c d e", " ")))
+    kept = prepare(data, tokenizer, max_prompt_tokens=2)
+    assert [example.prompt for example in kept] == ["a b"]
+    assert kept.dropped == {"empty prompt": 2, "prompt over 2 tokens": 1}
+    with pytest.raises(SettingError, match=r"all 1 prompts are empty.*data\.prompt"):
+        prepare(Dataset((Example(""),)), tokenizer)
 
 
 def test_chat_without_a_template_raises(tokenizer):

@@ -17,7 +17,8 @@ def prepare(
     max_prompt_tokens: int | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """The same examples with `prompt_ids`, without those longer than `max_prompt_tokens` (counted in `dropped`).
+    """The same examples with `prompt_ids`, without empty ones and those longer than `max_prompt_tokens` (both counted
+    in `dropped`).
 
     `chat` applies the tokenizer's chat template (default: if it has one), with a generation prompt at the end and
     `system` in front; `template_options` go to the template, such as enable_thinking=False. Without chat, a prompt is
@@ -40,18 +41,23 @@ def prepare(
     ids = tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]
     if dataset.name.startswith("task:"):
         check_known_symbols(dataset, tokenizer, ids)
+    filled = [replace(example, prompt_ids=tuple(row)) for example, row in zip(dataset, ids) if row]
+    require(
+        len(filled) > 0,
+        f"data {dataset.name}: all {len(dataset)} prompts are empty (no tokens); name another field with data.prompt.",
+    )
     kept = [
-        replace(example, prompt_ids=tuple(row))
-        for example, row in zip(dataset, ids)
-        if max_prompt_tokens is None or len(row) <= max_prompt_tokens
+        example for example in filled if max_prompt_tokens is None or len(example.prompt_ids or ()) <= max_prompt_tokens
     ]
     require(
         len(kept) > 0,
-        f"max_prompt_tokens={max_prompt_tokens}: all {len(dataset)} prompts are longer; raise it.",
+        f"max_prompt_tokens={max_prompt_tokens}: all {len(filled)} prompts are longer; raise it.",
     )
     dropped = dict(dataset.dropped)
-    if len(kept) < len(dataset):
-        dropped[f"prompt over {max_prompt_tokens} tokens"] = len(dataset) - len(kept)
+    if len(filled) < len(dataset):
+        dropped["empty prompt"] = len(dataset) - len(filled)
+    if len(kept) < len(filled):
+        dropped[f"prompt over {max_prompt_tokens} tokens"] = len(filled) - len(kept)
     return Dataset(tuple(kept), dataset.name, dropped)
 
 
