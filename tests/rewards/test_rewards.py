@@ -96,6 +96,14 @@ def test_final_answer_takes_box_then_mark_then_number():
     assert final_answer("first 7, then -1,024.5 apples") == "-1,024.5"
     assert final_answer("none at all") is None
     assert last_boxed("\\boxed{1} \\boxed{2") == "1"
+    assert last_boxed("} \\boxed{1 \\fbox {{2}} {") == "{2}", "an outer box may be open"
+    assert last_boxed("\\boxed{a\\boxed{b}c} \\boxed{ }") == "b"
+
+
+def test_boxes_that_are_never_closed_take_one_pass():
+    started = time.perf_counter()
+    assert last_boxed("\\boxed{1}" + "\\boxed{" * 5000) == "1"
+    assert time.perf_counter() - started < 3
 
 
 # --- workers ---------------------------------------------------------------------------------------------------

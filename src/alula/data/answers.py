@@ -7,6 +7,7 @@ SEARCHED_CHARACTERS = 1000
 """Length of the text's end that is searched for an answer that is neither boxed nor marked by ####."""
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\.\d+")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _MARKED = re.compile(r"####\s*([^\n]+)")
 
 
@@ -30,15 +31,16 @@ def after_thinking(completion: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last closed, non-empty \boxed{…} or \fbox{…}, with balanced braces."""
-    for start in reversed([m.end() for m in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                if text[start:end].strip():
-                    return text[start:end].strip()
-                break
-    return None
+    opened: list[tuple[int, bool]] = []  # every open brace: where its content begins, and whether it is a box
+    last, found = -1, None
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append((brace.end(), brace[0] != "{"))
+        elif opened:
+            start, boxed = opened.pop()
+            if boxed and start > last and (content := text[start : brace.start()].strip()):
+                last, found = start, content
+    return found
 
 
 def last_marked(text: str) -> str | None:
