@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import toy
-from alula.engine.rollout import NEVER, Rollout
+from alula.data import Example
+from alula.engine.rollout import NEVER, KVUse, Rollout
+from alula.trainer.batch import RolloutBatch
 from alula.trainer.token_log import evicted_digits, rounded
 
 
@@ -57,3 +59,12 @@ def test_shares_of_heads_and_numbers_that_are_not_finite():
     rollout = Rollout([7, 7, 7], [8, 8], torch.zeros(2), "stop", history=history)
     assert evicted_digits(rollout) == "09200"
     assert rounded(torch.tensor([0.12345, math.inf, math.nan])) == [0.123, None, None]
+
+
+def test_completions_of_chat_prompts_whose_content_is_no_text():
+    parts = [{"type": "text", "text": "one "}, {"type": "image", "url": "x.png"}, {"type": "text", "text": "two"}]
+    prompt = [{"role": "user", "content": "first"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    prompt += [{"role": "tool"}, {"role": "user", "content": parts}]
+    rollout = Rollout([1], [2], None, "stop", KVUse(1, 1, 1, 1, 1), text="done")
+    (row,) = RolloutBatch([rollout], [Example(prompt)], n=1, rewards=[1.0]).completions(1, [False])
+    assert (row["prompt"], row["completion"]) == ("first\none two", "done")

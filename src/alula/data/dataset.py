@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,19 @@ class Example:
     def record(self) -> dict[str, Any]:
         """The argument of reward functions: the row's fields with `prompt` and `answer`."""
         return {**self.fields, "prompt": self.prompt, "answer": self.answer}
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt as text: of chat messages their texts, line by line. A message may have none, or a list of parts."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(text for message in prompt if (text := _content_text(message.get("content"))))
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, list | tuple):
+        return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
+    return "" if content is None else str(content)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from alula.data.dataset import prompt_text
 from alula.data.load import is_path
 from alula.errors import SettingError, require, unknown
 
@@ -78,8 +79,7 @@ class ModelReward:
     def text(self, completion: str, example: Mapping[str, Any]) -> str:
         prompt = example["prompt"]
         if self.tokenizer.chat_template is None:
-            before = prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
-            return before + completion
+            return prompt_text(prompt) + completion
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         turns.append({"role": "assistant", "content": completion})
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False))

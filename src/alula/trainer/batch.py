@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alula.data.dataset import Example, shuffled
+from alula.data.dataset import Example, prompt_text, shuffled
 from alula.distributed import World
 from alula.engine.rollout import Rollout
 from alula.environments.episodes import Episode
@@ -119,10 +119,10 @@ class RolloutBatch:
         rows = []
         for group in range(min(count, self.groups)):
             i = group * self.n + group % self.n
-            rollout, prompt = self.rollouts[i], self.examples[i].prompt
+            rollout = self.rollouts[i]
             rows.append(
                 {
-                    "prompt": prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt),
+                    "prompt": prompt_text(self.examples[i].prompt),
                     "completion": rollout.transcript if isinstance(rollout, Episode) else rollout.text,
                     "reward": self.rewards[i],
                     "finish": rollout.finish,
