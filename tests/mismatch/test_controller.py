@@ -248,6 +248,20 @@ def test_observations_of_an_older_budget_do_not_count():
     assert controller.schedule.budgets > raised
 
 
+@pytest.mark.parametrize("kind", ["select", "evict"])
+def test_lengths_that_no_answer_has_do_not_keep_budgets_up(kind):
+    """Prompts are longer than the first three bins, so no token is ever sampled there."""
+    controller = BudgetController(Schedule((512,) * BINS, WIDTH), control(patience=1), kind, LONGEST)
+    positions = np.tile(np.arange(3 * WIDTH, LONGEST), 64)
+    prompts = np.repeat(np.arange(64), 7 * WIDTH)
+    fallen = set()
+    for _ in range(200):
+        fallen |= {event.bin for event in controller.observe(np.ones(len(positions)), positions, prompts)}
+        assert list(controller.schedule.budgets) == sorted(controller.schedule.budgets)
+    assert controller.schedule.budgets == (LADDER[0],) * BINS
+    assert fallen == set(range(3, BINS)), "what nobody uses is not reported"
+
+
 def test_the_top_of_the_ladder_is_reported():
     controller = BudgetController(Schedule((4096,) * BINS, WIDTH), control(), "select", LONGEST)
     event = bad_bin(controller, 4)[0]

@@ -243,6 +243,17 @@ def test_which_budget_is_watched():
     assert schedule_of(SCHEDULE, 50, 100) is SCHEDULE
 
 
+def test_the_default_ladder_has_only_valid_budgets():
+    """Going down it must not end a run."""
+    control = ControlSettings(enabled=True, tau=0.9)
+    for text in ("h2o:2048+128,window=1024", "block-topk:512,block=128", "rkv:64+16,window=32,sinks=4"):
+        sparsity = Sparsity.parse(text)
+        ladder = resolve_control(control, sparsity, 8192).ladder
+        assert len(ladder) > 3
+        for rung in ladder:
+            sparsity.with_budget(controlled(sparsity), rung)
+
+
 def test_settings_of_the_controller(engine):
     assert Monitor(MonitorSettings(), SELECTING, engine.acceptance, 4000, ControlSettings()).controller is None, (
         "off by default"

@@ -7,7 +7,7 @@ import pytest
 import toy
 from alula.engine.rollout import Sampling
 from alula.errors import SettingError
-from alula.trainer.evaluation import EvalSummary, add_score, describe_score, pooled
+from alula.trainer.evaluation import RankShare, add_score, describe_score, pooled
 
 OPTIONS = "options: {symbols: 4, prefix: 2, length: 2}"
 SETS = (
@@ -77,9 +77,30 @@ def test_scores_keep_the_first_of_the_best():
 
 
 def test_shares_of_ranks_are_pooled():
-    two = pooled([EvalSummary(0.5, 0.1, 30, 10.0, 0.2, 0.9), EvalSummary(1.0, 0.2, 10, 20.0, 0.4, 1.0)])
-    assert (two.accuracy, two.n, two.pass_at_k) == pytest.approx((0.625, 40, 0.925))
-    assert two.stderr == pytest.approx(math.hypot(3, 2) / 40)
+    """The same numbers for any division of the problems."""
+    answers = [[True, True], [False, True], [False, False], [True, False], [True, True], [False, False]]
+    one = pooled([RankShare(answers, 16.0, 0.25)])
+    two = pooled([RankShare(answers[:4], 10.0, 0.2), RankShare(answers[4:], 28.0, 0.35)])
+    six = pooled([RankShare([each], 16.0, 0.25) for each in answers])
+    assert (one.accuracy, one.n, one.length, one.kv_saved) == pytest.approx((0.5, 12, 16.0, 0.25))
+    assert one.stderr == pytest.approx(math.sqrt(6 / 5 * (4 * 1**2)) / 12)
+    assert one.pass_at_k == pytest.approx(4 / 6)
+    for other in (two, six):
+        assert vars(other) == pytest.approx(vars(one))
+    assert pooled([RankShare([[True, False]], 1.0, 0.0)]).stderr == pytest.approx(math.sqrt(0.125))
+
+
+def test_sets_of_one_name_are_told_apart(tmp_path):
+    """The accuracy that chooses the best checkpoint is the mean of both."""
+    sets = (
+        "eval.data=[" + ", ".join(f"{{source: 'task:successor', size: 8, seed: {s}, {OPTIONS}}}" for s in (1, 2)) + "]"
+    )
+    run = toy.trainer(toy.quick(tmp_path, sets, "eval.sparse=false"))
+    run.run()
+    last = {row["name"]: row["accuracy"] for row in toy.rows(tmp_path, "evals.jsonl") if row["step"] == 4}
+    assert list(last) == ["task:successor", "task:successor#2"]
+    assert run.accuracy == pytest.approx(sum(last.values()) / 2)
+    assert set(run.scores) == {*last, "mean of 2 data sets"}
 
 
 def test_several_greedy_answers_are_rejected(tmp_path):

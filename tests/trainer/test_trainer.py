@@ -6,6 +6,7 @@ import os
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ from alula.run.checkpoint import CheckpointError
 from alula.sparsity.policy import DENSE
 from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
-from alula.trainer.evaluation import EvalSummary, pooled
+from alula.trainer.evaluation import EvalSummary
 from alula.trainer.host_plan import host_rows, network_bytes, traffic_rows
 from alula.trainer.memory_plan import plan_memory, row_state_bytes, summary_share
 from alula.trainer.reroll import spliced_kv
-from alula.trainer.step_metrics import Clock
+from alula.trainer.step_metrics import Clock, rollout_metrics
 from two_ranks import fork_two_ranks
 
 CALM = "learner.eps=1e-4"
@@ -556,14 +557,6 @@ def test_a_clock_counts_nested_phases_once(monkeypatch):
     assert clock.total == 7
 
 
-def test_shares_of_an_evaluation_are_pooled():
-    summary = pooled([EvalSummary(0.5, 0.1, 100, 10.0, 0.2), EvalSummary(0.8, 0.2, 50, 40.0, 0.5)])
-    assert summary.n == 150
-    assert summary.accuracy == pytest.approx(0.6)
-    assert summary.length == pytest.approx(20.0)
-    assert summary.stderr == pytest.approx(math.sqrt((100 * 0.1) ** 2 + (50 * 0.2) ** 2) / 150)
-
-
 def test_the_plan_adds_up(tmp_path):
     """qwen2.5-1.5b: 28 layers, 2 KV heads of 128; 1,543,714,304 parameters with a tied head."""
     plan = plan_memory(
@@ -855,6 +848,39 @@ def test_every_rank_has_a_part_of_every_update(tmp_path, size, overrides, messag
     else:
         with pytest.raises(SettingError, match=message):
             check_shares(config, World(size=size))
+
+
+def test_a_stop_during_an_evaluation_keeps_the_best_checkpoint(tmp_path, monkeypatch):
+    """It is saved without a score, and gets it when the evaluation is repeated."""
+    accuracy, stop = {0: 0.1, 2: 0.9, 4: 0.5, 6: 0.4}, [2]
+    settings = ("steps=6", "eval.every=2", "eval.sparse=false", "checkpoint.every=2", "checkpoint.keep=1")
+
+    def evaluated(config, collector, *rest):
+        if run.step in stop:
+            stop.clear()
+            run.stop.requested = True
+        return EvalSummary(accuracy[run.step], 0.01, 8, 2.0, 0.0)
+
+    monkeypatch.setattr("alula.trainer.trainer.evaluate_policy", evaluated)
+    run = toy.trainer(toy.quick(tmp_path, *settings))
+    assert not run.run()
+    run = toy.trainer(toy.quick(tmp_path, *settings), resume=True)
+    assert run.run()
+    assert [path.name for path in run.checkpoints.all()] == ["step-00000002", "step-00000006"]
+    assert run.checkpoints.best().name == "step-00000002"
+    assert not run.checkpoints._faults(run.checkpoints.best())
+
+
+def test_a_rank_without_groups_scores_nothing_that_reroll_has_scored(tmp_path, monkeypatch):
+    """Scoring is collective: the other ranks, which have rollouts, do not call it either."""
+    run = toy.trainer(toy.quick(tmp_path, "objective.correction={preset: reroll, veto: 0.9}", "objective.kl=0"))
+    monkeypatch.setattr(run.learner, "score", lambda *a, **k: pytest.fail("scored"))
+    batch = RolloutBatch([], [], 2, drawn_groups=1)
+    run.updater.score(batch)
+    batch.reward_parts = {"task:successor": []}
+    other = {"count": 4, "mismatch/rerolled": 3}
+    two_ranks = SimpleNamespace(all_gather=lambda sums: [dict.fromkeys(sums, 1.0) | other, sums])
+    assert rollout_metrics(run.config, batch, two_ranks, 0)["mismatch/rerolled"] == 0.75
 
 
 WORKER = """

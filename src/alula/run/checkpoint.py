@@ -85,6 +85,14 @@ class Checkpoints:
         self._on_first(self._prune)
         return final
 
+    def rate(self, step: int, score: float) -> None:
+        """Give the checkpoint of `step` its score: it was saved when its evaluation was interrupted."""
+        path = self.folder / f"{PREFIX}{step:08d}"
+        try:
+            self._on_first(lambda: self._rate(path, score))
+        except OSError as error:
+            self.report(f"checkpoint {path} is intact, but its score could not be written: {_reason(error)}.")
+
     def shortage(self, tensors: dict[str, Tensor]) -> str | None:
         """Required and free disk space as a clause, or None if a checkpoint of `tensors` fits."""
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
@@ -211,6 +219,13 @@ class Checkpoints:
             final.rename(self.folder / f"{ASIDE}old-{final.name}")
         aside.rename(final)
         _flush(self.folder)
+
+    def _rate(self, path: Path, score: float) -> None:
+        new = path / f"{ASIDE}{MARKER}"
+        new.write_text(json.dumps(_marker(path) | {"score": score}, indent=1))
+        _flush(new)
+        new.replace(path / MARKER)
+        self._prune()
 
     def _prune(self) -> None:
         """Rename before deleting: a kill in between must not leave half a checkpoint under its name."""

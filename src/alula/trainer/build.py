@@ -20,6 +20,7 @@ from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.models.load import LoadedModel
 from alula.models.lora import Adapter
+from alula.rewards.scoring import distinct
 from alula.rollouts.build import build_engine, build_episodes, check_backend
 from alula.rollouts.job import Job
 from alula.rollouts.local_rollouts import LocalRollouts
@@ -63,7 +64,9 @@ def split_data(config: RunConfig) -> Data:
     if not config.eval.every:
         return training, ()
     if config.eval.data:
-        return training, tuple(load_held_out(config, index) for index in range(len(config.eval.data)))
+        sets = [load_held_out(config, index) for index in range(len(config.eval.data))]
+        names = distinct([dataset.name for dataset in sets])
+        return training, tuple(replace(dataset, name=name) for dataset, name in zip(sets, names))
     require(
         size < len(training),
         f"eval.size={size}: the training data has only {len(training)} examples; lower it, name other data in "

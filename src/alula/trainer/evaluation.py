@@ -1,13 +1,15 @@
 """Held-out evaluation during a run."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alula.config.run import RunConfig
 from alula.data import Dataset
 from alula.distributed import World
 from alula.engine.rollout import Sampling
-from alula.evals import evaluate
+from alula.evals import evaluate, metrics
+from alula.evals.result import EvalResult
 from alula.rewards import Rewards
 from alula.sparsity.policy import DENSE
 from alula.trainer.collector import Collector
@@ -65,43 +67,53 @@ def evaluate_policy(
     indices = world.local_slice(range(len(dataset)))
     examples = share.examples
     rollouts = collector.rollouts(examples, sampling, sparsity, indices)
-    summary = None
-    failures: dict[str, int] = {}
+    result = None
     if len(share):
         result = evaluate(
             lambda prompts, n: rollouts,
             share,
             rewards,
             k,
+            answer_of=None,
             correct=config.rewards.correct,
             threshold=config.rewards.threshold,
-        )
-        failures = result.failures
-        error = result.error
-        if error is None:  # a single problem
-            error = math.sqrt(result.accuracy * (1 - result.accuracy) / k)
-        summary = EvalSummary(
-            accuracy=result.accuracy,
-            stderr=error,
-            n=len(share) * k,
-            length=result.lengths.mean,
-            kv_saved=result.kv.saved,
-            pass_at_k=result.pass_at[k] if k > 1 else None,
+            keep_samples=len(rollouts),
         )
     if not collector.graded:
         # Only the reward behind the accuracy must work: the others may need fields that only the training data have.
         judge = config.rewards.correct or rewards.names[0]
-        collector.raise_if_ungraded([judge], failures, len(share) * k, "first evaluation's")
-    return pooled([rank_summary for rank_summary in world.all_gather(summary) if rank_summary is not None])
+        collector.raise_if_ungraded([judge], result.failures if result else {}, len(share) * k, "first evaluation's")
+    return pooled(list(filter(None, world.all_gather(result and RankShare.of(result)))))
 
 
-def pooled(summaries: list[EvalSummary]) -> EvalSummary:
-    """The summaries of independent shares as one: means weighted by answers, standard errors added as variances."""
-    total = sum(summary.n for summary in summaries)
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank measured on its share of the problems."""
 
-    def mean(name: str) -> float:
-        return sum(summary.n * getattr(summary, name) for summary in summaries) / total
+    correct: list[list[bool]]
+    """Its answers, by problem."""
+    length: float
+    kv_saved: float
 
-    stderr = math.sqrt(sum((summary.n * summary.stderr) ** 2 for summary in summaries)) / total
-    several = None if summaries[0].pass_at_k is None else mean("pass_at_k")
-    return EvalSummary(mean("accuracy"), stderr, total, mean("length"), mean("kv_saved"), several)
+    @classmethod
+    def of(cls, result: EvalResult) -> "RankShare":
+        correct = [sample.correct for sample in result.samples]
+        by_problem = [correct[i : i + result.k] for i in range(0, len(correct), result.k)]
+        return cls(by_problem, result.lengths.mean, result.kv.saved)
+
+
+def pooled(shares: Sequence[RankShare]) -> EvalSummary:
+    """The results on all problems, whichever rank had them."""
+    graded = [answers for share in shares for answers in share.correct]
+    k, sizes = len(graded[0]), [len(share.correct) for share in shares]
+    accuracy, error = metrics.avg_at_k(graded, k), metrics.clustered_error(graded)
+    if error is None:  # a single problem
+        error = math.sqrt(accuracy * (1 - accuracy) / k)
+    return EvalSummary(
+        accuracy=accuracy,
+        stderr=error,
+        n=len(graded) * k,
+        length=sum(size * share.length for size, share in zip(sizes, shares)) / len(graded),
+        kv_saved=sum(size * share.kv_saved for size, share in zip(sizes, shares)) / len(graded),
+        pass_at_k=metrics.pass_at_k(graded, k) if k > 1 else None,
+    )

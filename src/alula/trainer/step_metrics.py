@@ -96,7 +96,7 @@ def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_b
         sums |= {f"reward/part/{name}": sum(values) for name, values in batch.reward_parts.items()}
     if config.environment is not None:
         sums |= episode_sums(rollouts)
-    if batch.rerolled:
+    if config.objective.correction.reroll:
         sums["mismatch/rerolled"] = sum(batch.rerolled)
     held, dense = kv_tokens(rollouts)
     totals = {

@@ -346,6 +346,8 @@ class Trainer:
             dense[f"mean of {len(dense)} data sets"] = self.accuracy
         self.scores = {name: add_score(self.scores.get(name), self.step, value) for name, value in dense.items()}
         self.evaluated = self.step
+        if self.saved == self.step and self.config.checkpoint.best:
+            self.checkpoints.rate(self.step, self.accuracy)
         self._take_snapshot()
 
     # -- distillation -------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Updater:
             batch.dense = [torch.empty(0, device=self.world.device)] * len(batch.rollouts)
             for i, logprobs in zip(rows, self.learner.score([batch.rollouts[i] for i in rows], temperature)):
                 batch.dense[i] = logprobs
-        elif not batch.dense:  # reroll has scored them already
+        elif not self.correction.reroll:  # reroll has scored them already
             batch.dense = self.learner.score(batch.rollouts, temperature)
         if self.loss.kl > 0:
             batch.reference = self.learner.score(batch.rollouts, temperature, reference=True)

@@ -111,6 +111,8 @@ class _Bins:
     tokens: list[int]
     below: list[int]
     """Tokens below tau, out of `tokens`, since the last change."""
+    seen: list[bool]
+    """Whether any token was ever sampled at these lengths. Prompts may be longer than the first bins."""
 
 
 class BudgetController:
@@ -145,7 +147,14 @@ class BudgetController:
         self.original, self.control, self.forward = schedule, control, kind == "evict"
         self.version, self.width, self.stopped = 0, schedule.width, False
         self.bins = _Bins(
-            list(schedule.budgets), [0] * n, [0] * n, [control.patience] * n, [False] * n, [0] * n, [0] * n
+            list(schedule.budgets),
+            since=[0] * n,
+            quiet=[0] * n,
+            hold=[control.patience] * n,
+            fell=[False] * n,
+            tokens=[0] * n,
+            below=[0] * n,
+            seen=[False] * n,
         )
         self.low, self.high = SequentialTest(n, quantile, +1), SequentialTest(n, quantile, -1)
         room = max_length - self.width * np.arange(n)  # tokens of one rollout that fit into each bin
@@ -232,6 +241,7 @@ class BudgetController:
         for j in np.unique(bins).tolist():
             self.bins.quiet[j] += 1
             self.bins.tokens[j] += int(tokens[bins == j].sum())
+            self.bins.seen[j] = True
             self.bins.below[j] += int(below[bins == j].sum())
 
     def _violation(self, alarms: Array) -> list[TailEvent]:
@@ -287,13 +297,16 @@ class BudgetController:
         before, target = list(self.bins.budget), list(self.bins.budget)
         for j in np.flatnonzero(ready).tolist():
             down = self._down(target[j])
-            if down < target[j] and (j == 0 or down >= target[j - 1]):
+            used = next((i for i in range(j - 1, -1, -1) if self.bins.seen[i]), None)
+            if down < target[j] and (used is None or down >= target[used]):
                 target[j] = down
+                for i in range(0 if used is None else used + 1, j):  # unused lengths must not pin this one
+                    target[i] = min(target[i], down)
                 if self.forward:
                     break
         shares = self.shares()
         self._move(target)
-        changed = [j for j in range(len(before)) if target[j] != before[j]]
+        changed = [j for j in range(len(before)) if target[j] != before[j] and self.bins.seen[j]]
         return [TailEvent("fall", j, before[j], target[j], shares[j]) for j in changed]
 
     def _move(self, target: list[int]) -> None:

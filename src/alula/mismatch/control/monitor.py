@@ -243,16 +243,18 @@ def resolve_control(control: ControlSettings, sparsity: Sparsity, max_length: in
         "control.enabled=true needs control.tau (this budget was not planned for one) or control.vetoed.",
     )
     kind = controlled(sparsity)
-    for rung in control.ladder or ():
-        try:
-            sparsity.with_budget(kind, rung)
-        except SettingError as error:
-            raise SettingError(f"control.ladder={list(control.ladder or ())}: {error}") from error
     start = budget_of(sparsity, kind)
     assert start is not None
     block = sparsity.select.block if sparsity.select and kind == "select" else 1
-    ladder = control.ladder or default_ladder(smallest(start), max_length, block)
-    return control.model_copy(update={"tau": tau, "ladder": ladder})
+    ladder = []
+    for rung in control.ladder or default_ladder(smallest(start), max_length, block):
+        try:
+            sparsity.with_budget(kind, rung)
+            ladder.append(rung)
+        except SettingError as error:
+            if control.ladder:
+                raise SettingError(f"control.ladder={list(control.ladder)}: {error}") from error
+    return control.model_copy(update={"tau": tau, "ladder": tuple(ladder)})
 
 
 def controlled(sparsity: Sparsity) -> Kind:
