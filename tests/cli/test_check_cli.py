@@ -322,7 +322,7 @@ def test_check_reports_each_source_of_data_apart(recipe, tmp_path, capsys, monke
     printed = check("data={source: gsm8k, split: train}", f"eval.data.source={mine}", "eval.size=64")
     assert "│ data │ gsm8k (train): on the hub, not read │" in printed
     assert f"│ held-out data │ {mine}: 64 examples to evaluate on │" in printed
-    printed = check(local, "data.split=train", "eval.size=100")
+    printed = check(local, "eval.size=100")
     assert f"│ data │ {mine}: 200 examples to train on │" in printed
     assert "│ held-out data │ 100 examples of the same, set aside │" in printed
     (tmp_path / "needs_a_field.py").write_text("def grade(completion, example):\n    return example['level']\n")

@@ -89,6 +89,20 @@ def test_invalid_settings_raise(source, settings, message):
         load(source, **settings)
 
 
+@pytest.mark.parametrize("name", ["split", "data_dir", "prompt", "answer", "answer_form"])
+def test_settings_that_a_source_does_not_take_raise(tmp_path, name):
+    with pytest.raises(SettingError, match=rf"eval\.data\.{name}=plain: .*generated .* for task:pointer"):
+        load("task:pointer", **{name: "plain"}, section="eval.data")
+    assert len(load("task:pointer", answer="", size=3)) == 3, "commands that grade nothing ask for no answers"
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b", "plain": "c"}\n')
+    if name in ("split", "data_dir"):
+        with pytest.raises(SettingError, match=rf"data\.{name}=plain: a single file .* for {path}"):
+            load(str(path), **{name: "plain"})
+    else:
+        assert len(load(str(path), **{name: "plain"})) == 1
+
+
 def test_broken_json_names_the_line(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": \n')

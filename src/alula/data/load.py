@@ -58,6 +58,7 @@ def load(
 
     `prompt`, `answer` (templates with {field}s) and `answer_form` override the source's mapping; answer="" means
     data without answers. `size` keeps the first rows of a stored set. `section` is the settings' name in errors.
+    Settings that a source does not take raise.
     """
     require(size is None or size >= 1, f"size={size}: ask for at least one example.")
     kind, _, rest = source.partition(":")
@@ -68,7 +69,12 @@ def load(
         generated or not options,
         f"{section}.options={sorted(options or ())}: only generated data takes options; leave them out for {source}.",
     )
+    if generated or (source not in BENCHMARKS and Path(source).expanduser().is_file()):
+        what = "generated data" if generated else "a single file"
+        reject({"split": split, "data_dir": data_dir}, what, source, section)
     if generated and kind == "task":
+        mapped = {"prompt": prompt, "answer": answer or None, "answer_form": answer_form}
+        reject(mapped, "a generated task", source, section)
         from alula.data.tasks import build
 
         return build(rest, **dict(options or {})).dataset(size or GENERATED, seed)
@@ -90,6 +96,12 @@ def load(
     kept, dropped = convert(known, rows, size)
     dataset = mapping.apply(kept, name, source, section)
     return replace(dataset, dropped=dataset.dropped | ({"no tests": dropped} if dropped else {}))
+
+
+def reject(settings: Mapping[str, Any], kind: str, source: str, section: str) -> None:
+    """Raise for settings that this kind of source does not take."""
+    for name, value in settings.items():
+        require(value is None, f"{section}.{name}={value}: {kind} takes no {name}; leave it out for {source}.")
 
 
 def convert(benchmark: Benchmark, rows: Iterable[sources.Row], size: int | None) -> tuple[list[dict[str, Any]], int]:
