@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from alula.data import Dataset, Example
+from alula.distributed import World
 from alula.errors import SettingError
 from alula.run.console import LiveLine, describe, duration
 from alula.run.run_dir import LINES, MetricsWriter, drop_after, parse_line
-from toy import without_clocks
+from alula.run.run_log import RunLogger
+from toy import toy, without_clocks
 
 
 def train(run: Path, first: int, last: int, resume_from: int | None, clock: float = 0.0) -> None:
@@ -214,6 +217,20 @@ def test_missing_metrics_are_left_out():
 )
 def test_durations(seconds, words):
     assert duration(seconds) == words
+
+
+def test_rows_left_out_are_printed_for_every_data_set(tmp_path):
+    stream = io.StringIO()
+    examples = (Example("a"), Example("b"))
+    training = Dataset(examples, "train", {"no answer": 2})
+    held_out = [Dataset(examples, "first", {"no answer": 1000, "empty prompt": 1}), Dataset(examples, "second")]
+    with RunLogger(toy(tmp_path / "run"), World(), stream) as logger:
+        logger.start(training, held_out)
+    lines = stream.getvalue().splitlines()
+    assert lines[1:] == [
+        "train: 2 prompts, 4 to evaluate on; left out: 2 (no answer).",
+        "first: 2 to evaluate on; left out: 1,000 (no answer), 1 (empty prompt).",
+    ]
 
 
 def test_importing_needs_no_torch():

@@ -75,9 +75,11 @@ class RunLogger:
         rollouts = "dense" if exact else f"{sparsity.describe()}{quantised}, correction {preset}"
         batch = f"{c.sampling.prompts} × {c.sampling.n} rollouts"
         self.message(f"{self.out}: {c.model.source}, {c.steps:,} steps of {batch}, {rollouts}.")
-        dropped = "; left out: " + ", ".join(f"{n:,} ({why})" for why, n in training.dropped.items())
         evaluated = f", {sum(map(len, held_out)):,} to evaluate on" if held_out else ""
-        self.message(f"{training.name}: {len(training):,} prompts{evaluated}{dropped if training.dropped else ''}.")
+        self.message(f"{training.name}: {len(training):,} prompts{evaluated}{left_out(training)}.")
+        for dataset in held_out:
+            if dataset.dropped:
+                self.message(f"{dataset.name}: {len(dataset):,} to evaluate on{left_out(dataset)}.")
         if self.writer:
             settings = self.out / "config.yaml"
             if self.resumed_from is not None and settings.exists():
@@ -131,6 +133,12 @@ class RunLogger:
             self.live.close()
         if self.writer:
             self.writer.close("failed" if kind else self.state)
+
+
+def left_out(dataset: Dataset) -> str:
+    """The rows that were dropped, as the end of a sentence."""
+    rows = ", ".join(f"{count:,} ({why})" for why, count in dataset.dropped.items())
+    return f"; left out: {rows}" if rows else ""
 
 
 def changed_settings(before: str, now: RunConfig) -> list[str]:
