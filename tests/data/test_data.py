@@ -139,6 +139,27 @@ def test_rows_that_do_not_fit_name_the_file_and_give_a_hint(tmp_path):
         load(str(path))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "prompt None is neither text nor"),
+        (5, "prompt 5 is neither text nor"),
+        ([], r"prompt \[\] is neither text nor"),
+        (["a"], r"prompt \['a'\] is neither text nor"),
+        ("a \ud83d b", r"prompt 'a \\ud83d b' has half of a surrogate pair"),
+        ([{"role": "user", "content": "\ude00"}], "half of a surrogate pair"),
+    ],
+)
+def test_prompts_that_are_neither_text_nor_messages_name_the_row(tmp_path, prompt, message):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": prompt, "answer": "b"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SettingError, match=rf"eval\.data {path}, row 2: .*{message}.*eval\.data\.prompt"):
+        load(str(path), section="eval.data")
+    path.write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"answer": None}))
+    assert load(str(path)).dropped == {"no answer": 1}
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------
 
 TEMPLATE = (

@@ -7,10 +7,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from alula.data.answers import last_boxed
-from alula.data.dataset import Dataset, Example
+from alula.data.dataset import Dataset, Example, prompt_text
 from alula.errors import SettingError, require, unknown
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _UNIT = re.compile(r"^(.*\S)\s*\([^()]*\)$")
 
 
@@ -50,6 +51,8 @@ class FieldMapping:
         prompt, answer = fill(self.prompt, row, "prompt"), None
         if self.answer is not None:
             answer = ANSWER_FORMS[self.answer_form](fill(self.answer, row, "answer"))
+        if self.answer is None or not empty(answer):  # `apply` drops the others
+            check_prompt(prompt)
         return Example(prompt, answer, dict(row))
 
     def apply(
@@ -71,6 +74,11 @@ class FieldMapping:
                     f"{where}, row {len(examples) + 1}: {str(error).rstrip(';')}; the rows before have it, so "
                     "complete this one, or remove it."
                 ) from None
+            except SettingError as error:
+                raise SettingError(
+                    f"{where}, row {len(examples) + 1}: {error}; correct the row, or name another field with "
+                    f"{section}.prompt."
+                ) from None
         kept = [example for example in examples if self.answer is None or not empty(example.answer)]
         dropped = {"no answer": len(examples) - len(kept)} if len(kept) < len(examples) else {}
         require(len(examples) > 0, f"{where}: no usable rows (read 0): the data is empty.")
@@ -79,6 +87,16 @@ class FieldMapping:
             f"{where}: no usable rows (read {len(examples)}, all without answer); name its field in {section}.answer.",
         )
         return Dataset(tuple(kept), name, dropped)
+
+
+def check_prompt(prompt: Any) -> None:
+    """Raise for what no tokenizer could read. The message lacks the row, and a hint."""
+    messages = isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)
+    shown = f"prompt {prompt!a:.80}"
+    require(isinstance(prompt, str) or bool(messages), f"{shown} is neither text nor a list of chat messages")
+    require(
+        _SURROGATE.search(prompt_text(prompt)) is None, f"{shown} has half of a surrogate pair, which is no character"
+    )
 
 
 class NoField(Exception):
