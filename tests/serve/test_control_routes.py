@@ -295,3 +295,34 @@ def test_a_failed_step_fails_its_requests_only(server, monkeypatch):
     assert client.post(GENERATE, json=SHORT).status_code == 200
     assert client.get("/health").status_code == 200
     assert service.engine.pool.in_use == 0
+
+
+@pytest.mark.parametrize("start", ["submit", "extend"])
+def test_a_request_that_cannot_be_started_fails_alone(server, monkeypatch, start):
+    client, service = server
+    session = {"X-Session-ID": "a"}
+    prompt = SHORT["token_ids"]
+    kept = client.post(GENERATE, json=SHORT, headers=session).json()["choices"][0]["token_ids"]
+    longer = SHORT | {"token_ids": [*prompt, *kept, 7]}
+    other = Background(client, LONG)
+    wait_until(lambda: running(service))
+    with monkeypatch.context() as failing:
+        failing.setattr(service.engine, start, lambda *_: bytearray(1 << 62))
+        answer = client.post(GENERATE, json=longer, headers=session if start == "extend" else None)
+    assert answer.status_code == 500
+    assert "MemoryError" in answer.json()["error"]["message"]
+    assert other.result().status_code == 200
+    answer = client.post(GENERATE, json=longer, headers=session).json()
+    assert answer["choices"][0]["kv"]["session"] == "continued"
+    assert client.get("/health").status_code == 200
+
+
+def test_a_server_whose_engine_has_ended_says_so_and_ends():
+    with served() as (address, service), httpx.Client(base_url=address, timeout=10) as client:
+        service.thread._commands.put(lambda: setattr(service.thread, "_stopped", True))
+        service.thread._thread.join(10)
+        for answer in (client.post(GENERATE, json=SHORT), client.post("/pause")):
+            assert answer.status_code == 500
+            assert "restart the server" in answer.json()["error"]["message"]
+        assert client.get("/health").status_code == 503
+        assert service.load == 0

@@ -98,7 +98,8 @@ class EngineThread:
         def stop() -> None:
             self._stopped = True
 
-        await self.call(stop)
+        if self._thread.is_alive():
+            await self.call(stop)
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -107,6 +108,7 @@ class EngineThread:
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps."""
+        self._require_alive()
         future: Future[T] = Future()
 
         def command() -> None:
@@ -121,7 +123,12 @@ class EngineThread:
 
     def submit(self, job: Job) -> None:
         """Queue a job; its events tell how it went, also if it was rejected."""
+        self._require_alive()
         self._commands.put(lambda: self._submit(job))
+
+    def _require_alive(self) -> None:
+        if not self._thread.is_alive():
+            raise RunFailed("the engine's thread has ended; restart the server.")
 
     def cancel(self, job: Job) -> None:
         """End a job: its unfinished rollouts come back as aborted."""
@@ -157,13 +164,16 @@ class EngineThread:
         await self.call(self.engine.wake)
 
     async def abort_all_if_stuck(self) -> None:
-        """Before the server ends: a paused or sleeping engine would never finish its jobs."""
+        """Before the server ends: a paused, sleeping or dead engine would never finish its jobs."""
 
         def abort() -> None:
             if self.engine.paused or not self.engine.cache.resident:
                 self._fail(RunFailed("the server ends while the engine is paused; send the request again later."))
 
-        await self.call(abort)
+        if self._thread.is_alive():
+            await self.call(abort)
+        else:
+            self._fail(RunFailed("the engine's thread has ended; send the request to another server."))
 
     def jobs(self) -> list[Job]:
         """Jobs in the engine, and those held back."""
@@ -226,9 +236,12 @@ class EngineThread:
                 request_id = self._start(job, request)
                 self._jobs[request_id] = job
                 job.live[request_id] = request.sampling.n
-        except SettingError as error:
+        except Exception as error:  # rejected, or no memory for it: the others go on
             self._cancel(job)
             self._drop(job)
+            if not isinstance(error, SettingError):
+                traceback.print_exc(file=sys.stderr)
+                error = RunFailed(f"the request could not be started: {type(error).__name__}; see the server's log.")
             self._post([(job, error)])
 
     def _start(self, job: Job, request: Request) -> int:
@@ -239,7 +252,7 @@ class EngineThread:
             if given is not None:
                 try:
                     request_id = self.engine.extend(turn.session, given, request.sampling)
-                except SettingError:
+                except Exception:
                     self.sessions.keep(job.session, turn)
                     raise
                 job.continued = True

@@ -83,9 +83,9 @@ class Service:
         self.load += count
         started, first = time.monotonic(), True
         watcher = asyncio.create_task(self._cancel_when_gone(request, job))
-        self.thread.submit(job)
         left = count
         try:
+            self.thread.submit(job)
             async with aclosing(job.results()) as results:
                 async for event in results:
                     if first and job.stream:
