@@ -1,11 +1,14 @@
 """Invalid input raises with one sentence and leaves the engine usable."""
 
+import numpy as np
 import pytest
 import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
+from alula.engine import prefill
 from alula.engine.engine import default_buckets
+from alula.engine.row_pages import MOST_KINDS
 from alula.engine.schedule_plan import padded_rows
 from alula.errors import SettingError
 
@@ -301,3 +304,63 @@ def test_texts_longer_than_the_positions_of_the_model_are_rejected():
 def test_default_batch_sizes_are_few():
     assert [default_buckets(rows)[-1] for rows in (8, 1024, 1025, 1280, 1281)] == [1024, 1024, 1280, 1280, 1536]
     assert len({padded_rows(rows, default_buckets(4096)) for rows in range(1, 4097)}) < 40
+
+
+@pytest.mark.parametrize("select", [None, Select("quest", 12, 4, 0)], ids=["dense", "quest"])
+def test_a_request_without_memory_does_not_change_running_rows(loaded, select):
+    """Its queries would take terabytes. Rows beside it keep their budgets, banned tokens and results."""
+    sampling = Sampling(max_new_tokens=24, min_new_tokens=24, stop=tuple(range(2, 60)), ignore_eos=True)
+    huge = Sparsity(Evict("snapkv", 9 * 10**10, window=8 * 10**10), select)
+    found = []
+    for refused in (False, True):
+        engine = Engine(loaded, page=4, kv_memory="2MiB", max_rows=4, lookahead=2)
+        engine.submit(engine.requests([list(range(5, 40))], sampling, Sparsity(select=select))[0])
+        for _ in range(4):
+            engine.step()
+        if refused:
+            with pytest.raises(RuntimeError, match="allocate"):
+                engine.submit(engine.requests([[5, 6, 7]], Sampling(max_new_tokens=4), huge)[0])
+        [rollout] = engine.drain()
+        found.append(rollout)
+    assert found[0].token_ids == found[1].token_ids
+    assert torch.equal(found[0].logprobs, found[1].logprobs)
+
+
+def test_budgets_and_top_k_beyond_32_bits_read_everything(engine):
+    sampling = Sampling(max_new_tokens=6, top_k=2**40, ignore_eos=True)
+    policies = [Sparsity(select=Select("quest", 10**11, 4, 0)), Sparsity()]
+    schedule = Sparsity(select=Select("quest", Schedule((10**11, 10**12), 8), 4, 0))
+    dense, *others = (engine.generate(GOOD, sampling, policy) for policy in (policies[1], policies[0], schedule))
+    for other in others:
+        assert [r.token_ids for r in other] == [r.token_ids for r in dense]
+
+
+def test_many_rollouts_of_a_prompt_are_sampled_in_parts(engine, monkeypatch):
+    """Each takes a row of logits. The draws are the same."""
+    sampling = Sampling(n=20, max_new_tokens=3, topk_logprobs=2, top_p=0.9)
+    whole = engine.generate(GOOD, sampling)
+    rows, real = [], prefill.sample
+    monkeypatch.setattr(prefill, "sample", lambda logits, *a, **k: (rows.append(len(logits)), real(logits, *a, **k))[1])
+    monkeypatch.setattr(prefill, "LOGITS_BYTES", 4 * 3 * engine.model.config.vocab_size)
+    parts = engine.generate(GOOD, sampling)
+    assert max(rows) == 3
+    assert [r.token_ids for r in parts] == [r.token_ids for r in whole]
+    assert all(torch.equal(a.topk_logprobs, b.topk_logprobs) for a, b in zip(whole, parts))
+
+
+def test_stop_ids_may_be_numpy_integers(engine):
+    [free] = engine.generate([GOOD[0]], Sampling(max_new_tokens=6, ignore_eos=True))
+    stop = free.token_ids[2]
+    [stopped] = engine.generate([GOOD[0]], Sampling(max_new_tokens=6, ignore_eos=True, stop=(np.int64(stop),)))
+    assert stopped.token_ids[-1] == stop
+    assert Sampling(stop=np.int64(7)).stop == (7,)
+    for wrong in ({"stop": (1.5,)}, {"stop": None}, {"temperature": None}, {"top_p": "1"}):
+        with pytest.raises(SettingError, match=next(iter(wrong))):
+            Sampling(**wrong)
+
+
+def test_tables_of_unused_kinds_are_dropped(engine):
+    """Every number of dense layers is a kind of its own."""
+    for layers in range(20):
+        engine.generate([GOOD[0]], Sampling(max_new_tokens=2), Sparsity(select=Select("quest", 12, 4, layers)))
+    assert len(engine._scheduler.rows.batches) <= MOST_KINDS

@@ -155,26 +155,28 @@ class BatchState:
         valid; they grow by copying. Without `keep` no row is in use, and features of earlier requests are dropped."""
         grown = self._sizes | features
         if grown != self._sizes:
+            self.generation += 1  # first, and `_dirty` too: there may be no memory for all of it
+            self._dirty = True
             self._allocate(grown)
-            self.generation += 1
         self.features = self.features | features if keep else features
 
     def _allocate(self, sizes: BatchFeatures) -> None:
+        """The large buffers first: if they find no memory, nothing that running rows read has changed."""
         rows, steps, device, g = self.rows, self.steps, self.device, self.geometry
+        self.ring = self._grown("ring", self.ring, (g.layers, rows, g.query_heads, sizes.ring, g.head_dim), 3)
+        sums = (g.layers, rows, g.kv_heads, sizes.accumulated)
+        self.accumulated = self._grown("accumulated", self.accumulated, sums, 3, torch.float32)
+        self.teacher = torch.zeros(**self._hidden) if sizes.teacher else None
+        """Dense hidden states that predict the tokens of the current chunk."""
+        self.out_hidden = torch.zeros(**self._hidden) if sizes.hidden else None
+        self.out_topk_id = torch.zeros(rows, steps, sizes.topk, dtype=torch.int64, device=device)
+        self.out_topk_logprob = torch.zeros(rows, steps, sizes.topk, device=device)
         self._host_budget = widened(self._host_budget, sizes.schedule_bins, UNLIMITED)
         self._host_banned = widened(self._host_banned, sizes.banned, -1)
         self._host_stop = widened(self._host_stop, sizes.stops, -1)
         self.budget = torch.full((rows, sizes.schedule_bins), UNLIMITED, dtype=torch.int32, device=device)
         self.banned = torch.full((rows, sizes.banned), -1, dtype=torch.int64, device=device)
         self.stop = torch.full((rows, sizes.stops), -1, dtype=torch.int64, device=device)
-        self.out_topk_id = torch.zeros(rows, steps, sizes.topk, dtype=torch.int64, device=device)
-        self.out_topk_logprob = torch.zeros(rows, steps, sizes.topk, device=device)
-        self.teacher = torch.zeros(**self._hidden) if sizes.teacher else None
-        """Dense hidden states that predict the tokens of the current chunk."""
-        self.out_hidden = torch.zeros(**self._hidden) if sizes.hidden else None
-        self.ring = self._grown("ring", self.ring, (g.layers, rows, g.query_heads, sizes.ring, g.head_dim), 3)
-        sums = (g.layers, rows, g.kv_heads, sizes.accumulated)
-        self.accumulated = self._grown("accumulated", self.accumulated, sums, 3, torch.float32)
         ring, summed = (0 if buffer is None else buffer.shape[3] for buffer in (self.ring, self.accumulated))
         self._sizes = replace(sizes, ring=ring, accumulated=summed)
         self._dirty = True
@@ -229,7 +231,7 @@ class BatchState:
             "ring_size": evictor.queries if evictor else 0,
             "accumulates": int(evictor.accumulates) if evictor else 0,
             "bin_width": 1,
-            "top_k": sampling.top_k,
+            "top_k": min(UNLIMITED, sampling.top_k),
             "stop_from": sequence.prompt_len + sequence.turn_start + sampling.min_new_tokens,
         }
         self._host_budget[row] = UNLIMITED
@@ -237,10 +239,10 @@ class BatchState:
             budget = sparsity.select.budget
             if isinstance(budget, Schedule):
                 ints["bin_width"] = budget.width
-                pages = [-(-tokens // page) for tokens in budget.budgets]
+                pages = [min(UNLIMITED, -(-tokens // page)) for tokens in budget.budgets]
                 self._host_budget[row] = pages + pages[-1:] * (self._host_budget.shape[1] - len(pages))
             else:
-                self._host_budget[row] = -(-budget // page)
+                self._host_budget[row] = min(UNLIMITED, -(-budget // page))
         self._host_ints[:, row] = [ints[name] for name in self.INTS]
         self._host_floats[:, row] = sampling.temperature, sampling.top_p
         self._host_key[row] = sequence.key

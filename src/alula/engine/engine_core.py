@@ -22,7 +22,7 @@ from alula.engine.schedule_plan import Prefill
 from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import BatchKind, Request, Sequence, kind_of
 from alula.engine.swapping import move_rows, park, restore, swap_out
-from alula.errors import require
+from alula.errors import require, require_whole
 from alula.heap import frozen_heap
 from alula.sparsity.evict import needs_queries
 from alula.sparsity.evict.query_statistics import QueryStatistics
@@ -328,6 +328,7 @@ class EngineCore:
         sequence = self.sessions[session]
         before = sequence.request
         require(sequence.finish is not None, f"session={session}: its last turn has not finished yet.")
+        require_whole(**{f"session={session}: tokens[{i}]": token for i, token in enumerate(tokens)})
         tokens = [int(token) for token in tokens]
         self.inputs.check_ids(f"session={session}", tokens)
         request = self.inputs.next_turn(before, sampling or before.sampling)

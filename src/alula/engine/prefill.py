@@ -10,7 +10,7 @@ from torch import Tensor
 from alula.engine.attention import PrefillContext
 from alula.engine.batch_state import BatchFeatures, BatchState, PendingResults, to_device
 from alula.engine.kv_cache import KVCache
-from alula.engine.model_runner import ModelRunner
+from alula.engine.model_runner import LOGITS_BYTES, ModelRunner
 from alula.engine.schedule_plan import Prefill, Start
 from alula.engine.sequence import Prefilled, PrefillOutput, Sequence
 from alula.ops.sample import proposal_logits, sample
@@ -130,14 +130,34 @@ def sample_next(
     index: list[int],
     features: BatchFeatures,
 ) -> tuple[Tensor, PendingResults]:
-    """Sample the token at position `positions[i]` of every sequence from the hidden state `hidden[index[i]]`."""
+    """Sample the token at position `positions[i]` of every sequence from the hidden state `hidden[index[i]]`. Many
+    rollouts of few prompts are sampled in parts, since each takes a row of logits."""
+    logits = runner.logits(hidden)
+    together = max(1, LOGITS_BYTES // (4 * logits.shape[1]))
+    parts = [
+        _sample_next(runner, sequences[part], positions[part], hidden, logits, index[part], features)
+        for part in (slice(first, first + together) for first in range(0, len(sequences), together))
+    ]
+    arrays = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return arrays["token"], PendingResults(arrays)
+
+
+def _sample_next(
+    runner: ModelRunner,
+    sequences: list[Sequence],
+    positions: list[int],
+    hidden: Tensor,
+    logits: Tensor,
+    index: list[int],
+    features: BatchFeatures,
+) -> dict[str, Tensor]:
     samplings = [s.request.sampling for s in sequences]
 
     def column(values: list, dtype: type) -> Tensor:
         return to_device(np.asarray(values, dtype), runner.device)
 
     rows = column(index, np.int64)
-    hidden, logits = hidden[rows], runner.logits(hidden)[rows]
+    hidden, logits = hidden[rows], logits[rows]
     temperature = column([s.temperature for s in samplings], np.float32)
     proposal = None
     if features.proposal:
@@ -173,7 +193,7 @@ def sample_next(
         arrays["acceptance"] = runner.acceptance(dense, logits, temperature)
     if features.hidden:
         arrays["hidden"] = hidden.view(torch.uint8)
-    return token, PendingResults(arrays)
+    return arrays
 
 
 @torch.inference_mode()

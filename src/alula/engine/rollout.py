@@ -1,7 +1,8 @@
 """Sampling settings, rollouts and scores: the engine's inputs and outputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -51,11 +52,16 @@ class Sampling:
             0 <= self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens={self.min_new_tokens}: must lie between 0 and max_new_tokens={self.max_new_tokens}.",
         )
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            require(isinstance(value, Real) and not isinstance(value, bool), f"{name}={value!r}: must be a number.")
         require(self.temperature >= 0, f"temperature={self.temperature}: must be 0 (greedy) or above.")
         require(0 < self.top_p <= 1, f"top_p={self.top_p}: must lie in (0, 1].")
         require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or a number of tokens.")
         require(self.topk_logprobs >= 0, f"topk_logprobs={self.topk_logprobs}: must be 0 or above.")
-        stops = (self.stop,) if isinstance(self.stop, (int, str)) else tuple(self.stop)
+        stops = tuple(self.stop) if isinstance(self.stop, Iterable) and not isinstance(self.stop, str) else (self.stop,)
+        require_whole(**{f"stop[{i}]": stop for i, stop in enumerate(stops) if not isinstance(stop, str)})
+        stops = tuple(stop if isinstance(stop, str) else int(stop) for stop in stops)
         require("" not in stops, "stop='': an empty text would end every answer; leave it out.")
         object.__setattr__(self, "stop", stops)
 

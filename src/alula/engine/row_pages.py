@@ -10,6 +10,9 @@ from alula.engine.schedule_plan import Move, padded_rows
 from alula.engine.sequence import BatchKind, Sequence
 from alula.sparsity.footprint import steps_to_eviction
 
+MOST_KINDS = 8
+"""Kinds whose tables are kept while no row uses them."""
+
 
 class Rows:
     """The batch rows of one kind: which are free, and all page tables."""
@@ -112,6 +115,9 @@ class RowPages:
         """Give a sequence the lowest free row of its kind."""
         kind = sequence.request.kind
         if kind not in self.batches:
+            empty = [other for other, batch in self.batches.items() if len(batch.free) == self.rows]
+            for other in empty[: max(0, len(self.batches) + 1 - MOST_KINDS)]:
+                del self.batches[other]
             self.batches[kind] = Rows(self.rows, self.width)
         sequence.row = heappop(self.batches[kind].free)
         self.write_table(sequence, 0)
