@@ -214,7 +214,9 @@ class Engine(EngineCore):
     ) -> list[Scores]:
         """Log-probs of the rollouts' tokens: under the dense policy (`None`) in one packed pass, under a sparse one by
         decoding the given tokens again. An engine with `kv_dtype` decodes for `DENSE` too, and reads quantised KV.
-        `temperature` defaults to each rollout's own."""
+        `temperature` defaults to each rollout's own.
+
+        In later turns of a session the given tokens read all KV; here a selector chooses for them as for others."""
         from alula.engine.scoring import score_dense, score_forced
 
         self.inputs.check_rollouts(rollouts, temperature)
@@ -236,8 +238,8 @@ class Engine(EngineCore):
         The tokens are decoded again under `sparsity` (one policy, or one per rollout) and compared at each step with
         the dense policy's packed pass over the same text, which runs once per distinct rollout. `DENSE` measures the
         floor: rounding errors of decoding against the packed pass, and those of a quantised KV cache. `sparsity=None`
-        means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states. `temperature`
-        defaults to each rollout's own.
+        means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states; if it decodes, a
+        selector chooses for the given tokens of later turns too (`score`). `temperature` defaults to each rollout's own.
         """
         from alula.engine.scoring import kept_acceptance, stream_acceptance
 
