@@ -238,8 +238,9 @@ class Engine(EngineCore):
         The tokens are decoded again under `sparsity` (one policy, or one per rollout) and compared at each step with
         the dense policy's packed pass over the same text, which runs once per distinct rollout. `DENSE` measures the
         floor: rounding errors of decoding against the packed pass, and those of a quantised KV cache. `sparsity=None`
-        means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states; if it decodes, a
-        selector chooses for the given tokens of later turns too (`score`). `temperature` defaults to each rollout's own.
+        means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states. If it decodes,
+        a selector chooses for the given tokens of later turns too, as in `score`. `temperature` defaults to each
+        rollout's own.
         """
         from alula.engine.scoring import kept_acceptance, stream_acceptance
 
