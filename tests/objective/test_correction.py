@@ -144,6 +144,17 @@ def test_metrics_are_taken_before_masking(batch):
         assert all(others[name] == metrics[name] for name in shared - at_threshold)
 
 
+@pytest.mark.parametrize("level", ["none", "sequence", "geometric"])
+def test_a_rollout_whose_prefix_is_trained_is_not_dropped(level):
+    """The last token of rollout 0 is vetoed, the first of rollout 1; the mask, if there is one, drops rollout 2."""
+    log_xi = torch.tensor([0.0, 0.0, -12.0, -12.0, 0.0, 2.0, 2.0])
+    band = {} if level == "none" else {"mask": level, "mask_high": 3.0}
+    correction = Correction.named("prefix-only", **band)
+    result = correct(log_xi, torch.zeros(7), torch.tensor([0, 0, 0, 1, 1, 2, 2]), correction)
+    assert result.keep.tolist() == [True, False, level == "none"]
+    assert result.token_keep.tolist() == [True, True, False, False, False, *[level == "none"] * 2]
+
+
 def test_shares_of_capped_and_masked_tokens():
     log_xi = torch.tensor([0.0, math.log(1.7), math.log(0.3), math.log(3.0)])
     result = correct(log_xi, torch.zeros(4), torch.tensor([0, 0, 1, 1]), Correction.sparse_rl_code())

@@ -81,28 +81,27 @@ def correct(
         if correction.batch_normalise:
             weights = weights / _mean_weight(weights, sequence, sequences, correction.weight, step, steps, reduce)
 
-    token_keep = torch.ones_like(capped)
+    in_band = spared = torch.ones_like(capped)
     if correction.mask != "none":
         ratio = _ratio(log_ratio, sequence, sequences, correction.mask, correction.clamp)
         low, high = correction.mask_low or 0.0, correction.mask_high or math.inf
-        token_keep = (ratio >= low) & (ratio <= high)
+        in_band = (ratio >= low) & (ratio <= high)
     first_vetoed = torch.full((sequences,), -1, device=sequence.device)
     if correction.veto is not None:
         first_vetoed = ragged.first(below_veto(log_ratio, correction.veto), sequence, sequences)
         spared = first_vetoed[sequence] < 0
         if correction.prefix_only:
             spared |= ragged.position(sequence, sequences) < first_vetoed[sequence]
-        token_keep &= spared
 
-    keep = _kept(token_keep, first_vetoed, sequence, correction)
+    token_keep, keep = in_band & spared, _kept(in_band, first_vetoed, sequence, correction)
     return Corrected(torch.where(token_keep, weights, 0), keep, token_keep, capped, first_vetoed)
 
 
-def _kept(token_keep: Tensor, first_vetoed: Tensor, sequence: Tensor, correction: Correction) -> Tensor:
+def _kept(in_band: Tensor, first_vetoed: Tensor, sequence: Tensor, correction: Correction) -> Tensor:
     """bool [N]. A veto or a mask at rollout level drops a rollout; a mask of single tokens does not."""
     keep = first_vetoed != 0 if correction.prefix_only else first_vetoed < 0
     if correction.mask in ("sequence", "geometric"):
-        keep[sequence[~token_keep]] = False
+        keep[sequence[~in_band]] = False
     return keep
 
 
