@@ -46,6 +46,9 @@ def test_malformed_tests_raise(tests, message):
     [
         ("assert f([1], 'a') == (4, 5)", [{"call": "f([1], 'a')", "expected": "(4, 5)"}]),
         ("assert f(1) == {1, 2}, 'why'", [{"call": "f(1)", "expected": "{1, 2}"}]),
+        ("assert f(1) == frozenset([1, 2])", [{"call": "f(1)", "expected": "{1, 2}"}]),
+        ("assert f(1) == (frozenset([]), 1)", [{"call": "f(1)", "expected": "(set(), 1)"}]),
+        ("assert f(1) == set([frozenset([1])])", [{"check": "assert f(1) == set([frozenset([1])])"}]),
         ("assert tuple(f(1)) == tuple([1, -2])", [{"call": "tuple(f(1))", "expected": "(1, -2)"}]),
         ("assert f(1) == (3 + 5, 3 * 5)", [{"call": "f(1)", "expected": "(8, 15)"}]),
         ("assert abs(f(1) - 2.0/4) < 1e-6", [{"call": "f(1)", "expected": "0.5", "tolerance": 1e-6}]),

@@ -13,7 +13,6 @@ prompt (HumanEval's `prompt`), and `setup`, code to run after it and before the 
 """
 
 import ast
-import builtins
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -169,7 +168,14 @@ class Rename(ast.NodeTransformer):
 
 
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-_CONVERSIONS = ("tuple", "list", "set", "frozenset", "sorted", "dict")
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "set": set,
+    "frozenset": set,  # equal to it, and a literal
+    "sorted": sorted,
+    "dict": dict,
+}
 
 
 def constant(node: ast.expr) -> tuple[Any] | None:
@@ -190,5 +196,8 @@ def constant(node: ast.expr) -> tuple[Any] | None:
                 return (_ARITHMETIC[type(op)](*first, *second),)
         case ast.Call(ast.Name(id), [argument], []) if id in _CONVERSIONS:
             value = constant(argument)
-            return value and (getattr(builtins, id)(*value),)
+            try:
+                return value and (_CONVERSIONS[id](*value),)
+            except (TypeError, ValueError):  # such as a set of sets
+                return None
     return None
