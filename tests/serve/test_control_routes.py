@@ -10,6 +10,7 @@ import httpx
 import pytest
 from safetensors.torch import save_file
 
+from alula.serve.generation import Generation
 from served import byte_model, served, wait_until
 
 LONG = {"token_ids": [5, 9, 14], "sampling_params": {"max_tokens": 120, "ignore_eos": True, "seed": 1}}
@@ -326,3 +327,25 @@ def test_a_server_whose_engine_has_ended_says_so_and_ends():
             assert "restart the server" in answer.json()["error"]["message"]
         assert client.get("/health").status_code == 503
         assert service.load == 0
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_prompt_that_takes_long_to_tokenize_holds_up_no_one(server, monkeypatch, route):
+    client, service = server
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(*_):
+        began.set()
+        go_on.wait(20)
+        return [5, 9, 14]
+
+    monkeypatch.setattr(service.engine.inputs, "tokenize", slow)
+    monkeypatch.setattr(Generation, "chat_prompt", slow)
+    text = {"prompt": "a"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    request = Background(client, text | {"max_tokens": 4}, f"/v1/{route}")
+    try:
+        assert began.wait(10)
+        assert client.get("/health", timeout=5).status_code == 200
+    finally:
+        go_on.set()
+    assert request.result().status_code == 200

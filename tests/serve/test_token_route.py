@@ -145,3 +145,23 @@ def test_a_turn_that_cannot_fit_leaves_the_session_open(server, post):
     assert answer.status_code == 400
     assert "max_length" in answer.text or "kv_memory" in answer.text
     assert post([*history, 8], {"max_tokens": 3}, session="v")["choices"][0]["kv"]["session"] == "continued"
+
+
+def test_a_session_under_an_evictor_may_outgrow_max_length():
+    options = {"max_length": 64}
+    with served(engine_options=options) as (address, service), httpx.Client(base_url=address, timeout=60) as client:
+        assert service.engine.positions > 200
+
+        def post(history, **params):
+            body = {"token_ids": history, "sparsity": "streaming:24+8,window=4,sinks=2"}
+            body["sampling_params"] = {"ignore_eos": True} | params
+            answer = client.post("/inference/v1/generate", json=body, headers={"X-Session-ID": "a"})
+            return answer.json()["choices"][0]
+
+        history = [5] * 20
+        for turn in range(3):
+            answer = post(history, max_tokens=30)
+            assert answer["kv"]["session"] == ("continued" if turn else "new")
+            history += answer["token_ids"] + [7] * 20
+        assert len(history) == 170
+        assert len(post(history)["token_ids"]) == 1, "nothing is left of max_length"

@@ -1,5 +1,6 @@
 """The routes that generate: vLLM's token route and OpenAI's two."""
 
+import asyncio
 import inspect
 import secrets
 from collections.abc import AsyncGenerator
@@ -55,14 +56,14 @@ class Generation:
         given: Any = body.prompt
         require(len(given) > 0, "prompt: it is empty; give a text or token ids.")
         many = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        prompts = [self.engine.tokenize(prompt) for prompt in many]
+        prompts = await asyncio.to_thread(lambda: [self.engine.tokenize(prompt) for prompt in many])
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(self.max_tokens(max_tokens, prompts), body.logprobs)
         return await self.openai(request, body, prompts, sampling, Completions(body, sampling, tokenizer))
 
     async def chat(self, request: HTTPRequest) -> Response:
         body = await self.service.body(request, ChatBody)
-        prompt = self.chat_prompt(body)
+        prompt = await asyncio.to_thread(self.chat_prompt, body)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true.")
         sampling = body.sampling(self.max_tokens(limit, [prompt]), (body.top_logprobs or 0) if body.logprobs else None)
@@ -169,16 +170,17 @@ class Generation:
 
     def max_tokens(self, limit: int | None, prompts: list[list[int]]) -> int:
         """The most new tokens: `limit`, or the rest of the context. An evictor's KV never grows too large for the pool,
-        so the model's positions are a limit of their own."""
-        longest, most = max(map(len, prompts)), self.engine.max_length
-        require(longest < most, f"the prompt has {longest} tokens, but the context ends at {most}; shorten it.")
-        positions = self.engine.positions
+        so the model's positions are a limit of their own. The engine rejects what it cannot hold."""
+        longest, positions = max(map(len, prompts)), self.engine.positions
+        require(
+            longest < positions, f"the prompt has {longest} tokens, but the context ends at {positions}; shorten it."
+        )
         require(
             limit is None or longest + limit <= positions,
             f"max_tokens={limit}: after a prompt of {longest} tokens it goes beyond the model's {positions} positions; "
             "lower it.",
         )
-        return most - longest if limit is None else limit
+        return max(1, self.engine.max_length - longest) if limit is None else limit
 
     def tokenizer(self) -> Any:
         if self.engine.tokenizer is None:
