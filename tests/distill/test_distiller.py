@@ -13,6 +13,7 @@ from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.config.settings import DistillSettings
 from alula.distill.distiller import Acceptance, Distiller
 from alula.distill.divergence import compare, compare_policies
+from alula.distill.run_stage import RunDistiller
 from alula.distributed import World
 from alula.errors import SettingError
 from alula.models.lora import Adapter
@@ -209,8 +210,30 @@ class Threads(World):
         self.barrier.wait()
         return values
 
+    def all_max(self, value):
+        return max(self.all_gather(value))
+
     def all_sum(self, tensor):
         return tensor.copy_(torch.stack([t.to(tensor) for t in self.all_gather(tensor.clone())]).sum(0))
+
+
+def two_ranks(model, **settings) -> list[Distiller]:
+    board, barrier = [None, None], threading.Barrier(2)
+    worlds = [Threads(rank, 2, board=board, barrier=barrier) for rank in range(2)]
+    return [distiller_of(copy.deepcopy(model), world=world, **settings) for world in worlds]
+
+
+def on_each(ranks, call) -> list:
+    """What `call(rank's object, rank)` returns, in one thread per rank."""
+    results = [None] * len(ranks)
+
+    def run(rank):
+        results[rank] = call(ranks[rank], rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    return results
 
 
 def test_two_ranks_train_like_one(model_and_rollouts):
@@ -218,25 +241,41 @@ def test_two_ranks_train_like_one(model_and_rollouts):
     advantages = torch.linspace(-1, 1, len(rollouts))
     alone = distiller_of(loaded.model)
     expected = alone.step(rollouts, advantages)
-    shares, board, barrier = [[0, 1, 2, 3, 4], [5, 6, 7]], [None, None], threading.Barrier(2)
-    ranks = [
-        distiller_of(copy.deepcopy(loaded.model), world=Threads(rank, 2, board=board, barrier=barrier))
-        for rank in range(2)
-    ]
-    metrics = [None, None]
-
-    def run(rank):
-        mine = shares[rank]
-        metrics[rank] = ranks[rank].step([rollouts[i] for i in mine], advantages[mine])
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join(60) for thread in threads]
+    shares = [[0, 1, 2, 3, 4], [5, 6, 7]]
+    ranks = two_ranks(loaded.model)
+    metrics = on_each(ranks, lambda one, i: one.step([rollouts[j] for j in shares[i]], advantages[shares[i]]))
     for rank in range(2):
         for name in ("loss", "kl", "policy_loss", "grad_norm", "tokens"):
             assert metrics[rank][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
         for (_, a), (_, b) in zip(alone.policy.adapter_parameters(), ranks[rank].policy.adapter_parameters()):
             torch.testing.assert_close(a, b, rtol=0, atol=0.05 * alone.settings.lr)
+
+
+def test_a_minibatch_without_rollouts_leaves_the_adapter_to_the_others(model_and_rollouts):
+    """Three minibatches of two rollouts: AdamW's momentum moves nothing in the empty one, on one rank and on two."""
+    loaded, rollouts = model_and_rollouts
+    alone, ranks = distiller_of(loaded.model, minibatches=3), two_ranks(loaded.model, minibatches=3)
+    expected = alone.step(rollouts[:2])
+    metrics = on_each(ranks, lambda one, i: one.step(rollouts[i : i + 1]))
+    assert expected["tokens"] == sum(map(len, rollouts[:2]))
+    for rank in range(2):
+        assert ranks[rank].steps == alone.steps == 2
+        for name in ("loss", "kl", "grad_norm", "tokens"):
+            assert metrics[rank][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+        for (_, a), (_, b) in zip(alone.policy.adapter_parameters(), ranks[rank].policy.adapter_parameters()):
+            torch.testing.assert_close(a, b, rtol=0, atol=0.05 * alone.settings.lr)
+
+
+def test_a_step_without_chosen_prompts_changes_nothing(model_and_rollouts, monkeypatch):
+    loaded, rollouts = model_and_rollouts
+    ranks = two_ranks(loaded.model)
+    on_each(ranks, lambda one, i: one.step(rollouts[4 * i : 4 * i + 4]))  # momentum
+    before = bits(p for _, p in ranks[0].policy.adapter_parameters())
+    monkeypatch.setattr(Distiller, "is_chosen", lambda self, index: False)
+    runs = [RunDistiller(one, None, one.settings, []) for one in ranks]
+    assert on_each(runs, lambda run, i: run.step(1, rollouts[4 * i : 4 * i + 4], torch.zeros(4))) == [{}, {}]
+    assert ranks[0].steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, bits(p for _, p in ranks[0].policy.adapter_parameters())))
 
 
 @pytest.fixture(scope="module")

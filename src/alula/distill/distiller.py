@@ -122,12 +122,14 @@ class Distiller:
     def _update(
         self, rollouts: Sequence[Rollout], index: list[int], advantages: Tensor | None, alphas: list[Tensor]
     ) -> dict[str, float]:
-        """One optimizer step; the metrics are means over its tokens, on all ranks."""
+        """One optimizer step, none if no rank has tokens; the metrics are means over its tokens, on all ranks."""
         step_divisors = self._divisors(rollouts, index)
         count = step_divisors.policy.new_tensor(sum(len(rollouts[i]) for i in index))
-        tokens = max(1.0, float(self.world.all_sum(count)))
-        row = {i: position for position, i in enumerate(index)}
+        tokens = float(self.world.all_sum(count))
         names = ("loss", "policy_loss", "clip_fraction", "drift", "kl")
+        if tokens == 0:  # AdamW would move the adapter on its momentum
+            return dict.fromkeys((*names, "grad_norm", "skipped", "tokens"), 0.0)
+        row = {i: position for position, i in enumerate(index)}
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.world.device))
         for batch in self._batches(rollouts, index):
             dense = self.policy.dense(batch)

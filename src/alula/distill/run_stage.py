@@ -85,7 +85,7 @@ class RunDistiller:
             for i, rollout in enumerate(rollouts)
             if self.distiller.is_chosen(rollout.prompt_index) and len(rollout) and not (rerolled and rerolled[i])
         ]
-        if not rows and not self.distiller.world.is_distributed:  # all chosen rollouts were continued densely
+        if not self.distiller.world.all_max(len(rows)):  # none is chosen, or all those were continued densely
             return dict(self.measured)
         metrics = self.distiller.step([rollouts[i] for i in rows], advantages[rows])
         for rollout in rollouts:
