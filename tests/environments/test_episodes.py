@@ -15,7 +15,7 @@ from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build as build_task
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.environments.conversation import Conversation
-from alula.environments.episodes import Episodes, Start
+from alula.environments.episodes import Episodes, Start, Turn
 from alula.environments.lookup import Lookup
 from alula.environments.registry import load_environment
 from alula.errors import SettingError
@@ -23,6 +23,7 @@ from alula.models.load import load_model
 from alula.rollouts.job import Job
 from alula.rollouts.local_rollouts import LocalRollouts
 from alula.trainer.reroll import spliced
+from served import wait_until
 
 TASK = build_task("lookup", symbols=4, hops=2)
 EXAMPLES = [example.record() for example in TASK.dataset(6)]
@@ -236,6 +237,48 @@ def test_an_interruption_leaves_nothing_behind(loaded):
     played = episodes.play(starts(1), SAMPLING, EVICTING)
     assert len(played) == 6
     assert engine.pool.in_use == 0
+
+
+def test_every_environment_is_closed_once(loaded):
+    """After a failed reset, a failed replay, a reset that returns too late, an end, and an interruption."""
+    opened, closed, go_on, stop = [], [], threading.Event(), False
+
+    class Closes(Talkative):
+        def __init__(self):
+            opened.append(self)
+
+        def reset(self, example, seed):
+            if seed == 100:
+                raise OSError("no database")
+            if seed == 101:
+                go_on.wait(20)
+            return super().reset(example, seed)
+
+        async def close(self):
+            closed.append(self)
+
+    def interrupt():
+        if stop and engine._live:
+            raise KeyboardInterrupt
+
+    engine = engine_of(loaded)
+    episodes = episodes_of(engine, Closes, timeout=0.5, max_turns=2)
+    episodes.check_stop = interrupt
+    everyone = starts(1)
+    everyone[2] = replace(everyone[2], replay=[Turn(0, "a", [{"role": "user", "content": "something else"}])])
+    played = episodes.play(everyone, SAMPLING, Sparsity())
+    assert [episode.failure is None for episode in played] == [False] * 3 + [True] * 3
+    episodes.close()
+    late = set(opened) - set(closed)
+    assert len(closed) == 5
+    assert len(late) == 1, "it is still being reset"
+    go_on.set()
+    wait_until(lambda: late <= set(closed))
+    stop = True
+    with pytest.raises(KeyboardInterrupt):
+        episodes.play(starts()[8:], SAMPLING, Sparsity())
+    wait_until(lambda: len(closed) == len(opened) > 6)
+    assert len(set(closed)) == len(closed)
 
 
 def test_a_replay_continues_inside_a_turn(loaded):

@@ -90,12 +90,19 @@ class Calls:
         return outcomes
 
     def forget(self) -> None:
-        """Give up all calls."""
-        for call in self._running.values():
-            if call.future is not None:
-                call.future.cancel()
-        self._running.clear()
-        self._waiting.clear()
+        """Give up all calls but those without a key, whose outcome nobody needs."""
+        for call_id, call in list(self._running.items()):
+            if call.key is not None:
+                del self._running[call_id]
+                if call.future is not None:
+                    call.future.cancel()
+        self._waiting = deque(call for call in self._waiting if call.key is None)
+
+    def finish(self, seconds: float) -> None:
+        """Wait at most so long for the calls that are left, and drop their outcomes."""
+        deadline = time.monotonic() + seconds
+        while (self._running or self._waiting) and (left := deadline - time.monotonic()) > 0:
+            self.poll(left)
 
     def _patience(self) -> float:
         """Seconds until the first of the running calls is given up."""

@@ -7,6 +7,7 @@ Random numbers are keyed by prompt, sample and position, so an episode does not 
 """
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -28,6 +29,8 @@ from alula.sparsity.policy import Sparsity
 
 GRACE = 0.002
 """Seconds to wait for calls in progress before the engine's next step: turns that start together share passes."""
+CLOSING = 2.0
+"""Seconds to wait for environments to close when episodes are given up: the process may end next."""
 
 
 @dataclass
@@ -86,6 +89,9 @@ class Live:
     sampling: Sampling
     sparsity: Sparsity
     environment: Environment | None = None
+    starting: bool = True
+    """Whether the environment is yet to be reset, or its turns to be replayed."""
+    over: bool = False
     messages: Messages = field(default_factory=list)
     """The conversation up to the policy's present turn."""
     prompt_ids: list[int] = field(default_factory=list)
@@ -113,11 +119,12 @@ class Episodes:
         self.serving: dict[int, Live] = {}
         """Episodes that the engine works on, by request id."""
         self.ended: list[tuple[int, Episode]] = []
+        self._closing = threading.Lock()
 
     def begin(self, key: int, start: Start, sampling: Sampling, sparsity: Sparsity) -> None:
         """Start an episode, which ends with this key. `sampling` limits every turn; its `n` is not used."""
         self.live[key] = live = Live(key, start, replace(sampling, n=1), sparsity)
-        self.calls.start(live, self._begin, start)
+        self.calls.start(live, self._begin, live)
 
     def answer(self, wait: float) -> int:
         """Pass on what environments have answered; waits at most so many seconds for the first one, or the first
@@ -135,7 +142,7 @@ class Episodes:
         return live is not None
 
     def abandon(self) -> None:
-        """Give up all episodes, and leave nothing behind in the engine."""
+        """Give up all episodes, close their environments, and leave nothing behind in the engine."""
         self.calls.forget()
         for request_id in self.serving:
             self.engine.abort(request_id)
@@ -144,14 +151,24 @@ class Episodes:
         self.live.clear()
         self.serving.clear()
         self.ended.clear()
+        self.calls.finish(CLOSING)
 
     # -- in another thread --------------------------------------------------------------------------------
 
-    def _begin(self, start: Start) -> tuple[Environment, Messages, float]:
-        """Build and reset an environment, and play the turns of `Start.replay` again; returns it with the prompt and
-        the rewards so far."""
-        environment, total = self.build(), 0.0
-        prompt = as_messages(self.calls.resolve(environment.reset(dict(start.example), start.seed)))
+    def _begin(self, live: Live) -> tuple[Messages, float]:
+        """Build and reset an environment, and play the turns of `Start.replay` again; returns the prompt and the
+        rewards so far. Closes the environment if the episode was given up meanwhile."""
+        try:
+            live.environment = self.build()
+            return self._reset(live.environment, live.start)
+        finally:
+            with self._closing:
+                live.starting, over = False, live.over
+            if over and (close := getattr(live.environment, "close", None)) is not None:
+                self.calls.resolve(close())
+
+    def _reset(self, environment: Environment, start: Start) -> tuple[Messages, float]:
+        prompt, total = as_messages(self.calls.resolve(environment.reset(dict(start.example), start.seed))), 0.0
         for number, turn in enumerate(start.replay, 1):
             messages, reward, done = checked(self.calls.resolve(environment.step(turn.completion)))
             total += reward
@@ -159,7 +176,7 @@ class Episodes:
                 not done and messages == turn.messages,
                 f"turn {number} was answered differently when it was replayed, so it is not replayable.",
             )
-        return environment, prompt, total
+        return prompt, total
 
     # -- in the engine's thread ---------------------------------------------------------------------------
 
@@ -173,19 +190,19 @@ class Episodes:
             self._end(live, "error", outcome.failure)
             return
         try:
-            if live.environment is None:
+            if live.rollout is None:
                 self._submit(live, *outcome.value)
             else:
                 self._continue(live, *checked(outcome.value))
         except Exception as error:  # what the environment returned cannot be used, or cannot be rendered
             self._end(live, "error", f"{type(error).__name__}: {error}")
 
-    def _submit(self, live: Live, environment: Environment, messages: Messages, reward: float) -> None:
+    def _submit(self, live: Live, messages: Messages, reward: float) -> None:
         """Start the policy's first turn, or the one that a replay has led to."""
         start, most = live.start, self.settings.max_tokens
-        live.environment, live.messages, live.reward = environment, messages, reward
+        live.messages, live.reward = messages, reward
         live.turns = [replace(turn) for turn in start.replay]
-        prompt = self.conversation.prompt(messages, getattr(environment, "tools", None))
+        prompt = self.conversation.prompt(messages, getattr(live.environment, "tools", None))
         for turn in start.replay:
             live.messages = [*live.messages, {"role": "assistant", "content": turn.completion}, *turn.messages]
         live.prompt_ids = [*prompt, *start.prefix]
@@ -250,8 +267,6 @@ class Episodes:
     def _end(self, live: Live, finish: Finish, failure: str | None = None) -> None:
         """Release the episode's KV, close its environment and keep its result."""
         self._close(live)
-        if (close := getattr(live.environment, "close", None)) is not None:
-            self.calls.start(None, close)
         del self.live[live.key]
         start, rollout = live.start, live.rollout
         if rollout is None:
@@ -272,8 +287,13 @@ class Episodes:
         self.ended.append((live.key, episode))
 
     def _close(self, live: Live) -> None:
+        """Close the episode's session, and its environment; one that is still being reset is closed by `_begin`."""
         if live.rollout is not None and live.rollout.session is not None:
             self.engine.close(live.rollout.session)
+        with self._closing:
+            live.over, starting = True, live.starting
+        if not starting and (close := getattr(live.environment, "close", None)) is not None:
+            self.calls.start(None, close)
 
 
 def checked(answer: Any) -> tuple[Messages, float, bool]:
