@@ -87,6 +87,18 @@ def test_pause_wait_finishes_what_runs_and_holds_what_comes(server):
     assert late.result().status_code == 200
 
 
+def test_the_first_request_that_needs_statistics_waits_for_resume(server):
+    client, service = server
+    client.post("/pause")
+    request = Background(client, SHORT | {"sparsity": "triattention:24+8,window=4,sinks=2"})
+    wait_until(lambda: service.thread._held or request.answer)
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    assert request.answer is None
+    client.post("/resume")
+    assert request.result().status_code == 200
+    assert service.engine.query_statistics is not None
+
+
 def test_abort_by_pause_and_by_name(server):
     client, service = server
     request = Background(client, LONG)

@@ -18,6 +18,7 @@ from alula.engine.sequence import Request, Sequence
 from alula.errors import RunFailed, SettingError
 from alula.heap import frozen_heap
 from alula.serve.sessions import Sessions
+from alula.sparsity.evict import needs_queries
 
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
@@ -83,7 +84,7 @@ class EngineThread:
         self._jobs: dict[int, Job] = {}
         """Jobs by the engine's request id."""
         self._held: list[Job] = []
-        """Jobs that arrived while the engine slept, or while it drains for a pause."""
+        """Jobs that arrived while the engine slept, or while it drains for a pause (`_must_wait`)."""
         self._when_idle: list[Future[None]] = []
         self._stopped = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -228,7 +229,7 @@ class EngineThread:
         self._when_idle.clear()
 
     def _submit(self, job: Job) -> None:
-        if self._when_idle or not self.engine.cache.resident:
+        if self._must_wait(job):
             self._held.append(job)
             return
         try:
@@ -243,6 +244,17 @@ class EngineThread:
                 traceback.print_exc(file=sys.stderr)
                 error = RunFailed(f"the request could not be started: {type(error).__name__}; see the server's log.")
             self._post([(job, error)])
+
+    def _must_wait(self, job: Job) -> bool:
+        """Whether a job cannot be submitted now. The text that queries are first measured on is sampled, for which the
+        engine must not be paused."""
+        engine = self.engine
+        unmeasured = engine.paused and engine.query_statistics is None
+        return (
+            bool(self._when_idle)
+            or not engine.cache.resident
+            or (unmeasured and any(needs_queries(request.sparsity) for request in job.requests))
+        )
 
     def _start(self, job: Job, request: Request) -> int:
         """Submit a request, or continue the session it belongs to."""
