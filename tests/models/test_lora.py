@@ -1,12 +1,15 @@
 """The LoRA of the learner against peft: the same initial numbers, the same output, the same merged weights."""
 
 import copy
+import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from alula.errors import SettingError
 from alula.models.load import load_model
-from alula.models.lora import LoRALinear, attach_trainable, disabled, linears, merged_parameters
+from alula.models.lora import Adapter, LoRALinear, attach_trainable, disabled, linears, merged_parameters
 
 peft = pytest.importorskip("peft")
 RANK, ALPHA, SEED = 4, 8.0, 3
@@ -62,3 +65,22 @@ def test_output_and_merged_weights_are_those_of_peft(models):
             a, b = (each["default"].weight.float() for each in (reference.lora_A, reference.lora_B))
             weight = reference.base_layer.weight
             assert torch.equal(merged[f"{name}.weight"], (weight.float() + ALPHA / RANK * (b @ a)).to(weight.dtype))
+
+
+A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB")
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "message"),
+    [
+        ([A], {"r": 2, "lora_alpha": 4}, r"no tensor base_model.*lora_B\.weight"),
+        ([A[17:], B[17:]], {"r": 2, "lora_alpha": 4}, r"no tensor base_model.*lora_A\.weight"),
+        ([A, B], [1], r"adapter_config\.json must hold a JSON object"),
+        ([A, B], {"r": None, "lora_alpha": 4}, "not a LoRA adapter"),
+    ],
+)
+def test_files_that_are_not_an_adapter_are_named(tmp_path, names, settings, message):
+    save_file({name: torch.zeros(2, 2) for name in names}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(SettingError, match=message):
+        Adapter.load(tmp_path)

@@ -164,6 +164,7 @@ def test_weights_that_are_rejected(server, tmp_path):
     save_weights(root / "unmarked", 7, marker=False)
     save_weights(tmp_path / "outside", 7)
     (root / "link").symlink_to(tmp_path / "outside")
+    (root / "circle").symlink_to(root / "circle")
     (root / "partial").mkdir()
     save_file({"model.norm.weight": byte_model().model.model.norm.weight.detach()}, root / "partial" / "a.safetensors")
     (root / "broken").mkdir()
@@ -183,6 +184,8 @@ def test_weights_that_are_rejected(server, tmp_path):
         "partial": "parameters are not in",
         "broken": "cannot be read",
         "a\0b": "null",
+        "a" * 300: "too long",
+        "circle": "loop",
     }
     for folder, reason in cases.items():
         answer = client.post("/update_weights", json={"weight_dir": folder})

@@ -79,19 +79,23 @@ class Adapter:
             )
         try:
             settings = json.loads((folder / SETTINGS).read_text())
+            require(isinstance(settings, dict), f"{SETTINGS} must hold a JSON object")
             tensors = load_file(folder / WEIGHTS)
             rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-        except (ValueError, KeyError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, SafetensorError) as error:
             raise SettingError(f"{given}: not a LoRA adapter ({error}).") from error
         variants = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
         unsupported = [name for name in variants if settings.get(name)]
         unsupported += [name for name in tensors if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
         require(not unsupported, f"{given}: {', '.join(unsupported[:3])} is not plain LoRA.")
         names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-        weights = {
-            name: (tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"])
-            for name in sorted(names)
-        }
+        halves = {name: [f"{PREFIX}{name}.lora_{half}.weight" for half in "AB"] for name in sorted(names)}
+        missing = [half for both in halves.values() for half in both if half not in tensors]
+        require(
+            not missing,
+            f"{given}: {WEIGHTS} has no tensor {', '.join(missing[:1])}; save it with peft's `save_pretrained`.",
+        )
+        weights = {name: (tensors[a], tensors[b]) for name, (a, b) in halves.items()}
         return cls(rank, alpha, weights, settings.get("base_model_name_or_path") or "")
 
 

@@ -19,11 +19,15 @@ def checked_folder(root: Path | None, given: str) -> Path:
         raise SettingError("/update_weights is off; start the server with --weights-folder to allow it.")
     root = root.resolve()
     require("\0" not in given, "weight_dir: holds a null character; give a folder.")
-    folder = (root / given).resolve()
-    require(folder.is_relative_to(root), f"weight_dir={given!r}: must lie below the server's --weights-folder.")
-    require(folder.is_dir(), f"weight_dir={given!r}: no such folder below the server's --weights-folder.")
-    require((folder / MARKER).is_file(), f"weight_dir={given!r}: no file {MARKER} in it; write it last.")
-    outside = [file.name for file in weight_files(folder) if not file.resolve().is_relative_to(root)]
+    try:
+        folder = (root / given).resolve()
+        require(folder.is_relative_to(root), f"weight_dir={given!r}: must lie below the server's --weights-folder.")
+        require(folder.is_dir(), f"weight_dir={given!r}: no such folder below the server's --weights-folder.")
+        require((folder / MARKER).is_file(), f"weight_dir={given!r}: no file {MARKER} in it; write it last.")
+        outside = [file.name for file in weight_files(folder) if not file.resolve().is_relative_to(root)]
+    except (OSError, RuntimeError) as error:  # a name that is too long, no permission, links in a circle
+        reason = getattr(error, "strerror", None) or "a loop of links"
+        raise SettingError(f"weight_dir={given[:100]!r}: cannot be read ({reason}); give another folder.") from None
     require(not outside, f"weight_dir={given!r}: {', '.join(outside[:1])} links to a file outside --weights-folder.")
     return folder
 
