@@ -93,13 +93,15 @@ def test_fused_steps_on_quantised_kv(kernels, differences):
 
 
 @pytest.mark.parametrize(
-    "kernels",
-    [False, pytest.param(True, marks=[interpreted, pytest.mark.kernels, pytest.mark.slow])],
-    ids=["torch", "triton"],
+    ("name", "kernels"),
+    [
+        *[(name, False) for name in ("streaming", "rkv", "h2o")],
+        pytest.param("streaming", True, marks=[interpreted, pytest.mark.kernels, pytest.mark.slow]),
+    ],
 )
-def test_texts_longer_than_the_kv_of_a_sequence(kernels, differences):
+def test_texts_longer_than_the_kv_of_a_sequence(name, kernels, differences):
     """`max_length` limits KV tokens: an evicting sequence goes on, and its positions with it."""
-    found = differences(oracle.custom_model(2), POLICIES["streaming"], kernels=kernels, tokens=32, max_length=16)
+    found = differences(oracle.custom_model(2), POLICIES[name], kernels=kernels, tokens=32, max_length=16)
     assert found.max() < 1e-5
 
 
