@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import table
+from sections import merge
 
 HERE = Path(__file__).parent
 SCRIPTS = {"engine": "engine.py", "open-engine": "open_engine.py", "training": "training.py", "sparrow": "sparrow.py"}
@@ -36,15 +37,18 @@ class Section:
 
     @property
     def results(self) -> Path:
-        return table.RESULTS / f"{self.file}-h200.json"
+        return results_of(self.file)
+
+
+def results_of(file: str) -> Path:
+    return table.RESULTS / f"{file}-h200.json"
 
 
 def sections() -> list[Section]:
     """The oldest first; of the same age, the quickest."""
     found = []
     for file in SCRIPTS:
-        results = json.loads((table.RESULTS / f"{file}-h200.json").read_text())
-        for name, section in results.items():
+        for name, section in json.loads(results_of(file).read_text()).items():
             if name not in OTHER_PAGES.get(file, ()):
                 found.append(Section(file, name, section.get("taken", ""), section.get("seconds", 0)))
     return sorted(found, key=lambda section: (section.taken, section.seconds))
@@ -65,9 +69,7 @@ def retake(section: Section, options: Sequence[str], limit: float) -> str:
         if error := next((row["error"] for row in new["rows"] if "error" in row), None):
             return f"failed: {error}"
         rows = new.pop("rows")
-        results = json.loads(section.results.read_text())
-        results[section.name] = {**new, "seconds": round(seconds), "rows": rows}
-        section.results.write_text(json.dumps(results, indent=1) + "\n")
+        merge(section.results, section.name, {**new, "seconds": round(seconds), "rows": rows})
         return f"taken in {seconds:.0f} s"
 
 

@@ -343,17 +343,17 @@ def quantised() -> Table:
     return columns, lines
 
 
-def days() -> Table:
+def days() -> str:
     """When each section was taken, the oldest first."""
     sections: dict[str, list[str]] = {}
     for file in SECTIONS:
         for name, section in json.loads((RESULTS / f"{file}-h200.json").read_text()).items():
             sections.setdefault(section["taken"], []).append(f"{file}:{name}")
-    return ("taken", "sections"), [(day, ", ".join(names)) for day, names in sorted(sections.items())]
+    return "\n".join(f"- {day}: {', '.join(names)}" for day, names in sorted(sections.items()))
 
 
 def tables() -> dict[str, str]:
-    filled = {"quantised": markdown(quantised()), "days": markdown(days())}
+    filled = {"quantised": markdown(quantised()), "days": days()}
     for file, named in SECTIONS.items():
         path = RESULTS / f"{file}-h200.json"
         results = json.loads(path.read_text()) if path.exists() else {}

@@ -8,8 +8,8 @@ import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.engine import prefill
 from alula.engine.engine import default_buckets
-from alula.engine.row_pages import MOST_KINDS
 from alula.engine.schedule_plan import padded_rows
+from alula.engine.sequence import MOST_KINDS
 from alula.errors import SettingError
 
 GOOD = [[5, 6, 7], [8, 9]]

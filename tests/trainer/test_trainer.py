@@ -18,13 +18,15 @@ from alula.distributed import World
 from alula.engine.rollout import KVUse, Rollout, Sampling
 from alula.errors import SettingError
 from alula.files import size_text
+from alula.mismatch.leaderboard.kv_bytes import row_state_bytes, summary_bytes
 from alula.run.checkpoint import CheckpointError
+from alula.sparsity.footprint import most_held
 from alula.sparsity.policy import DENSE
 from alula.trainer.batch import RolloutBatch, assign_minibatches
 from alula.trainer.build import check_shares
 from alula.trainer.evaluation import EvalSummary
 from alula.trainer.host_plan import host_rows, network_bytes, traffic_rows
-from alula.trainer.memory_plan import plan_memory, row_state_bytes, summary_share
+from alula.trainer.memory_plan import plan_memory
 from alula.trainer.reroll import spliced_kv
 from alula.trainer.step_metrics import Clock, rollout_metrics
 from two_ranks import fork_two_ranks
@@ -630,10 +632,11 @@ def test_the_plan_counts_what_policies_hold_beside_kv(method, selector):
     engine.generate([[3, 4, 5]], Sampling(max_new_tokens=40, ignore_eos=True), policy)
     [state] = engine.runner.batches.values()
     held = sum(buffer.nbytes for buffer in (state.ring, state.accumulated) if buffer is not None)
-    assert held == 3 * row_state_bytes(engine.geometry, policy, 3, 43)
+    assert held == 3 * row_state_bytes(engine.geometry, policy.evict, most_held(policy.evict, 3, 43))
     cache = engine.runner.cache
     kv = cache.keys.nbytes + cache.values.nbytes
-    assert cache.summaries[selector].nbytes == pytest.approx(kv * summary_share(engine.geometry, policy, 4))
+    share = summary_bytes(engine.geometry, policy.select) / (4 * engine.geometry.kv_token_bytes)
+    assert cache.summaries[selector].nbytes == pytest.approx(kv * share)
 
 
 def test_the_plan_counts_what_distillation_holds(tmp_path):

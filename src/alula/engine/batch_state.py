@@ -148,6 +148,8 @@ class BatchState:
         self._host_budget = np.full((rows, 0), UNLIMITED, np.int32)
         self._host_banned = np.full((rows, 0), -1, np.int64)
         self._host_stop = np.full((rows, 0), -1, np.int64)
+        self._dirty = True
+        """Whether settings of rows are yet to be uploaded."""
         self._allocate(self.features)
 
     def prepare(self, features: BatchFeatures, keep: bool) -> None:
@@ -179,7 +181,6 @@ class BatchState:
         self.stop = torch.full((rows, sizes.stops), -1, dtype=torch.int64, device=device)
         ring, summed = (0 if buffer is None else buffer.shape[3] for buffer in (self.ring, self.accumulated))
         self._sizes = replace(sizes, ring=ring, accumulated=summed)
-        self._dirty = True
 
     def _grown(
         self, name: str, old: Tensor | None, layout: tuple[int, ...], axis: int, dtype: torch.dtype | None = None

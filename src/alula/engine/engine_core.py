@@ -328,7 +328,8 @@ class EngineCore:
         sequence = self.sessions[session]
         before = sequence.request
         require(sequence.finish is not None, f"session={session}: its last turn has not finished yet.")
-        require_whole(**{f"session={session}: tokens[{i}]": token for i, token in enumerate(tokens)})
+        if not all(type(token) is int for token in tokens):
+            require_whole(**{f"session={session}: tokens[{i}]": token for i, token in enumerate(tokens)})
         tokens = [int(token) for token in tokens]
         self.inputs.check_ids(f"session={session}", tokens)
         request = self.inputs.next_turn(before, sampling or before.sampling)

@@ -18,7 +18,7 @@ from alula.engine.fused_decoder import FusedDecoder, fusible
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
 from alula.engine.kv_cache import KVCache
 from alula.engine.schedule_plan import Chunk, EvictionEvent, padded_rows
-from alula.engine.sequence import BatchKind, Sequence, Teacher
+from alula.engine.sequence import MOST_KINDS, BatchKind, Sequence, Teacher
 from alula.engine.virtual_memory import ReleasableBuffers
 from alula.models.load import lm_logits
 from alula.ops.acceptance import acceptance
@@ -34,9 +34,6 @@ CAPTURE_BYTES = 1 << 30
 
 MAX_GRAPHS = 256
 """Captured decode steps and evictions that are kept; the one unused for longest is dropped."""
-
-MAX_BATCHES = 8
-"""Kinds of rows whose buffers are kept; of more, those of unused kinds are dropped."""
 
 Selected = list[tuple[Tensor, Tensor] | None]
 
@@ -116,7 +113,7 @@ class ModelRunner:
         """The rows of a kind, allocated if they are new; buffers of kinds not `in_use` may be dropped for them."""
         if kind not in self.batches:
             unused = [other for other in self.batches if other not in in_use]
-            for other in unused[: max(0, len(self.batches) + 1 - MAX_BATCHES)]:
+            for other in unused[: max(0, len(self.batches) + 1 - MOST_KINDS)]:
                 del self.batches[other]
                 self._drop_graphs(other)
             self.cache.prepare(kind.selector)

@@ -7,11 +7,8 @@ import numpy as np
 
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.schedule_plan import Move, padded_rows
-from alula.engine.sequence import BatchKind, Sequence
+from alula.engine.sequence import MOST_KINDS, BatchKind, Sequence
 from alula.sparsity.footprint import steps_to_eviction
-
-MOST_KINDS = 8
-"""Kinds whose tables are kept while no row uses them."""
 
 
 class Rows:

@@ -24,6 +24,9 @@ from alula.sparsity.footprint import (
 )
 from alula.sparsity.policy import Evict, Sparsity
 
+MOST_KINDS = 8
+"""Kinds of rows that are kept; of more, unused ones are dropped."""
+
 
 class BatchKind(NamedTuple):
     """What all rows of one decode step have in common. Rows of different kinds decode in different launches."""

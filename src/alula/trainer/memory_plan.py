@@ -19,16 +19,15 @@ from alula.errors import SettingError, in_section
 from alula.files import size_text
 from alula.learner.activations import activation_bytes
 from alula.mismatch.control.monitor import resolve_control
+from alula.mismatch.leaderboard.kv_bytes import row_state_bytes, summary_bytes
 from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
 from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
 from alula.models.residual import widen_residual
 from alula.rewards.scoring import check as check_rewards
-from alula.sparsity.evict import build
 from alula.sparsity.footprint import most_held
-from alula.sparsity.policy import Sparsity, check_schedules
-from alula.sparsity.select import METHODS as SELECTORS
+from alula.sparsity.policy import check_schedules
 from alula.trainer.build import Data
 from alula.trainer.preflight import check_positions, load_first_adapter, load_model_config
 
@@ -178,6 +177,7 @@ def plan_memory(
     running = min(config.engine.max_rows, -(-rollouts // (workers or ranks)))
     prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + config.most_generated(prompt)
+    held = most_held(sparsity.evict, prompt, longest)
     if config.control.enabled:
         resolve_control(config.control, sparsity, longest)
     shares_weights = ranks == 1 and lora is None and config.rollouts.backend == "local"
@@ -214,9 +214,9 @@ def plan_memory(
         prompt=prompt,
         geometry=geometry,
         kv_dense=running * longest * kv_token,
-        kv_sparse=running * most_held(sparsity.evict, prompt, longest) * kv_token,
-        row_state=config.engine.max_rows * row_state_bytes(geometry, sparsity, prompt, longest),
-        summary_share=summary_share(geometry, sparsity, config.page),
+        kv_sparse=running * held * kv_token,
+        row_state=config.engine.max_rows * row_state_bytes(geometry, sparsity.evict, held) if sparsity.evict else 0,
+        summary_share=summary_bytes(geometry, sparsity.select) / (config.page * kv_token) if sparsity.select else 0.0,
         rollouts=rollouts,
         running=running,
         most_tokens=rollouts * config.most_sampled(),
@@ -224,24 +224,6 @@ def plan_memory(
     )
     learner = config.learner
     return replace(plan, activations=plan.activations_of(learner.checkpoints_activations, learner.tokens) or 0)
-
-
-def row_state_bytes(geometry: Geometry, sparsity: Sparsity, prompt: int, longest: int) -> int:
-    """Bytes of the recent queries and attention sums that an evictor keeps for one row."""
-    if sparsity.evict is None:
-        return 0
-    evictor = build(sparsity.evict)
-    ring = evictor.queries * geometry.query_heads * geometry.vector_bytes
-    sums = 4 * geometry.kv_heads * most_held(sparsity.evict, prompt, longest) if evictor.accumulates else 0
-    return geometry.layers * (ring + sums)
-
-
-def summary_share(geometry: Geometry, sparsity: Sparsity, page: int) -> float:
-    """Size of a selector's page summaries, as a share of the pages' KV."""
-    if sparsity.select is None:
-        return 0.0
-    summary = SELECTORS[sparsity.select.method].vectors * geometry.layers * geometry.kv_heads * geometry.vector_bytes
-    return summary / (page * geometry.kv_token_bytes)
 
 
 def separate_workers(config: RunConfig) -> int:

@@ -18,7 +18,7 @@ from alula.models.geometry import Geometry
 from alula.sparsity.evict import build
 from alula.sparsity.family import PolicyFamily
 from alula.sparsity.footprint import footprint, selecting_layers, tokens_read
-from alula.sparsity.policy import Sparsity
+from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.select import METHODS as SELECTORS
 
 Lengths = Sequence[tuple[int, int]]
@@ -53,22 +53,31 @@ def _steps(geometry: Geometry, page: int, sparsity: Sparsity, prompt: int, steps
     """Bytes held and read in every decode step, the token of the step included."""
     tokens = footprint(sparsity, prompt, steps, geometry.layers).held.astype(np.int64) + 1
     pages = -(-tokens // page)
-    vector = geometry.kv_heads * geometry.vector_bytes  # of one layer
     held, read = pages * page * geometry.kv_token_bytes, tokens * geometry.kv_token_bytes
     if sparsity.evict is not None:
-        evictor = build(sparsity.evict)
-        ring = evictor.queries * geometry.layers * geometry.query_heads * geometry.vector_bytes
-        sums = 4 * geometry.layers * geometry.kv_heads * int(tokens.max()) if evictor.accumulates else 0
-        held = held + ring + sums
+        held = held + row_state_bytes(geometry, sparsity.evict, int(tokens.max()))
     if select := sparsity.select:
-        vectors = pages * SELECTORS[select.method].vectors
-        held = held + vectors * geometry.layers * vector
+        summaries = pages * summary_bytes(geometry, select)
+        held = held + summaries
         selecting = selecting_layers(select, geometry.layers)
         chosen = tokens_read(select, np.arange(prompt, prompt + steps) + 1, tokens)
         per_layer = geometry.kv_token_bytes // geometry.layers
-        scored = np.where(chosen < tokens, vectors * vector, 0)
+        scored = np.where(chosen < tokens, summaries // geometry.layers, 0)
         read = (geometry.layers - selecting) * tokens * per_layer + selecting * (chosen * per_layer + scored)
     return held, read
+
+
+def row_state_bytes(geometry: Geometry, evict: Evict, tokens: int) -> int:
+    """Recent queries and, for up to `tokens` KV tokens, attention sums that an evictor keeps for a sequence."""
+    evictor = build(evict)
+    ring = evictor.queries * geometry.query_heads * geometry.vector_bytes
+    sums = 4 * geometry.kv_heads * tokens if evictor.accumulates else 0
+    return geometry.layers * (ring + sums)
+
+
+def summary_bytes(geometry: Geometry, select: Select) -> int:
+    """A page's summary."""
+    return SELECTORS[select.method].vectors * geometry.layers * geometry.kv_heads * geometry.vector_bytes
 
 
 def fit_budget(family: PolicyFamily, limit: float, longest: int, measure: Callable[[Sparsity], float]) -> int | None:
