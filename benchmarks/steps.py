@@ -3,7 +3,7 @@
     python benchmarks/steps.py docs/scale-out.md     # writes the tables; without a file it prints them
 
 Needs no GPU. Raw rows are those of results/training-h200.json; the estimate's constants were fitted to those of the
-section `long`. The other sections are *older* than today's decode steps and learner.
+section `long`.
 
 Further tables compare with steps on a simulated cluster (results/cluster-steps.json), and show what workers on Ray cost
 (results/ray-rollouts*.json).
@@ -34,8 +34,6 @@ class Measured:
     """Scoring and updates."""
     kv_memory: str | None = None
     prompt: int = 128
-    source: str = ""
-    """Empty for a row of today's engine; else `older`."""
 
     @property
     def step_s(self) -> float:
@@ -82,14 +80,14 @@ def long_steps() -> list[Measured]:
 
 
 def measured() -> list[Measured]:
-    """Whole steps, oldest engine last."""
-    steps, older = long_steps(), read("training-h200.json")
-    for section, model, prompts, most, prompt, source in (
-        ("paper", "qwen2.5-1.5b", 128, 4096, 160, ""),
-        ("check", "qwen2.5-1.5b", 32, 2048, 128, "older"),
-        ("small", "smollm2-135m", 64, 256, 128, "older"),
+    """Whole steps."""
+    steps, results = long_steps(), read("training-h200.json")
+    for section, model, prompts, most, prompt in (
+        ("paper", "qwen2.5-1.5b", 128, 4096, 160),
+        ("check", "qwen2.5-1.5b", 32, 2048, 128),
+        ("small", "smollm2-135m", 64, 256, 128),
     ):
-        for row in older[section]["rows"]:
+        for row in results[section]["rows"]:
             policy = row["sparsity"].replace(" ", ":") + (",window=8,sinks=4" if "64+16" in row["sparsity"] else "")
             learner = row.get("strict_score_s", row["score_s"]) + row["update_s"]  # scoring is not skipped
             memory = None if section == "small" else "40GiB"
@@ -106,7 +104,6 @@ def measured() -> list[Measured]:
                     learner,
                     memory,
                     prompt,
-                    source,
                 )
             )
     return steps
@@ -119,8 +116,7 @@ def steps_table() -> str:
     ]
     for row in measured():
         plan = predicted(row)
-        policy = row.sparsity.partition(",")[0] + (f", {row.source}" if row.source else "")
-        cells = [row.model, policy, f"{row.rollouts:,}", f"{row.mean:,} / {row.most:,}"]
+        cells = [row.model, row.sparsity.partition(",")[0], f"{row.rollouts:,}", f"{row.mean:,} / {row.most:,}"]
         for seconds, guess in (
             (row.rollout_s, plan.rollouts),
             (row.learner_s, plan.learner),

@@ -9,6 +9,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+from churn import FRESH
+from transformers import AutoModelForCausalLM
+
+from alula import Sparsity
+from alula.models.geometry import Geometry
+from alula.sparsity.footprint import footprint
+from alula.trainer.preflight import load_model_config
+
 RESULTS = Path(__file__).with_name("results")
 Table = tuple[Sequence[str], list[tuple[str, ...]]]
 """Column titles and rows. A cell holds one number or one short phrase."""
@@ -129,6 +138,18 @@ def training_steps(results: dict) -> Table:
     return (*head, "step, s", "target, s", "stretch, s", "KV saved", "peak KV, GiB"), lines
 
 
+def checked(results: dict) -> Table:
+    """Steps as `alula train --check` estimates them."""
+    lines = []
+    rows = results["check"]["rows"]
+    for r in rows:
+        estimate = r["estimate"]
+        parts = [f"{r[name]:.1f} / {estimate[name]:.1f}" for name in ("rollout_s", "update_s", "step_s")]
+        ratio = f"{rows[0]['step_s'] / r['step_s']:.2f} × / {rows[0]['estimate']['step_s'] / estimate['step_s']:.2f} ×"
+        lines.append((policy_name(r), *parts, ratio if r is not rows[0] else ""))
+    return ("policy", "rollouts, s", "update, s", "step, s", "sparse against dense"), lines
+
+
 def long_steps(results: dict) -> Table | None:
     """Whole steps with long answers; `strict` scores all rollouts, the default those of later updates."""
     if "long" not in results:
@@ -196,8 +217,31 @@ def decoding(results: dict) -> Table:
 
 
 def steady(results: dict) -> Table:
-    lines = [(r["policy"], f"{r['mean_rows']:.0f}", f"{r['against_dense']:.2f} ×") for r in results["both"]["rows"][1:]]
-    return ("policy", "rows", "against dense"), lines
+    rows, bandwidth = results["both"]["rows"], results["both"]["machine"]["copy_bytes_per_s"]
+    floors = [steady_floor(r, bandwidth) for r in rows]
+    dense = rows[0]["mean_rows"] / floors[0]
+    lines = []
+    for r, floor in list(zip(rows, floors))[1:]:
+        step, allowed = r["step_ms"] * (1 - r["evicting_share"]), r["mean_rows"] / floor / dense
+        evicting = f"{r['step_ms'] - step:.2f}" if r["evictions"] else ""
+        times = (f"{step:.2f}", evicting, f"{1e3 * floor:.2f}")
+        lines.append(
+            (r["policy"], f"{r['mean_rows']:.0f}", *times, f"{r['against_dense']:.2f} ×", f"{allowed:.2f} ×", "4 ×")
+        )
+    titles = ("decode step, ms", "its evictions, ms", "floor of both, ms", "against dense", "floors allow", "stretch")
+    return ("policy", "rows", *titles), lines
+
+
+def steady_floor(row: dict, bandwidth: float) -> float:
+    """Seconds to read the weights once, and for rows of every age KV, page summaries and what evictions move."""
+    config = load_model_config(row["model"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    geometry = Geometry.of(model)
+    use = footprint(Sparsity.parse(row["sparsity"]), FRESH, row["longest"] - FRESH, geometry.layers)
+    tokens = (use.read.mean() + use.moved.mean()) * geometry.kv_token_bytes
+    summaries = use.scored.mean() * geometry.layers * geometry.kv_heads * geometry.vector_bytes
+    return (geometry.parameters * geometry.value_bytes + row["mean_rows"] * (tokens + summaries)) / bandwidth
 
 
 def sparrow(results: dict) -> Table:
@@ -319,7 +363,7 @@ def opened(results: dict) -> Table:
 
 SECTIONS: dict[str, dict[str, Callable[[dict], Table | None]]] = {
     "engine": {"engine": engine, "draws": draws, "fp8": fp8},
-    "training": {"residual": residual, "steps": training_steps, "long steps": long_steps},
+    "training": {"residual": residual, "steps": training_steps, "long steps": long_steps, "checked": checked},
     "vllm": {"vllm": against_vllm},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},
     "open-engine": {"open engine": opened},
