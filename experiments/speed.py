@@ -28,7 +28,7 @@ def main() -> None:
     base = short_ms - slope * short
     [scored] = measured["prefill"]["rows"]
     scoring = 1e6 * scored["score_s"] / (scored["sequences"] * scored["length"])
-    [evicting] = [row["evicting_share"] for row in measured["pool"]["rows"] if row["sparsity"] == "rkv 512+128"]
+    [evicting] = [row["evicting_share"] for row in measured["pool"]["rows"] if row["sparsity"] == "rkv:512+128"]
 
     def microseconds(kv: float) -> float:
         return 1e3 * (base + slope * kv) / BATCH
