@@ -429,3 +429,22 @@ def test_host_memory_of_a_swapped_sequence_is_counted_as_it_is_allocated(loaded,
     page, itemsize = engine.page, engine.dtype.itemsize
     assert host_bytes(sequence, geometry, page, itemsize, pinned=False) == sum(sizes)
     assert host_bytes(sequence, geometry, page, itemsize, pinned=True) == sum(1 << (n - 1).bit_length() for n in sizes)
+
+
+@pytest.fixture(scope="module")
+def fused_versions(loaded):
+    return Versions(loaded, fused=True)
+
+
+LONG = Load([RKV, H2O, BOTH], page=4, pages=(18, 30), new=60, prompt=8)
+"""Evicted texts that are longer than the pool: up to 68 tokens and further turns."""
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.slow
+def test_fused_steps_under_the_same_load(data, fused_versions, monkeypatch):
+    """The layers in few kernels, as `compiled` runs them."""
+    load = data.draw(st.sampled_from([LOAD, LONG]))
+    with monkeypatch.context() as patch:
+        assert_as_alone(data, load, fused_versions, patch)

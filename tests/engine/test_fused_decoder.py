@@ -8,6 +8,7 @@ from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.engine.fused_decoder import fusible
 from alula.engine.fused_linear import fuse_projections
 from alula.models.load import load_model
+from fused import fuse
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -27,16 +28,6 @@ FAMILIES = {"llama": 1, "mistral": 4, "qwen2": 3, "qwen3": 2}
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels on the CPU; with a GPU tests/integration/test_gpu.py compares them"
 )
-
-
-def fuse(engine):
-    """What `compiled` does, without the compiler."""
-    for model in filter(None, (engine.model, engine.sparse_model)):
-        for layer in model.base_model.layers:
-            fuse_projections(layer)
-    engine.runner.fuse_layers()
-    assert engine.runner._fused
-    return engine
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from alula.engine import engine_core as engine_module
 from alula.engine.sequence import Sequence
 from alula.models.geometry import Geometry
 from alula.models.load import LoadedModel
+from fused import fuse
 
 
 @dataclass
@@ -38,9 +39,10 @@ class Load:
 
 class Versions:
     """A copy of a model with two sets of weights, of odd and of even versions; they differ in parameters whose name
-    contains `changed`."""
+    contains `changed`. `fused`: decode steps in few kernels."""
 
-    def __init__(self, loaded: LoadedModel, changed: str = "") -> None:
+    def __init__(self, loaded: LoadedModel, changed: str = "", fused: bool = False) -> None:
+        self.fused = fused
         self.loaded = LoadedModel(copy.deepcopy(loaded.model), None, "own", (1,))
         even = {name: p.detach().clone() for name, p in self.loaded.model.named_parameters() if changed in name}
         torch.manual_seed(5)
@@ -52,6 +54,8 @@ class Versions:
     def engine(self, **options: Any) -> Engine:
         """An engine with the weights of version 0."""
         engine = Engine(self.loaded, **options)
+        if self.fused:
+            fuse(engine)
         self.install(engine, 0)
         return engine
 
