@@ -335,11 +335,26 @@ def test_a_request_that_cannot_be_started_fails_alone(server, monkeypatch, start
 
 def test_a_server_whose_engine_has_ended_says_so_and_ends():
     with served() as (address, service), httpx.Client(base_url=address, timeout=10) as client:
-        service.thread._commands.put(lambda: setattr(service.thread, "_stopped", True))
+        service.thread._commands.put(lambda ended: setattr(service.thread, "_stopped", True))
         service.thread._thread.join(10)
         for answer in (client.post(GENERATE, json=SHORT), client.post("/pause")):
             assert answer.status_code == 500
             assert "restart the server" in answer.json()["error"]["message"]
+        assert client.get("/health").status_code == 503
+        assert service.load == 0
+
+
+def test_nobody_waits_for_an_engine_that_has_failed(monkeypatch):
+    """Whatever its thread did when it failed: a running request, a pause that waits for it, and later requests end."""
+    with served() as (address, service), httpx.Client(base_url=address, timeout=20) as client:
+        request = Background(client, LONG)
+        wait_until(lambda: running(service))
+        pause = Background(client, {}, "/pause?mode=wait")
+        wait_until(lambda: service.thread._when_idle)
+        monkeypatch.setattr(service.engine, "finished", lambda: 1 / 0)
+        for answer in (request.result(), pause.result(), client.post(GENERATE, json=SHORT), client.post("/resume")):
+            assert answer.status_code == 500
+            assert "ZeroDivisionError" in answer.json()["error"]["message"]
         assert client.get("/health").status_code == 503
         assert service.load == 0
 

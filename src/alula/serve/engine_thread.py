@@ -21,6 +21,8 @@ from alula.serve.sessions import Sessions
 from alula.sparsity.evict import needs_queries
 
 T = TypeVar("T")
+Command = Callable[[Exception | None], None]
+"""Is given why the thread has ended, if it has; otherwise None."""
 PauseMode = Literal["keep", "wait", "abort"]
 IDLE_SECONDS = 5.0
 """How often an idle engine closes expired sessions."""
@@ -80,13 +82,14 @@ class EngineThread:
         self.sessions = Sessions(engine)
         self.failures = 0
         """Failed steps in a row."""
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: SimpleQueue[Command] = SimpleQueue()
         self._jobs: dict[int, Job] = {}
         """Jobs by the engine's request id."""
         self._held: list[Job] = []
         """Jobs that arrived while the engine slept, or while it drains for a pause (`_must_wait`)."""
         self._when_idle: list[Future[None]] = []
         self._stopped = False
+        self._ended: Exception | None = None
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -99,41 +102,46 @@ class EngineThread:
         def stop() -> None:
             self._stopped = True
 
-        if self._thread.is_alive():
+        if self._alive:
             await self.call(stop)
         await asyncio.to_thread(self._thread.join)
 
     @property
     def healthy(self) -> bool:
-        return self._thread.is_alive() and self.failures < MOST_FAILURES
+        return self._alive and self.failures < MOST_FAILURES
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread.is_alive() and self._ended is None
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps."""
-        self._require_alive()
         future: Future[T] = Future()
 
-        def command() -> None:
+        def command(ended: Exception | None) -> None:
             if future.set_running_or_notify_cancel():
                 try:
+                    if ended is not None:
+                        raise ended
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
 
-        self._commands.put(command)
+        self._put(command)
         return await asyncio.wrap_future(future)
 
     def submit(self, job: Job) -> None:
         """Queue a job; its events tell how it went, also if it was rejected."""
-        self._require_alive()
-        self._commands.put(lambda: self._submit(job))
-
-    def _require_alive(self) -> None:
-        if not self._thread.is_alive():
-            raise RunFailed("the engine's thread has ended; restart the server.")
+        self._put(lambda ended: self._submit(job) if ended is None else self._post([(job, ended)]))
 
     def cancel(self, job: Job) -> None:
         """End a job: its unfinished rollouts come back as aborted."""
-        self._commands.put(lambda: self._cancel(job))
+        self._put(lambda ended: self._cancel(job) if ended is None else None)
+
+    def _put(self, command: Command) -> None:
+        self._commands.put(command)
+        if self._ended is not None:
+            self._end_commands(self._ended)
 
     async def pause(self, mode: PauseMode) -> None:
         """Launch nothing more. `keep` freezes what runs, `abort` ends it, `wait` finishes it first. New requests wait
@@ -165,16 +173,14 @@ class EngineThread:
         await self.call(self.engine.wake)
 
     async def abort_all_if_stuck(self) -> None:
-        """Before the server ends: a paused, sleeping or dead engine would never finish its jobs."""
+        """Before the server ends: a paused or sleeping engine would never finish its jobs."""
 
         def abort() -> None:
             if self.engine.paused or not self.engine.cache.resident:
                 self._fail(RunFailed("the server ends while the engine is paused; send the request again later."))
 
-        if self._thread.is_alive():
+        if self._alive:
             await self.call(abort)
-        else:
-            self._fail(RunFailed("the engine's thread has ended; send the request to another server."))
 
     def jobs(self) -> list[Job]:
         """Jobs in the engine, and those held back."""
@@ -183,10 +189,36 @@ class EngineThread:
     # -- in the engine's thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with frozen_heap():
-            while not self._stopped:
-                self._run_commands()
-                self._step()
+        reason = ""
+        try:
+            with frozen_heap():
+                while not self._stopped:
+                    self._run_commands()
+                    self._step()
+        except BaseException as error:
+            traceback.print_exc(file=sys.stderr)
+            reason = f" ({type(error).__name__}; see the server's log)"
+        self._end(RunFailed(f"the engine's thread has ended{reason}; restart the server."))
+
+    def _end(self, ended: Exception) -> None:
+        """Nobody waits for a thread that has ended."""
+        self._ended = ended
+        jobs, waiting = self.jobs(), list(self._when_idle)
+        self._jobs.clear()
+        self._held.clear()
+        self._when_idle.clear()
+        self._post([(job, ended) for job in jobs])
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ended)
+        self._end_commands(ended)
+
+    def _end_commands(self, ended: Exception) -> None:
+        while True:
+            try:
+                self._commands.get_nowait()(ended)
+            except Empty:
+                return
 
     def _run_commands(self) -> None:
         """Run the queued commands; wait for one if there is nothing to compute."""
@@ -197,7 +229,7 @@ class EngineThread:
                 command = self._commands.get(block=wait, timeout=IDLE_SECONDS if wait else None)
             except Empty:
                 return
-            command()
+            command(None)
             wait = False
 
     def _step(self) -> None:
