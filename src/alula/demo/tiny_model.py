@@ -74,7 +74,9 @@ def teach(
     """Run both stages of the warm-up in place; returns the learner, which holds the parameters."""
     examples = task.dataset(warm.problems, seed)
     careful = [Trace(*supervised_ids(tokenizer, example)) for example in examples]
-    shortcut = [Trace(*supervised_ids(tokenizer, example, shortcut=True)) for example in examples]
+    shortcut = careful
+    if warm.careful_share < 1:
+        shortcut = [Trace(*supervised_ids(tokenizer, example, shortcut=True)) for example in examples]
 
     def stage(name: str, steps: int, lr: float, share: float, decay: Any, below: float | None) -> Learner:
         settings = LearnerSettings(

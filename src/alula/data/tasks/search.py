@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any, ClassVar
 
@@ -61,10 +62,8 @@ class Search(Task):
         sample = self.dataset(500)
         return sum(self.score(e.fields["shortcut"], e.record()) for e in sample) / len(sample)
 
-    def moves(self, state: State) -> list[Move]:
-        pairs = {(max(a, b), min(a, b)) for a, b in combinations(state, 2)}
-        results = ((a, op, b, apply(a, b)) for a, b in sorted(pairs) for op, apply in OPERATIONS.items())
-        return [move for move in results if 1 <= move[3] <= self.limit]
+    def moves(self, state: State) -> tuple[Move, ...]:
+        return moves_within(state, self.limit)
 
     def descent(self, root: State, generator: random.Random) -> list[Move]:
         """Random moves from all numbers to a single one."""
@@ -102,7 +101,7 @@ class Search(Task):
             state = after(*path[-1]) if path else root
             steps: list[str] = []
             while len(state) > 1:
-                moves = untried.setdefault(state, self.moves(state))
+                moves = untried.setdefault(state, list(self.moves(state)))
                 if not moves:
                     break
                 move = nearest(moves, target) if generator.random() < greed else generator.choice(moves)
@@ -138,6 +137,14 @@ class Search(Task):
         """1 if the moves after the last `answer` use every number once, are correct and end at the target."""
         _, mark, moves = completion.rpartition("answer ")
         return Countdown.score(moves, example) if mark else 0.0
+
+
+@lru_cache(maxsize=1 << 16)
+def moves_within(state: State, limit: int) -> tuple[Move, ...]:
+    """All moves whose results lie in 1 to `limit`. Descents from one root meet the same states again."""
+    pairs = {(max(a, b), min(a, b)) for a, b in combinations(state, 2)}
+    results = ((a, op, b, apply(a, b)) for a, b in sorted(pairs) for op, apply in OPERATIONS.items())
+    return tuple(move for move in results if 1 <= move[3] <= limit)
 
 
 def after(state: State, move: Move) -> State:
