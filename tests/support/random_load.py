@@ -194,6 +194,8 @@ def assert_as_alone(data, load, versions, monkeypatch):
     assert len(finals) == sum(request.sampling.n for _, request, _ in arrivals)
     alone = Alone(versions, versions.engine(kv_memory=8 * load.pages[1] * page_bytes, **layout), monkeypatch)
     for request, rollout, given in finals:
+        if updates and rollout.kv.restarts:  # a turn that ended before it had a row: computed again by later weights
+            continue
         expected = alone.run(request, rollout, given)
         if rollout.finish == "aborted":
             assert rollout.token_ids == expected.token_ids[: len(rollout)]
