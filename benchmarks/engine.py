@@ -1,6 +1,6 @@
 """The engine's numbers on one GPU: `python benchmarks/engine.py --out benchmarks/results/engine-h200.json`.
 
-Random weights of real shapes, bf16. Each section runs alone with `--only steps,churn,...`; results are merged into
+Random weights of real shapes, bf16. Each section runs alone with `--only steps,pool,...`; results are merged into
 the output file; `python benchmarks/table.py` makes the Markdown tables of docs/benchmarks.md from it.
 """
 
