@@ -96,6 +96,21 @@ def test_texts_longer_than_the_kv_of_a_sequence(name, kernels, differences):
     assert found.max() < 1e-5
 
 
+def test_a_later_turn_beyond_as_many_positions_as_the_vocabulary_has_tokens():
+    results = []
+    for prepare in (lambda engine: engine, fuse):
+        engine = prepare(Engine(oracle.custom_model(2, vocabulary=24), page=4, kv_memory="2MiB", max_rows=4))
+        sampling = Sampling(max_new_tokens=30, ignore_eos=True)
+        (request,) = engine.requests([PROMPTS[0]], sampling, POLICIES["rkv"], session=True)
+        engine.submit(request)
+        (first,) = engine.drain()
+        engine.extend(first.session, [3, 4, 5])
+        results.append(engine.drain()[0])
+    modules, fused = results
+    assert fused.token_ids == modules.token_ids
+    torch.testing.assert_close(fused.logprobs, modules.logprobs, atol=1e-5, rtol=0, equal_nan=True)
+
+
 def test_models_with_other_layers_run_their_modules():
     for name in ("tiny-qwen3", "tiny-qwen3-moe"):
         model = load_model(f"shape:{name}").model

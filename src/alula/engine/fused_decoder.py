@@ -66,7 +66,7 @@ class FusedDecoder:
         return self._angles_at(positions)
 
     def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        like = self.decoder.embed_tokens(positions[:1])
+        like = self.decoder.embed_tokens(torch.zeros_like(positions[:1]))  # for its dtype
         cos, sin = self.decoder.rotary_emb(like, positions[None])
         return cos[0].contiguous(), sin[0].contiguous()
 
