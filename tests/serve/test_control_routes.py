@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -342,6 +343,37 @@ def test_a_server_whose_engine_has_ended_says_so_and_ends():
             assert "restart the server" in answer.json()["error"]["message"]
         assert client.get("/health").status_code == 503
         assert service.load == 0
+
+
+@pytest.mark.parametrize("what", ["start", "sleep"])
+def test_requests_that_end_with_a_failure_of_another_are_told(server, monkeypatch, what):
+    """A failure while the engine measures queries, or while it swaps, drops all that runs."""
+    client, service = server
+    other = Background(client, LONG)
+    wait_until(lambda: running(service))
+    with monkeypatch.context() as failing:
+        if what == "sleep":
+            failing.setattr("alula.engine.engine_core.swap_out", lambda *_: bytearray(1 << 62))
+            answer = client.post("/sleep")
+        else:
+            failing.setattr(service.engine.runner, "decode", lambda *_: bytearray(1 << 62))
+            answer = client.post(GENERATE, json=SHORT | {"sparsity": "triattention:16+4,window=2,sinks=1"})
+        assert answer.status_code == 500
+        answer = other.result()
+        assert answer.status_code == 500
+        assert "the engine failed" in answer.json()["error"]["message"]
+    assert client.post(GENERATE, json=SHORT).status_code == 200
+    assert service.load == 0
+    assert service.engine.pool.in_use == 0
+
+
+def test_whoever_ends_the_thread_is_told(monkeypatch):
+    with served() as (address, service), httpx.Client(base_url=address, timeout=20) as client:
+        monkeypatch.setattr(service.engine, "submit", lambda *_: sys.exit(1))
+        first, second = client.post(GENERATE, json=SHORT), client.post("/pause")
+        for answer in (first, second):
+            assert answer.status_code == 500
+            assert "SystemExit" in answer.json()["error"]["message"]
 
 
 def test_nobody_waits_for_an_engine_that_has_failed(monkeypatch):

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -26,6 +27,7 @@ Command = Callable[[Exception | None], None]
 PauseMode = Literal["keep", "wait", "abort"]
 IDLE_SECONDS = 5.0
 """How often an idle engine closes expired sessions."""
+SEE_LOG = "see the server's log"
 MOST_FAILURES = 3
 """Failed steps in a row after which the server reports itself as unhealthy."""
 
@@ -102,7 +104,7 @@ class EngineThread:
         def stop() -> None:
             self._stopped = True
 
-        if self._alive:
+        with suppress(RunFailed):  # it has ended already
             await self.call(stop)
         await asyncio.to_thread(self._thread.join)
 
@@ -124,8 +126,10 @@ class EngineThread:
                     if ended is not None:
                         raise ended
                     future.set_result(function())
-                except Exception as error:
-                    future.set_exception(error)
+                except BaseException as error:
+                    future.set_exception(error if isinstance(error, Exception) else ended_by(error))
+                    if not isinstance(error, Exception):
+                        raise
 
         self._put(command)
         return await asyncio.wrap_future(future)
@@ -179,7 +183,7 @@ class EngineThread:
             if self.engine.paused or not self.engine.cache.resident:
                 self._fail(RunFailed("the server ends while the engine is paused; send the request again later."))
 
-        if self._alive:
+        with suppress(RunFailed):  # its thread has ended, and with it all jobs
             await self.call(abort)
 
     def jobs(self) -> list[Job]:
@@ -189,7 +193,7 @@ class EngineThread:
     # -- in the engine's thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        reason = ""
+        ended = RunFailed("the engine's thread has ended; restart the server.")
         try:
             with frozen_heap():
                 while not self._stopped:
@@ -197,8 +201,8 @@ class EngineThread:
                     self._step()
         except BaseException as error:
             traceback.print_exc(file=sys.stderr)
-            reason = f" ({type(error).__name__}; see the server's log)"
-        self._end(RunFailed(f"the engine's thread has ended{reason}; restart the server."))
+            ended = ended_by(error)
+        self._end(ended)
 
     def _end(self, ended: Exception) -> None:
         """Nobody waits for a thread that has ended."""
@@ -236,9 +240,9 @@ class EngineThread:
         engine = self.engine
         if not engine.cache.resident:
             return
-        if self._held and not self._when_idle:
-            held, self._held = self._held, []
-            for job in held:
+        if not self._when_idle:
+            for job in list(self._held):
+                self._held.remove(job)
                 self._submit(job)
         try:
             engine.step()
@@ -247,7 +251,7 @@ class EngineThread:
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self.failures += 1
-            self._fail(RunFailed(f"the engine failed: {type(error).__name__}; see the server's log."))
+            self._fail(RunFailed(f"the engine failed: {type(error).__name__}; {SEE_LOG}."))
         self.sessions.forget_expired()
         self._deliver()
         if self._when_idle and not self._jobs:
@@ -269,13 +273,17 @@ class EngineThread:
                 request_id = self._start(job, request)
                 self._jobs[request_id] = job
                 job.live[request_id] = request.sampling.n
-        except Exception as error:  # rejected, or no memory for it: the others go on
+        except SettingError as error:
             self._cancel(job)
             self._drop(job)
-            if not isinstance(error, SettingError):
-                traceback.print_exc(file=sys.stderr)
-                error = RunFailed(f"the request could not be started: {type(error).__name__}; see the server's log.")
             self._post([(job, error)])
+        except BaseException as error:  # no memory for it, perhaps: the others go on
+            self._post([(job, RunFailed(f"the request could not be started: {type(error).__name__}; {SEE_LOG}."))])
+            if not isinstance(error, Exception):
+                raise
+            traceback.print_exc(file=sys.stderr)
+            self._cancel(job)
+            self._drop(job)
 
     def _must_wait(self, job: Job) -> bool:
         """Whether a job cannot be submitted now. The text that queries are first measured on is sampled, for which the
@@ -327,22 +335,32 @@ class EngineThread:
     def _deliver(self) -> None:
         """Hand new tokens and finished rollouts to their jobs."""
         events: list[tuple[Job, Any]] = []
-        for rollout in self.engine.finished():
-            job = self._jobs.get(rollout.request_id)
-            if job is None:
-                if rollout.session is not None:
-                    self.engine.close(rollout.session)
-                continue
-            if job.session is not None:
-                self.sessions.keep_rollout(job.session, rollout, job.requests[0])
-            job.live[rollout.request_id] -= 1
-            if not job.live[rollout.request_id]:
-                del job.live[rollout.request_id], self._jobs[rollout.request_id]
-            events.append((job, rollout))
-        for request_id, job in self._jobs.items():
-            if job.stream:
-                events += [(job, p) for s in self.engine.unfinished(request_id) if (p := progress(job, s))]
-        self._post(events)
+        try:
+            for rollout in self.engine.finished():
+                self._finish(rollout, events)
+            for request_id, job in list(self._jobs.items()):
+                live = self.engine.unfinished(request_id)
+                if job.stream:
+                    events += [(job, new) for sequence in live if (new := progress(job, sequence))]
+                if not live and request_id in self._jobs:  # ended by a failure that was not its own
+                    self._cancel(job)
+                    self._drop(job)
+                    events.append((job, RunFailed(f"the engine failed; {SEE_LOG}.")))
+        finally:
+            self._post(events)
+
+    def _finish(self, rollout: Rollout, events: list[tuple[Job, Any]]) -> None:
+        job = self._jobs.get(rollout.request_id)
+        if job is None:
+            if rollout.session is not None:
+                self.engine.close(rollout.session)
+            return
+        events.append((job, rollout))
+        job.live[rollout.request_id] -= 1
+        if not job.live[rollout.request_id]:
+            del job.live[rollout.request_id], self._jobs[rollout.request_id]
+        if job.session is not None:
+            self.sessions.keep_rollout(job.session, rollout, job.requests[0])
 
     def _post(self, events: list[tuple[Job, Any]]) -> None:
         def post() -> None:
@@ -351,6 +369,10 @@ class EngineThread:
 
         if events and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(post)
+
+
+def ended_by(error: BaseException) -> RunFailed:
+    return RunFailed(f"the engine's thread has ended ({type(error).__name__}; {SEE_LOG}); restart the server.")
 
 
 def progress(job: Job, sequence: Sequence) -> Progress | None:
