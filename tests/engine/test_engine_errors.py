@@ -327,7 +327,7 @@ def test_a_request_without_memory_does_not_change_running_rows(loaded, select):
 
 
 def test_budgets_and_top_k_beyond_32_bits_read_everything(engine):
-    sampling = Sampling(max_new_tokens=6, top_k=2**40, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=6, top_k=10**19, ignore_eos=True)
     policies = [Sparsity(select=Select("quest", 10**11, 4, 0)), Sparsity()]
     schedule = Sparsity(select=Select("quest", Schedule((10**11, 10**12), 8), 4, 0))
     dense, *others = (engine.generate(GOOD, sampling, policy) for policy in (policies[1], policies[0], schedule))

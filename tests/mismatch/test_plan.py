@@ -1,5 +1,6 @@
 """Planning: against brute force on synthetic calibrations; errors, growing schedules of evictors, files and charts."""
 
+import math
 import re
 import shlex
 from dataclasses import asdict, replace
@@ -17,7 +18,16 @@ from alula.errors import SettingError
 from alula.mismatch.calibrate.file import Calibration, MeasuredPolicy
 from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, features, generation_cost
 from alula.mismatch.plan.evictor_schedule import grow_schedule
-from alula.mismatch.plan.plan import GAP, Infeasible, Workload, cheapest_monotone, inherit_from, plan, reachable_tau
+from alula.mismatch.plan.plan import (
+    GAP,
+    Infeasible,
+    Workload,
+    cheapest_monotone,
+    digits,
+    inherit_from,
+    plan,
+    reachable_tau,
+)
 from alula.mismatch.plan.plot import plot_pareto, plot_tails
 from alula.mismatch.plan.tradeoff import table, tradeoffs
 from alula.mismatch.savings import Savings
@@ -520,3 +530,10 @@ def test_ticks_enclose(low, span):
     assert marks[0] <= low + 1e-6 * max(1, abs(low))
     assert marks[-1] >= low + span - 1e-6 * max(1, abs(low) + span)
     assert 2 <= len(marks) <= 13
+
+
+def test_decimals_tell_thresholds_apart():
+    assert digits(0.86, [0.85]) == 3
+    assert digits(0.86, [0.86 - 5e-5]) == 5
+    assert digits(0.86, [-math.inf]) == 3, "no budget was measured in some bin"
+    assert digits(0.86, [0.86]) == 3

@@ -249,8 +249,14 @@ def test_the_check_tries_the_environment_and_names_templates(tmp_path):
         list(check_environment(config(tmp_path, "environment.max_tokens=2"), training, tokenizer))
     with pytest.raises(SettingError, match=r"cannot be reset on the first example \(OSError: no database\)"):
         list(check_environment(config(tmp_path, "environment.use=test_turns:NoReset"), training, tokenizer))
+    assert NoReset.closed == 1
 
 
 class NoReset(Lookup):
+    closed = 0
+
+    def close(self):
+        NoReset.closed += 1
+
     def reset(self, example, seed):
         raise OSError("no database")

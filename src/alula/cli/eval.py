@@ -76,13 +76,15 @@ def evaluate(
     import torch
 
     from alula.data import load
+    from alula.data.load import shared
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
 
     options = dict(parse_option(text) for text in option or [])
+    settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": options}
     work = [
         (
-            load(entry.data, split=split, data_dir=data_dir, prompt=prompt, size=limit, seed=seed, options=options),
+            load(entry.data, size=limit, seed=seed, **own),
             Sampling(
                 n=entry.k,
                 max_new_tokens=entry.max_new_tokens,
@@ -94,7 +96,7 @@ def evaluate(
             ),
             reward or default_reward(entry.data),
         )
-        for entry in entries
+        for entry, own in zip(entries, shared([entry.data for entry in entries], settings))
     ]
     check_output_file(out)
     results: list[EvalResult] = []

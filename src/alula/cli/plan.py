@@ -1,5 +1,6 @@
 """`alula plan`: the cheapest schedule whose tail stays above a threshold, and the cost of other thresholds."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -118,7 +119,8 @@ def thresholds(calibration: "Calibration", cost: "CostModel", work: "Workload", 
     from alula.mismatch.plan.tradeoff import GAPS, tradeoffs
 
     taus = {calibration.floor.overall - gap for gap in GAPS} | ({tau} if tau is not None else set())
-    taus |= {row.reachable for row in tradeoffs(calibration, cost, work, sorted(taus)) if row.plan is None}
+    reachable = (row.reachable for row in tradeoffs(calibration, cost, work, sorted(taus)) if row.plan is None)
+    taus |= {value for value in reachable if math.isfinite(value)}
     return tradeoffs(calibration, cost, work, sorted(taus))
 
 

@@ -1,6 +1,6 @@
 """Loads a data set by name: a file, a folder, a benchmark, a hub id or a generator."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -62,14 +62,14 @@ def load(
     """
     require(size is None or size >= 1, f"size={size}: ask for at least one example.")
     kind, _, rest = source.partition(":")
-    generated = kind in ("task", "reasoning-gym", "verifiers") and rest != ""
+    generated = is_generated(source)
     if not generated:
         check_exists(source)  # before any other error about this source
     require(
         generated or not options,
         f"{section}.options={sorted(options or ())}: only generated data takes options; leave them out for {source}.",
     )
-    if generated or (source not in BENCHMARKS and Path(source).expanduser().is_file()):
+    if generated or is_file(source):
         what = "generated data" if generated else "a single file"
         reject({"split": split, "data_dir": data_dir}, what, source, section)
     if generated and kind == "task":
@@ -96,6 +96,29 @@ def load(
     kept, dropped = convert(known, rows, size)
     dataset = mapping.apply(kept, name, source, section)
     return replace(dataset, dropped=dataset.dropped | ({"no tests": dropped} if dropped else {}))
+
+
+def is_generated(source: str) -> bool:
+    kind, _, rest = source.partition(":")
+    return kind in ("task", "reasoning-gym", "verifiers") and rest != ""
+
+
+def is_file(source: str) -> bool:
+    return source not in BENCHMARKS and Path(source).expanduser().is_file()
+
+
+def shared(sources: Sequence[str], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each of several sources, the settings that it takes. One that none takes goes to all, which raise."""
+
+    def takes(source: str, name: str) -> bool:
+        if name == "options":
+            return is_generated(source)
+        if name in ("split", "data_dir"):
+            return not is_generated(source) and not is_file(source)
+        return not source.startswith("task:")
+
+    unused = {name for name in settings if not any(takes(source, name) for source in sources)}
+    return [{name: v for name, v in settings.items() if name in unused or takes(one, name)} for one in sources]
 
 
 def reject(settings: Mapping[str, Any], kind: str, source: str, section: str) -> None:

@@ -15,6 +15,7 @@ from alula.engine.schedule_plan import Prefill, Start
 from alula.engine.sequence import Prefilled, PrefillOutput, Sequence
 from alula.ops.sample import proposal_logits, sample
 from alula.ops.sequence_attention import one_by_one
+from alula.sparsity.footprint import UNLIMITED
 
 
 @dataclass
@@ -165,7 +166,8 @@ def _sample_next(
         for i, s in enumerate(sequences):
             if s.request.sampling.min_new_tokens:
                 banned[i, : len(s.request.stop)] = sorted(s.request.stop)
-        top_p, top_k = column([s.top_p for s in samplings], np.float32), column([s.top_k for s in samplings], np.int64)
+        top_p = column([s.top_p for s in samplings], np.float32)
+        top_k = column([min(s.top_k, UNLIMITED) for s in samplings], np.int64)
         proposal = proposal_logits(logits, temperature, top_p, top_k, to_device(banned, runner.device))
     done = [position - s.prompt_len for s, position in zip(sequences, positions)]
     token, logprob = sample(

@@ -25,7 +25,16 @@ def check_environment(config: RunConfig, training: Dataset | None, tokenizer: An
     if training is None:
         return
     calls = Calls(settings.timeout)
-    calls.start("reset", lambda: calls.resolve(build().reset(training[0].record(), config.seed)))
+
+    def reset() -> Any:
+        environment = build()
+        try:
+            return calls.resolve(environment.reset(training[0].record(), config.seed))
+        finally:
+            if close := getattr(environment, "close", None):
+                calls.resolve(close())
+
+    calls.start("reset", reset)
     while not (outcomes := calls.poll(math.inf)):
         pass
     require(

@@ -268,7 +268,7 @@ def _infeasible(
 
 def digits(value: float, others: Iterable[float]) -> int:
     """Decimals, at least three, that tell `value` from the others."""
-    apart = [abs(value - other) for other in others if other != value]
+    apart = [gap for other in others if math.isfinite(gap := abs(value - other)) and gap > 0]
     return max(3, math.ceil(-math.log10(min(apart)))) if apart else 3
 
 
