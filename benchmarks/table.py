@@ -167,8 +167,8 @@ def long_steps(results: dict) -> Table | None:
         for r in sorted(results["long"]["rows"], key=lambda row: (row["model"], -row["rollout_s"]))
     ]
     seconds = ("rollout, s", "decode steps, s", "evictions, s", "floor, s", "score, s", "update, s", "step, s")
-    head = ("model", "policy", "rollouts", "mean / most tokens", *seconds, "score, all rollouts, s", "step, all scored, s")
-    return (*head, "update, of matrix rate"), lines
+    seconds += ("score, all rollouts, s", "step, all scored, s")
+    return ("model", "policy", "rollouts", "mean / most tokens", *seconds, "update, of matrix rate"), lines
 
 
 VLLM_ROWS = {
