@@ -35,7 +35,7 @@ def benchmarks(monkeypatch):
     """The folder's modules by name."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield import_module
-    for name in ("retake", "steps", "table"):
+    for name in ("retake", "table"):
         sys.modules.pop(name, None)
 
 
@@ -44,14 +44,6 @@ def test_the_tables_of_the_benchmarks_page_come_from_the_raw_results(benchmarks)
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert all(f"<!-- {name} -->" in page for name in table.tables())
     assert table.filled(page) == page, "run python benchmarks/table.py docs/benchmarks.md"
-
-
-def test_estimates_on_the_scale_out_page_are_those_of_the_raw_results(benchmarks):
-    steps = benchmarks("steps")
-    page = (ROOT / "docs" / "scale-out.md").read_text()
-    for name, written in steps.TABLES.items():
-        expected = f"<!-- {name} -->\n{written()}\n<!-- end of {name} -->"
-        assert expected in page, "run python benchmarks/steps.py docs/scale-out.md"
 
 
 def test_the_break_even_length_is_computed_from_the_raw_results(monkeypatch, tmp_path):

@@ -34,16 +34,15 @@ def steps():
 
 
 def test_measured_steps_are_estimated_within_a_tenth(steps):
-    """Older engines were slower, most of all with short steps: the estimate may be a quarter below them. In a pool that
-    dense rows nearly fill it is a sixth above; with prompts of many lengths, whose first evictions were captured while
-    the clock ran, a seventh below. The learner does the same work in all rows of a model and a section; a small one may
-    wait for its host, so that its fastest time counts."""
+    """The shortest rollouts are off by a quarter. In a pool that dense rows nearly fill the estimate is a sixth above;
+    qwen2.5-1.5b, which nothing was fitted to, is off by an eighth. The learner does the same work in all rows of a
+    model and a section; a small one may wait for its host, so that its fastest time counts."""
     rows = steps.measured()
-    assert sum(not row.source for row in rows) >= 7
+    assert len(rows) >= 11
     for row in rows:
-        full, captured = row.sparsity == "dense" and row.kv_memory, row.prompts == 128
-        plan, within = steps.predicted(row), 0.25 if row.source else 0.17 if full else 0.14 if captured else 0.1
-        same = [each for each in rows if (each.model, each.source, each.most) == (row.model, row.source, row.most)]
+        full, unseen = row.sparsity == "dense" and row.kv_memory, row.model == "qwen2.5-1.5b"
+        plan, within = steps.predicted(row), 0.28 if row.most == 256 else 0.17 if full else 0.14 if unseen else 0.1
+        same = [each for each in rows if (each.model, each.most) == (row.model, row.most)]
         learner = min(each.learner_s for each in same)
         assert plan.rollouts == pytest.approx(row.rollout_s, rel=within), row
         assert plan.learner == pytest.approx(learner, rel=within), row
