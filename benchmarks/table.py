@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -234,14 +235,17 @@ def steady(results: dict) -> Table:
 
 def steady_floor(row: dict, bandwidth: float) -> float:
     """Seconds to read the weights once, and for rows of every age KV, page summaries and what evictions move."""
-    config = load_model_config(row["model"])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    geometry = Geometry.of(model)
+    geometry = geometry_of(row["model"])
     use = footprint(Sparsity.parse(row["sparsity"]), FRESH, row["longest"] - FRESH, geometry.layers)
     tokens = (use.read.mean() + use.moved.mean()) * geometry.kv_token_bytes
     summaries = use.scored.mean() * geometry.layers * geometry.kv_heads * geometry.vector_bytes
     return (geometry.parameters * geometry.value_bytes + row["mean_rows"] * (tokens + summaries)) / bandwidth
+
+
+@cache
+def geometry_of(model: str) -> Geometry:
+    with torch.device("meta"):
+        return Geometry.of(AutoModelForCausalLM.from_config(load_model_config(model), dtype=torch.bfloat16))
 
 
 def sparrow(results: dict) -> Table:

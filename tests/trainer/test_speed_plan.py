@@ -33,13 +33,14 @@ def estimate(config: RunConfig, kv_bytes: float = 100e9, ranks: int = 1) -> Spee
     return plan_speed(config, plan_memory(config, ranks), H200, kv_bytes, ranks)
 
 
-@pytest.mark.parametrize(("row", "sparsity"), [(0, "dense"), (1, "rkv:64+16,window=8,sinks=4")])
-def test_recorded_short_steps_are_estimated_within_a_quarter(tmp_path, row, sparsity):
+@pytest.mark.parametrize(("row", "sparsity", "within"), [(0, "dense", 0.1), (1, "rkv:64+16,window=8,sinks=4", 0.27)])
+def test_recorded_short_steps_are_estimated(tmp_path, row, sparsity, within):
+    """Short sparse rollouts only within a quarter."""
     measured = RECORDED["small"]["rows"][row]
     assert (measured["rollouts"], measured["mean_length"]) == (512, 256)
     speed = estimate(config_of(tmp_path, "smollm2-135m", sparsity, 256))
     for part, seconds in (("rollout", speed.rollouts.seconds), ("update", speed.update), ("step", speed.step)):
-        assert seconds == pytest.approx(measured[f"{part}_s"], rel=0.27), part
+        assert seconds == pytest.approx(measured[f"{part}_s"], rel=within), part
 
 
 @pytest.mark.parametrize("row", [0, 1], ids=["dense", "rkv"])

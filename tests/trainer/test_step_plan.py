@@ -34,14 +34,15 @@ def steps():
 
 
 def test_measured_steps_are_estimated_within_a_tenth(steps):
-    """The shortest rollouts are off by a quarter. In a pool that dense rows nearly fill the estimate is a sixth above;
+    """Short sparse rollouts are off by a quarter. In a pool that dense rows nearly fill the estimate is a sixth above;
     qwen2.5-1.5b, which nothing was fitted to, is off by an eighth. The learner does the same work in all rows of a
     model and a section; a small one may wait for its host, so that its fastest time counts."""
     rows = steps.measured()
     assert len(rows) >= 11
     for row in rows:
         full, unseen = row.sparsity == "dense" and row.kv_memory, row.model == "qwen2.5-1.5b"
-        plan, within = steps.predicted(row), 0.28 if row.most == 256 else 0.17 if full else 0.14 if unseen else 0.1
+        short = row.most == 256 and row.sparsity != "dense"
+        plan, within = steps.predicted(row), 0.27 if short else 0.17 if full else 0.14 if unseen else 0.1
         same = [each for each in rows if (each.model, each.most) == (row.model, row.most)]
         learner = min(each.learner_s for each in same)
         assert plan.rollouts == pytest.approx(row.rollout_s, rel=within), row

@@ -181,7 +181,9 @@ class EngineThread:
 
         def abort() -> None:
             if self.engine.paused or not self.engine.cache.resident:
-                self._fail(RunFailed("the server ends while the engine is paused; send the request again later."))
+                self._fail(
+                    self.jobs(), RunFailed("the server ends while the engine is paused; send the request again later.")
+                )
 
         with suppress(RunFailed):  # its thread has ended, and with it all jobs
             await self.call(abort)
@@ -251,7 +253,7 @@ class EngineThread:
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self.failures += 1
-            self._fail(RunFailed(f"the engine failed: {type(error).__name__}; {SEE_LOG}."))
+            self._fail(self.jobs(), RunFailed(f"the engine failed: {type(error).__name__}; {SEE_LOG}."))
         self.sessions.forget_expired()
         self._deliver()
         if self._when_idle and not self._jobs:
@@ -274,16 +276,13 @@ class EngineThread:
                 self._jobs[request_id] = job
                 job.live[request_id] = request.sampling.n
         except SettingError as error:
-            self._cancel(job)
-            self._drop(job)
-            self._post([(job, error)])
-        except BaseException as error:  # no memory for it, perhaps: the others go on
-            self._post([(job, RunFailed(f"the request could not be started: {type(error).__name__}; {SEE_LOG}."))])
-            if not isinstance(error, Exception):
-                raise
+            self._fail([job], error)
+        except Exception as error:  # no memory for it, perhaps: the others go on
             traceback.print_exc(file=sys.stderr)
-            self._cancel(job)
-            self._drop(job)
+            self._fail([job], RunFailed(f"the request could not be started: {type(error).__name__}; {SEE_LOG}."))
+        except BaseException as error:  # the thread ends, and does not know this job yet
+            self._post([(job, ended_by(error))])
+            raise
 
     def _must_wait(self, job: Job) -> bool:
         """Whether a job cannot be submitted now. The text that queries are first measured on is sampled, for which the
@@ -324,9 +323,8 @@ class EngineThread:
             self._jobs.pop(request_id, None)
         job.live.clear()
 
-    def _fail(self, error: Exception) -> None:
-        """End all jobs with an error."""
-        jobs = self.jobs()
+    def _fail(self, jobs: list[Job], error: Exception) -> None:
+        """End jobs with an error."""
         for job in jobs:
             self._cancel(job)
             self._drop(job)
@@ -338,16 +336,15 @@ class EngineThread:
         try:
             for rollout in self.engine.finished():
                 self._finish(rollout, events)
-            for request_id, job in list(self._jobs.items()):
-                live = self.engine.unfinished(request_id)
+            live = {request_id: self.engine.unfinished(request_id) for request_id in self._jobs}
+            for request_id, job in self._jobs.items():
                 if job.stream:
-                    events += [(job, new) for sequence in live if (new := progress(job, sequence))]
-                if not live and request_id in self._jobs:  # ended by a failure that was not its own
-                    self._cancel(job)
-                    self._drop(job)
-                    events.append((job, RunFailed(f"the engine failed; {SEE_LOG}.")))
+                    events += [(job, new) for sequence in live[request_id] if (new := progress(job, sequence))]
         finally:
             self._post(events)
+        lost = dict.fromkeys(self._jobs[request_id] for request_id, sequences in live.items() if not sequences)
+        if lost:  # ended by a failure that was not their own
+            self._fail(list(lost), RunFailed(f"the engine failed; {SEE_LOG}."))
 
     def _finish(self, rollout: Rollout, events: list[tuple[Job, Any]]) -> None:
         job = self._jobs.get(rollout.request_id)
