@@ -12,7 +12,7 @@ from alula.cli.main import app
 from alula.engine.sequence import kind_of
 from alula.mismatch.calibrate.calibrate import TextSettings
 from alula.mismatch.calibrate.verify import verify
-from alula.mismatch.leaderboard.kv_bytes import fit_budget, kv_bytes, smallest_budget
+from alula.mismatch.leaderboard.kv_bytes import fit_budget, kv_bytes
 from alula.mismatch.leaderboard.rank import paired_difference, ranks
 from alula.mismatch.leaderboard.row import NEVER, Row, Sample, measure_row
 from alula.mismatch.leaderboard.table import tables
@@ -65,13 +65,13 @@ def test_bytes_are_those_that_the_engine_allocates_and_reads(name, engine):
 
 def test_the_largest_budget_that_fits_is_found():
     for family in parse_families("rkv:buffer=3:window=2:sinks=1,quest", (4,)):
-        sizes = {b: 10 * b + 7 for b in range(smallest_budget(family), 90)}
+        sizes = {b: 10 * b + 7 for b in range(family.part.least_budget, 90)}
         measure = lambda policy: sizes[(policy.select or policy.evict).budget]  # noqa: B023, E731
-        for limit in (0, 10 * smallest_budget(family) + 7, 333, 700, 10_000):
+        for limit in (0, 10 * family.part.least_budget + 7, 333, 700, 10_000):
             expected = max((b for b, size in sizes.items() if size <= limit), default=None)
             assert fit_budget(family, limit, 90, measure) == expected
-    assert smallest_budget(parse_families("rkv:window=5:sinks=2")[0]) == 7
-    assert smallest_budget(parse_families("quest", (4,))[0]) == 12
+    assert parse_families("rkv:window=5:sinks=2")[0].part.least_budget == 7
+    assert parse_families("quest", (4,))[0].part.least_budget == 12
 
 
 def sample(vetoed):

@@ -275,5 +275,5 @@ def test_settings_of_the_controller(engine):
     both = replace(SELECTING, evict=EVICTING.evict)
     with pytest.raises(SettingError, match="the other part would stay sparse"):
         Monitor(watch(8), both, engine.acceptance, LONGEST, control(on_violation="dense"))
-    with pytest.raises(SettingError, match="three blocks"):
+    with pytest.raises(SettingError, match=r"control\.ladder=.* at least 12"):
         Monitor(watch(8), SELECTING, engine.acceptance, LONGEST, control(ladder=(8, 16)))

@@ -176,7 +176,7 @@ def sampled(engine: Engine, monitor: Monitor, seed: int):
 
 def test_an_impossible_rung_raises():
     sparsity = Sparsity(Evict("rkv", 32, buffer=4, window=4, sinks=2))
-    with pytest.raises(SettingError, match=r"control\.ladder=\[4, 64\]: budget=4 is smaller than window"):
+    with pytest.raises(SettingError, match=r"control\.ladder=\[4, 64\]: .*at least 6\."):
         resolve_control(ControlSettings(enabled=True, vetoed=0.05, ladder=[4, 64]), sparsity, 256)
 
 

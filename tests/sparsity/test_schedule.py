@@ -6,7 +6,7 @@ import re
 import pytest
 
 from alula.errors import SettingError
-from alula.sparsity.policy import Evict, Select, Sparsity, check_schedules
+from alula.sparsity.policy import Evict, Select, Sparsity, check_schedules, describe
 from alula.sparsity.schedule import PRESETS, Schedule
 from alula.trainer.preflight import load_model_config, schedules_of_other_models
 
@@ -65,6 +65,7 @@ def test_another_use_raises():
             "rkv:{file}+8,sinks=1",
             "mix=0.5; write rkv:{file}+8,sinks=1,mix=0.5.",
         ),
+        ("rkv", None, Evict("rkv", 64).settings, "rkv:{file},mix=0.5", "mix=0.1; write rkv:{file}+128."),
     ],
 )
 def test_a_file_planned_with_other_settings_says_what_to_write(tmp_path, method, block, options, text, message):
@@ -75,6 +76,21 @@ def test_a_file_planned_with_other_settings_says_what_to_write(tmp_path, method,
     assert str(raised.value) == f"{file} was planned with {message.format(file=file)}"
     written = str(raised.value).rpartition("; write ")[2].removesuffix(".")
     check_schedules(Sparsity.parse(written), "some/model")
+
+
+def test_a_default_written_out_is_the_same_setting(tmp_path):
+    """In the schedule's file, in the policy that uses it, and in the evictor beside a selector."""
+    written, plain = Evict("rkv", 64, mix=0.1, kernel=7), Evict("rkv", 64)
+    assert (written, written.settings, written.options) == (plain, plain.settings, ())
+    file = tmp_path / "schedule.json"
+    Schedule((24, 64), width=50, method="rkv", notes={"options": written.settings}).save(file)
+    for text in (f"rkv:{file}", f"rkv:{file},mix=0.1"):
+        check_schedules(Sparsity.parse(text), "some/model")
+    beside = {"evict": describe(written, full=True)}
+    Schedule((64, 80), width=50, method="quest", block=16, notes={"beside": beside}).save(file)
+    check_schedules(Sparsity.parse(f"rkv:64 & quest:{file}"), "some/model")
+    with pytest.raises(SettingError, match=r"evict=rkv:64.*mix=0\.1.*, not evict=rkv:64.*mix=0\.5"):
+        check_schedules(Sparsity.parse(f"rkv:64,mix=0.5 & quest:{file}"), "some/model")
 
 
 def test_bad_files_raise(tmp_path):

@@ -84,12 +84,20 @@ def test_defaults_of_families_are_left_out(text):
     assert family.describe() == text
 
 
+def test_a_family_is_listed_once():
+    assert parse_families("rkv,quest,rkv:mix=0.1,quest", (16,)) == parse_families("rkv,quest", (16,))
+
+
 def test_a_list_of_families():
     families = parse_families("block-topk:dense_layers=1, rkv:buffer=64:mix=0.2,quest:block=8", (16, 32))
     assert [(c.kind, c.method, c.part.settings) for c in families] == [
         ("select", "block-topk", {"block": 16, "dense_layers": 1}),
         ("select", "block-topk", {"block": 32, "dense_layers": 1}),
-        ("evict", "rkv", {"buffer": 64, "window": 8, "sinks": 4, "protect_prompt": False, "mix": 0.2}),
+        (
+            "evict",
+            "rkv",
+            {"buffer": 64, "window": 8, "sinks": 4, "protect_prompt": False, "mix": 0.2, "kernel": 7, "threshold": 0.5},
+        ),
         ("select", "quest", {"block": 8, "dense_layers": 2}),
     ]
 

@@ -73,7 +73,7 @@ def parse_families(text: str, pages: tuple[int, ...] = (16,)) -> list[PolicyFami
         *before, last = (parse_part(part.strip(), ":") for part in one.split("&"))
         require(len(before) < 2, f"methods: {one.strip()!r} must join one evictor and one selector.")
         families += _with_pages(last, before[0] if before else None, pages)
-    return families
+    return list(dict.fromkeys(families))
 
 
 def _with_pages(part: dict[str, Any], evict: dict[str, Any] | None, pages: tuple[int, ...]) -> list[PolicyFamily]:

@@ -97,29 +97,34 @@ class Evict:
         return ArgsKwargs(given.args, settings)
 
     def __post_init__(self) -> None:
-        least = smallest(self.budget)
-        if least < self.window + self.sinks:
+        if (least := smallest(self.budget)) < self.least_budget:
             check_planned_settings(self)
-        require(
-            least >= self.window + self.sinks,
-            f"budget={least} is smaller than window + sinks = {self.window} + {self.sinks}, which are always kept; "
-            "raise the budget or lower them.",
-        )
+            raise SettingError(
+                f"budget={least} is smaller than window + sinks = {self.window} + {self.sinks}, which are always kept; "
+                "raise the budget or lower them."
+            )
         from alula.sparsity.evict import build, check_settings  # imports torch, so only if something is evicted
 
         for name, value in self.options:
             require(name not in fields_of(Evict), f"options.{name}={value}: not an option; write {name}={value}.")
         check_settings(self.method, dict(self.options), common=(), kind="option")
-        build(self)  # an invalid option raises here, not at the first eviction
+        usual = type(build(self))  # an invalid option raises here, not at the first eviction
+        changed = tuple((name, value) for name, value in self.options if value != getattr(usual, name))
+        object.__setattr__(self, "options", changed)  # one with its default written out is the same policy
+
+    @property
+    def least_budget(self) -> int:
+        return self.window + self.sinks
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything but method and budget, by name."""
-        common = {name: getattr(self, name) for name in ("buffer", "window", "sinks", "protect_prompt")}
-        return common | dict(self.options)
+        """Everything but method and budget, by name; options at their defaults, too."""
+        from alula.sparsity.evict import COMMON, build, option_names
 
-    def with_budget(self, budget: Budget) -> "Evict":
-        return Evict(self.method, budget, **self.settings)
+        evictor = build(self)
+        return {name: getattr(self, name) for name in COMMON} | {
+            name: getattr(evictor, name) for name in option_names(self.method)
+        }
 
 
 @settings_type
@@ -143,22 +148,21 @@ class Select:
 
         if self.method not in METHODS:
             raise unknown("selector", self.method, METHODS)
-        least = smallest(self.budget)
-        if least < 3 * self.block:
+        if (least := smallest(self.budget)) < self.least_budget:
             check_planned_settings(self)
-        require(
-            least >= 3 * self.block,
-            f"budget={least} is smaller than the three blocks of {self.block} that are always read "
-            f"(the first and the last two); use at least {3 * self.block}.",
-        )
+            raise SettingError(
+                f"budget={least} is smaller than the three blocks of {self.block} that are always read "
+                f"(the first and the last two); use at least {self.least_budget}."
+            )
+
+    @property
+    def least_budget(self) -> int:
+        return 3 * self.block
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything but method and budget, by name."""
         return {"block": self.block, "dense_layers": self.dense_layers}
-
-    def with_budget(self, budget: Budget) -> "Select":
-        return replace(self, budget=budget)
 
 
 @settings_type
@@ -192,8 +196,7 @@ class Sparsity:
 
     def with_budget(self, kind: Kind, budget: Budget) -> "Sparsity":
         """The same policy with another budget of its evictor or its selector."""
-        part = getattr(self, kind)
-        return replace(self, **{kind: part.with_budget(budget)})
+        return replace(self, **{kind: replace(getattr(self, kind), budget=budget)})
 
 
 DENSE = Sparsity()
@@ -207,9 +210,6 @@ def sparsity_settings(text: str) -> dict[str, Any]:
     return {name: part for name, part in (("evict", evict), ("select", select)) if part}
 
 
-DEFAULTS = {kind: {name: field.default for name, field in fields_of(kind).items()} for kind in (Evict, Select)}
-
-
 def describe(part: Evict | Select, *, full: bool = False) -> str:
     """The text of one part of a policy."""
     return part_text(part.method, part.budget, part.settings if full else changed_settings(part, "buffer"))
@@ -217,8 +217,8 @@ def describe(part: Evict | Select, *, full: bool = False) -> str:
 
 def changed_settings(part: Evict | Select, *always: str) -> dict[str, Any]:
     """The settings of a part that differ from their defaults, and those named in `always`."""
-    defaults = DEFAULTS[type(part)]
-    return {k: v for k, v in part.settings.items() if k in always or k not in defaults or defaults[k] != v}
+    defaults = type(part)(part.method, 1 << 30).settings
+    return {name: value for name, value in part.settings.items() if name in always or value != defaults[name]}
 
 
 def check_planned_settings(part: Evict | Select) -> None:

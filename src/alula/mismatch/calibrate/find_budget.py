@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alula.errors import SettingError, require
+from alula.errors import require
 from alula.mismatch.calibrate.verify import Verification
 from alula.mismatch.control.controller import default_ladder
 from alula.objective.veto import Share
@@ -84,14 +84,7 @@ def check_limit(limit: float, prompts: int) -> None:
 
 def budgets_to_try(family: PolicyFamily, length: int) -> tuple[int, ...]:
     """Default ladder: from a thirty-second of the length up to the length, in steps of a quarter."""
-
-    def valid(budget: int) -> bool:
-        try:
-            family.policy(budget)
-        except SettingError:
-            return False
-        return True
-
-    budgets = tuple(filter(valid, default_ladder(max(16, length // 512 * 16), length, 16)[:-1]))
+    ladder = default_ladder(max(16, length // 512 * 16), length, 16)[:-1]
+    budgets = tuple(budget for budget in ladder if budget >= family.part.least_budget)
     require(len(budgets) > 0, f"length={length}: no default budget is valid for {family.describe()}; set --budgets.")
     return budgets

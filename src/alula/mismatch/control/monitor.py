@@ -19,11 +19,11 @@ from torch import Tensor
 
 from alula.config.settings import ControlSettings, MonitorSettings
 from alula.engine.rollout import Rollout
-from alula.errors import SettingError, require
+from alula.errors import require
 from alula.mismatch.control.controller import BudgetController, default_ladder
 from alula.mismatch.measure import flat
 from alula.mismatch.tail import Array, lower_quantile
-from alula.sparsity.policy import Budget, Kind, Sparsity, smallest
+from alula.sparsity.policy import Budget, Kind, Select, Sparsity, describe, smallest
 from alula.sparsity.schedule import Schedule
 
 PERCENTILES = (1, 5, 50)
@@ -242,19 +242,14 @@ def resolve_control(control: ControlSettings, sparsity: Sparsity, max_length: in
         tau is not None or control.vetoed is not None,
         "control.enabled=true needs control.tau (this budget was not planned for one) or control.vetoed.",
     )
-    kind = controlled(sparsity)
-    start = budget_of(sparsity, kind)
-    assert start is not None
-    block = sparsity.select.block if sparsity.select and kind == "select" else 1
-    ladder = []
-    for rung in control.ladder or default_ladder(smallest(start), max_length, block):
-        try:
-            sparsity.with_budget(kind, rung)
-            ladder.append(rung)
-        except SettingError as error:
-            if control.ladder:
-                raise SettingError(f"control.ladder={list(control.ladder)}: {error}") from error
-    return control.model_copy(update={"tau": tau, "ladder": tuple(ladder)})
+    part = getattr(sparsity, controlled(sparsity))
+    least, block = part.least_budget, part.block if isinstance(part, Select) else 1
+    require(
+        not control.ladder or min(control.ladder) >= least,
+        f"control.ladder={list(control.ladder or ())}: budgets of {describe(part)} must be at least {least}.",
+    )
+    rungs = control.ladder or default_ladder(smallest(part.budget), max_length, block)
+    return control.model_copy(update={"tau": tau, "ladder": tuple(rung for rung in rungs if rung >= least)})
 
 
 def controlled(sparsity: Sparsity) -> Kind:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alula.errors import SettingError
 from alula.models.geometry import Geometry
 from alula.sparsity.evict import build
 from alula.sparsity.family import PolicyFamily
@@ -82,29 +81,10 @@ def summary_bytes(geometry: Geometry, select: Select) -> int:
 
 def fit_budget(family: PolicyFamily, limit: float, longest: int, measure: Callable[[Sparsity], float]) -> int | None:
     """The largest budget below `longest` with `measure(policy) <= limit`; None if the smallest has more."""
-    low, high = smallest_budget(family), longest
+    low, high = family.part.least_budget, longest
     if low >= high or measure(family.policy(low)) > limit:
         return None
     while high - low > 1:  # `low` fits; `high` does not, or covers everything
         middle = (low + high) // 2
         low, high = (middle, high) if measure(family.policy(middle)) <= limit else (low, middle)
     return low
-
-
-def smallest_budget(family: PolicyFamily) -> int:
-    """The smallest budget that the method allows."""
-    low, high = 0, 1
-    while not _allowed(family, high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _allowed(family, middle) else (middle, high)
-    return high
-
-
-def _allowed(family: PolicyFamily, budget: int) -> bool:
-    try:
-        family.policy(budget)
-    except SettingError:
-        return False
-    return True
