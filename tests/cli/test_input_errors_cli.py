@@ -68,6 +68,9 @@ def test_check_reports_a_sink_that_is_not_installed(recipe, capsys, monkeypatch)
         ("--samples", 0, "--samples 0: "),
         ("--temperature", 0, "--temperature 0.0: "),
         ("--budgets", "32,", "--budgets '32,'"),
+        ("--quantile", 5, "--quantile 5.0: "),
+        ("--confidence", 95, "--confidence 95.0: "),
+        ("--statistics", "/proc/none/queries", "--statistics /proc/none/queries: cannot be written"),
     ],
 )
 def test_calibrate_checks_its_numbers_before_it_loads_the_model(capsys, monkeypatch, option, value, message):

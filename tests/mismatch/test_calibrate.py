@@ -464,6 +464,7 @@ def test_numbers_on_the_command_line():
     assert numbers("budgets", "512, 1k") == (512, 1024)
     with pytest.raises(SettingError, match="--budgets 'a'"):
         numbers("budgets", "a")
+    assert numbers("budgets", "1k, 64,1024,64") == (1024, 64), "each once"
     assert default_budgets(1200) == (512, 768, 1024)
     with pytest.raises(SettingError, match=r"--length 300.*512"):
         default_budgets(300)
@@ -512,6 +513,10 @@ def test_the_table_shows_the_worst_trusted_bin(tmp_path, capsys):
     head, _, row = capsys.readouterr().out.splitlines()[:3]
     assert "| worst trusted bin |" in head
     assert row.split(" | ")[3] == "0.8000"
+    few = replace(tail, prompts=np.array([3, 3, 3]))  # on own rollouts, which end early
+    measured = (MeasuredPolicy(SELECT, 16, tail, KV), MeasuredPolicy(SELECT, 32, few, KV))
+    write(Calibration("m", tail, measured), tmp_path / "c.json")
+    assert "| 32 | 0.6000 | none | | 40.0%" in capsys.readouterr().out
 
 
 def test_the_table_lists_budgets_that_were_never_sparse(tmp_path, capsys):

@@ -1,12 +1,15 @@
 """Cost model: non-negative least squares, the fit, the paper's closed forms, integration over schedules."""
 
+from dataclasses import asdict
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alula.cli.plan import cost_of
 from alula.errors import SettingError
 from alula.mismatch.plan.cost import (
     AnalyticCost,
@@ -248,6 +251,10 @@ def test_geometry_of_a_model():
         assert geometry == Geometry(total if tied else total - 3200, 3, 4, 2, 8, 4)
 
 
-def test_unknown_hardware_gives_a_hint():
+def test_impossible_hardware_gives_a_hint():
     with pytest.raises(SettingError, match=r"^hardware=h20: known: h200, h100, a100\.$"):
         Hardware.named("h20")
+    calibration = SimpleNamespace(notes={"shape": asdict(GEOMETRIES["4b"])})
+    for text in ("0,4.8", "989,nan", "fast,4.8"):
+        with pytest.raises(SettingError, match=f"^--hardware {text}: write TFLOPS"):
+            cost_of(calibration, None, text)

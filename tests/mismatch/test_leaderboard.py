@@ -16,6 +16,8 @@ from alula.mismatch.leaderboard.kv_bytes import fit_budget, kv_bytes
 from alula.mismatch.leaderboard.rank import paired_difference, ranks
 from alula.mismatch.leaderboard.row import NEVER, Row, Sample, measure_row
 from alula.mismatch.leaderboard.table import tables
+from alula.models.load import load_model
+from alula.models.lora import init_adapter
 from alula.objective.veto import Share
 from alula.sparsity.family import parse_families
 from alula.sparsity.schedule import Schedule
@@ -144,7 +146,10 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):
     assert "at the bytes of" not in capsys.readouterr().out, "what was measured is kept"
     assert json.loads(out.read_text()) == record
     assert alula(*common, "--seed", 1) == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "was written with weights=" in capsys.readouterr().err
+    init_adapter(load_model("shape:tiny-llama").model, 2, 4.0, ["all"], 0).save(tmp_path / "adapter")
+    assert alula(*common, "--sparse-adapter", tmp_path / "adapter") == 2
+    assert "was written with adapter=none" in capsys.readouterr().err
 
     def stopped(*given, **named):
         raise KeyboardInterrupt

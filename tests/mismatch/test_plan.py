@@ -393,6 +393,11 @@ def test_the_command_creates_the_folder_of_its_output(calibration_file, tmp_path
     assert Schedule.load(out).name == "s"
 
 
+def test_a_prompt_beyond_the_calibrated_lengths_raises(calibration_file, capsys):
+    assert run_plan(calibration_file, "--prompt", 10**6) == 2
+    assert "--prompt 1000000: the calibration ends at" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [

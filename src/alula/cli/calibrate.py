@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.mismatch.calibrate.file import Calibration
 
-DEFAULT_OUT = Path("calibration.json")
-
 
 def calibrate(
     model: shared.Model,
@@ -31,7 +29,11 @@ def calibrate(
         ),
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option(help="KV tokens, separated by commas; by default Sparrow's grid below the length.")
+        str | None,
+        typer.Option(
+            help="KV tokens, separated by commas; by default Sparrow's grid below the length, with --vetoed from a "
+            "thirty-second of the length."
+        ),
     ] = None,
     pages: Annotated[
         str,
@@ -69,7 +71,14 @@ def calibrate(
     kv_dtype: shared.KVDtype = None,
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 512,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")] = DEFAULT_OUT,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Output file; by default calibration.json, verified.json, vetoed.json or leaderboard.json.",
+        ),
+    ] = None,
     statistics: Annotated[
         Path | None,
         typer.Option(
@@ -117,7 +126,7 @@ def calibrate(
     from alula.sparsity.evict import needs_queries
     from alula.sparsity.family import parse_families
 
-    check_numbers(length, bin_width, prompts, samples, temperature, tau or [])
+    check_numbers(length, bin_width, prompts, samples, temperature, tau or [], quantile, confidence)
     require(text in ("dense", "own"), f"--text {text}: write dense or own.")
     own = text == "own"
     width = bin_width or min(2000, -(-length // 8))
@@ -139,9 +148,12 @@ def calibrate(
     elif not policies:
         allowed = numbers("budgets", budgets) if budgets else default_budgets(length)
         grid = Grid(tuple(families), allowed, tuple(tau or ()), sweep, forward)
-    if out == DEFAULT_OUT and grid is None:  # keeps the calibration of a planned schedule
-        out = Path("verified.json" if policies else "vetoed.json" if ladders else "leaderboard.json")
+    if out is None:
+        kind = "verified" if policies else "vetoed" if ladders else "leaderboard" if leaderboard else "calibration"
+        out = Path(f"{kind}.json")
     check_output_file(out)
+    if statistics is not None and not statistics.exists():
+        check_output_file(statistics, "--statistics")
     loaded, dataset = load_model_and_prompts(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
     )
@@ -152,7 +164,6 @@ def calibrate(
     source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own)
     measured = [policy for _, _, policy in policies] or [family.template for family in families]
     if statistics or any(map(needs_queries, measured)) or (leaderboard and methods is None):
-        check_output_file(statistics)
         engines.measure_queries(statistics, source.prompts, source.sampling)
     if leaderboard:
         from alula.cli.leaderboard import run_leaderboard
@@ -179,7 +190,14 @@ def calibrate(
 
 
 def check_numbers(
-    length: int, bin_width: int | None, prompts: int, samples: int, temperature: float, taus: list[float]
+    length: int,
+    bin_width: int | None,
+    prompts: int,
+    samples: int,
+    temperature: float,
+    taus: list[float],
+    quantile: float,
+    confidence: float,
 ) -> None:
     from alula.mismatch.tail import MIN_PROMPTS
 
@@ -192,6 +210,8 @@ def check_numbers(
     require(temperature > 0, f"--temperature {temperature}: must be above 0.")
     for tau in taus:
         require(0 < tau < 1, f"--tau {tau}: must be between 0 and 1, since it is a probability of acceptance.")
+    for name, share in (("quantile", quantile), ("confidence", confidence)):
+        require(0 < share < 1, f"--{name} {share}: must be between 0 and 1, since it is a share.")
 
 
 def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
@@ -214,7 +234,7 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
     from alula.sparsity.text import tokens
 
     try:
-        return tuple(tokens(word.strip()) for word in text.split(","))
+        return tuple(dict.fromkeys(tokens(word.strip()) for word in text.split(",")))
     except ValueError:
         raise SettingError(f"--{name} {text!r}: write token counts separated by commas, as in 512,1k.") from None
 
@@ -240,11 +260,12 @@ def write(calibration: "Calibration", out: Path) -> None:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for measured in (m for family in calibration.families().values() for m in family):
-        worst = min((bin_ for bin_ in measured.tail if bin_.enough), key=lambda bin_: bin_.value)
+        worst = min((bin_ for bin_ in measured.tail if bin_.enough), key=lambda bin_: bin_.value, default=None)
+        trusted = f"{worst.value:.4f} | {worst.lower:.4f}" if worst else "none |"  # own answers may be too short
         kv = measured.kv
         lines.append(
-            f"| {measured.family.describe()} | {measured.budget} | {measured.tail.overall:.4f} | {worst.value:.4f} "
-            f"| {worst.lower:.4f} | {kv.saved:.1%} | {kv.not_read:.1%} | {kv.evictions} |"
+            f"| {measured.family.describe()} | {measured.budget} | {measured.tail.overall:.4f} | {trusted} "
+            f"| {kv.saved:.1%} | {kv.not_read:.1%} | {kv.evictions} |"
         )
     for grown in calibration.growing:
         lines.append(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alula.sparsity.policy import Sparsity
 
 
-def check_output_file(out: Path | None) -> None:
+def check_output_file(out: Path | None, option: str = "--out") -> None:
     """Create the folder of `out`, and raise before the work starts if the file cannot be written."""
     if out is None:
         return
@@ -32,7 +32,7 @@ def check_output_file(out: Path | None) -> None:
         if new:
             out.unlink()
     except OSError as error:
-        raise SettingError(f"--out {out}: cannot be written ({error.strerror}); choose another file.") from None
+        raise SettingError(f"{option} {out}: cannot be written ({error.strerror}); choose another file.") from None
 
 
 def warn_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:

@@ -1,7 +1,6 @@
 """`alula calibrate --leaderboard`: compares methods at equal bytes held and at equal bytes read."""
 
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from alula.bench.decode import rollouts as time_rollouts
-from alula.errors import SettingError, require
-from alula.files import write_atomically
+from alula.errors import SettingError
+from alula.files import check_same_settings, write_atomically
+from alula.mismatch.calibrate.cache import text_settings
 from alula.mismatch.leaderboard.kv_bytes import KVBytes, fit_budget, kv_bytes
 from alula.mismatch.leaderboard.row import measure_row
 from alula.mismatch.leaderboard.table import tables
@@ -149,29 +149,18 @@ def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int
 def opened(out: Path, engine: "Engine", text: "TextSettings", dtypes: Sequence[str | None]) -> dict[str, Any]:
     """The file's record if it was written with the same settings, else a new one."""
     most = text.sampling.max_new_tokens
-    settings = {
-        "model": engine.name,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "device": engine.device.type,
-        "prompts": len(text.prompts),
-        "prompts_crc32": zlib.crc32(json.dumps(text.prompts).encode()),
-        "samples": text.samples,
+    settings = text_settings(engine, text) | {
         "page": engine.page,
         "kv_dtypes": list(dtypes),
-        "max_new_tokens": most,
-        "temperature": text.temperature,
-        "seed": text.seed,
         "lengths": [max(most // 8, 1), max(most // 4, 1), max(most // 2, 1)],
     }
     if out.exists():
         try:
             record = json.loads(out.read_text())
-        except json.JSONDecodeError:
+            before = record["settings"]
+        except (json.JSONDecodeError, KeyError, TypeError):
             raise SettingError(f"--out {out}: is no leaderboard; choose another file.") from None
-        require(
-            isinstance(record, dict) and record.get("settings") == settings,
-            f"--out {out}: was measured with other settings or is no leaderboard; choose another file.",
-        )
+        check_same_settings(f"--out {out}", before, settings, "use the same setting to continue, or another --out")
         return record
     record = {"settings": settings, "environment": environment(), "token_bytes": engine.geometry.kv_token_bytes}
     return record | {"dense": [], "held": [], "read": [], "left_out": []}

@@ -59,6 +59,10 @@ def plan(
     if batch is None and kv_memory is None:
         batch = 32
     length = tails.bins * tails.width
+    require(
+        new_tokens is not None or prompt < length,
+        f"--prompt {prompt}: the calibration ends at {length} tokens; use a shorter prompt, or set --new-tokens.",
+    )
     work = Workload(new_tokens or length - prompt, prompt, batch, None if kv_memory is None else as_bytes(kv_memory))
     rows = thresholds(tails, cost, work, tau)
     typer.echo(table(rows) + "\n")
@@ -99,8 +103,9 @@ def cost_of(calibration: "Calibration", timings: Path | None, hardware: str) -> 
     if "," in hardware:
         try:
             tflops, bandwidth = map(float, hardware.split(","))
+            require(tflops > 0 and bandwidth > 0, "both must be above 0")
         except ValueError:
-            raise SettingError(f"hardware={hardware!r}: write TFLOPS,TB/s, such as 989,4.8.") from None
+            raise SettingError(f"--hardware {hardware}: write TFLOPS,TB/s, such as 989,4.8.") from None
         device = Hardware(tflops, bandwidth)
     else:
         device = Hardware.named(hardware)

@@ -103,6 +103,16 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 def calibration_settings(engine: Engine, text: "TextSettings", bins: Bins) -> dict[str, Any]:
+    return text_settings(engine, text) | {
+        "bin": bins.width,
+        "bins": bins.count,
+        "quantile": bins.quantile,
+        "confidence": bins.confidence,
+    }
+
+
+def text_settings(engine: Engine, text: "TextSettings") -> dict[str, Any]:
+    """What rollouts of the dense policy, and of a sparse one, depend on."""
     prompts = hashlib.blake2b(json.dumps(text.prompts).encode(), digest_size=8).hexdigest()
     return {
         "model": engine.name,
@@ -119,8 +129,4 @@ def calibration_settings(engine: Engine, text: "TextSettings", bins: Bins) -> di
         "temperature": text.temperature,
         "seed": text.seed,
         "text": "own" if text.own else "dense",
-        "bin": bins.width,
-        "bins": bins.count,
-        "quantile": bins.quantile,
-        "confidence": bins.confidence,
     }
