@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from alula.bench.ceilings import Ceilings, measure_ceilings
+from alula.files import write_atomically
 
 Rows = Iterable[dict]
 
@@ -67,7 +68,7 @@ def merge(path: Path, name: str, section: dict) -> None:
     """After every row, since a run may be cut off; other sections stay as they are."""
     results = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results | {name: section}, indent=1) + "\n")
+    write_atomically(path, json.dumps(results | {name: section}, indent=1) + "\n")
 
 
 def release() -> None:

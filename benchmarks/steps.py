@@ -32,8 +32,8 @@ class Measured:
     rollout_s: float
     learner_s: float
     """Scoring and updates."""
-    kv_memory: str | None = None
-    prompt: int = 128
+    kv_memory: str | None
+    prompt: int
 
     @property
     def step_s(self) -> float:
@@ -61,8 +61,13 @@ def read(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def long_steps() -> list[Measured]:
-    """Steps with long answers."""
+PROMPTS = {"long": 128, "paper": 160, "check": 128, "small": 128}
+"""Tokens of a prompt, by section."""
+
+
+def measured() -> list[Measured]:
+    """Whole steps."""
+    results = read("training-h200.json")
     return [
         Measured(
             row["model"],
@@ -74,39 +79,11 @@ def long_steps() -> list[Measured]:
             row["rollout_s"],
             row["strict_score_s"] + row["update_s"],  # scoring is not skipped
             row["kv_memory"],
+            prompt,
         )
-        for row in read("training-h200.json")["long"]["rows"]
+        for section, prompt in PROMPTS.items()
+        for row in results[section]["rows"]
     ]
-
-
-def measured() -> list[Measured]:
-    """Whole steps."""
-    steps, results = long_steps(), read("training-h200.json")
-    for section, model, prompts, most, prompt in (
-        ("paper", "qwen2.5-1.5b", 128, 4096, 160),
-        ("check", "qwen2.5-1.5b", 32, 2048, 128),
-        ("small", "smollm2-135m", 64, 256, 128),
-    ):
-        for row in results[section]["rows"]:
-            policy = row["sparsity"].replace(" ", ":") + (",window=8,sinks=4" if "64+16" in row["sparsity"] else "")
-            learner = row.get("strict_score_s", row["score_s"]) + row["update_s"]  # scoring is not skipped
-            memory = None if section == "small" else "40GiB"
-            mean = round(row["mean_length"])
-            steps.append(
-                Measured(
-                    model,
-                    policy,
-                    prompts,
-                    row["rollouts"],
-                    mean,
-                    most,
-                    row["rollout_s"],
-                    learner,
-                    memory,
-                    prompt,
-                )
-            )
-    return steps
 
 
 def steps_table() -> str:

@@ -25,7 +25,10 @@ def slow():
     yield {{"value": 1}}
     time.sleep(60)
 
-sections = {{"good": good, "bad": bad, "slow": slow}}
+def empty():
+    yield from ()
+
+sections = {{"good": good, "bad": bad, "slow": slow, "empty": empty}}
 record(sections, arguments(sections, None).parse_args(), {{}})
 """
 
@@ -63,19 +66,21 @@ def test_sections_are_taken_again_the_oldest_first(benchmarks):
 
 def test_only_a_section_that_ends_replaces_the_old_one(benchmarks, monkeypatch, tmp_path):
     retaken = benchmarks("retake")
-    script, old = tmp_path / "script.py", {name: {"taken": "", "rows": []} for name in ("good", "bad", "slow")}
+    script, old = tmp_path / "script.py", {name: {"taken": "", "rows": []} for name in ("good", "bad", "slow", "empty")}
     script.write_text(SCRIPT.format(folder=str(ROOT / "benchmarks")))
     monkeypatch.setattr(retaken.table, "RESULTS", tmp_path)
     monkeypatch.setattr(retaken, "SCRIPTS", {"some": str(script)})
     results = tmp_path / "some-h200.json"
     results.write_text(json.dumps(old))
-    limits = {"good": 60, "bad": 60, "slow": 8}
+    limits = {"good": 60, "bad": 60, "slow": 8, "empty": 60}
     outcomes = {s.name: retaken.retake(s, (), limits[s.name]) for s in retaken.sections()}
     assert outcomes["good"].startswith("taken in")
-    assert outcomes["bad"] == "failed: ValueError: no room"
-    assert outcomes["slow"] == "stopped after 8 s"
+    assert outcomes["bad"].startswith("failed: ValueError: no room; its rows are in ")
+    assert json.loads(Path(outcomes["bad"].rpartition(" ")[2]).read_text())["bad"]["rows"][0] == {"value": 1}
+    assert outcomes["slow"].startswith("stopped after 8 s")
+    assert outcomes["empty"] == "failed: it has no rows"
     new = json.loads(results.read_text())
     assert new["good"]["rows"] == [{"value": 1}]
     assert new["good"]["taken"]
     assert new["good"]["seconds"] < 60
-    assert {name: new[name] for name in ("bad", "slow")} == {name: old[name] for name in ("bad", "slow")}
+    assert {**new, "good": None} == {**old, "good": None}

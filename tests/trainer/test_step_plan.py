@@ -40,7 +40,8 @@ def test_measured_steps_are_estimated_within_a_tenth(steps):
     rows = steps.measured()
     assert len(rows) >= 11
     for row in rows:
-        full, unseen = row.sparsity == "dense" and row.kv_memory, row.model == "qwen2.5-1.5b"
+        full = row.sparsity == "dense" and row.kv_memory not in (None, "20GiB")
+        unseen = row.model == "qwen2.5-1.5b"
         short = row.most == 256 and row.sparsity != "dense"
         plan, within = steps.predicted(row), 0.27 if short else 0.17 if full else 0.14 if unseen else 0.1
         same = [each for each in rows if (each.model, each.most) == (row.model, row.most)]
