@@ -228,7 +228,7 @@ def test_pages_are_summarised_alike_however_many_layers_at_a_time(models, monkey
     expected = torch.stack([cache.keys[:, pages].amin(-2), cache.keys[:, pages].amax(-2)], -2)
     assert torch.equal(cache.summaries["quest"][:, pages], expected)
     cache.summaries["quest"].zero_()
-    monkeypatch.setattr("alula.engine.kv_cache.SUMMARISED_BYTES", 1)
+    monkeypatch.setattr("alula.ops.summarise_pages.TORCH_BYTES", 1)
     cache.summarise("quest", pages)
     assert torch.equal(cache.summaries["quest"][:, pages], expected)
 

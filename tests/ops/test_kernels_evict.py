@@ -207,7 +207,9 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", kernels)
         device = torch.device(DEVICE if kernels == "1" else "cpu")
         cache = KVCache(geometry, torch.float32, 0.25, 60, 4, device)
-        batch = BatchState(BatchKind(), geometry, 6, 12, 1, device, torch.float32, 8)
+        cache.prepare("quest")
+        cache.summaries["quest"].zero_()
+        batch = BatchState(BatchKind("quest"), geometry, 6, 12, 1, device, torch.float32, 8)
         batch.prepare(BatchFeatures(ring=4, accumulated=40), keep=False)
         random = torch.Generator().manual_seed(1)
         for state in (cache.keys, cache.values, batch.ring, batch.accumulated):
@@ -216,7 +218,9 @@ def test_a_whole_eviction_is_the_same_with_and_without_kernels(name, monkeypatch
         cache.query_statistics = some_statistics(2, 4, 16, 0).to(device)
         tables = upload_tables([first, event], device)
         kept = evict(cache, batch, event, tables[1])
-        results.append([kept, cache.keys, cache.values, batch.accumulated, batch.table, batch.ints])
+        results.append([kept, *cache.parts, cache.summaries["quest"], batch.accumulated, batch.table, batch.ints])
+        new = torch.tensor([pages[:5] for pages in event.new]).flatten().to(device)
+        assert torch.equal(cache.summaries["quest"][:, new, :, 1], cache.keys[:, new].amax(-2))
         assert batch.kv_len.tolist() == [0, 20, 0, 0, 20, 0]
         assert batch.table[4].tolist() == event.new[0] + [0] * 7
         assert batch.table[1].tolist() == event.new[1] + [0] * 6

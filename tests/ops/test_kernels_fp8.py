@@ -18,6 +18,7 @@ from alula.ops.importance import mean_attention_torch, mean_attention_triton
 from alula.ops.paged_attention import paged_attention, paged_attention_torch
 from alula.ops.pieces import Pieces
 from alula.ops.projected_norm import projected_norm_torch, projected_norm_triton
+from alula.ops.summarise_pages import summarise_pages_torch, summarise_pages_triton
 from alula.ops.write_tokens import write_tokens_torch, write_tokens_triton
 from alula.sparsity.select import METHODS
 
@@ -138,6 +139,27 @@ def test_append_quantises(selector, dtype, kernels):
                 held = dequantise(keys[p], scales[0, p], dtype)
                 torch.testing.assert_close(summaries[p], selector.summarise(held).to(dtype), rtol=1e-2, atol=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("selector", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize(("page", "dim"), [(1, 8), (16, 24), (64, 80), (256, 96)])
+def test_summaries_of_full_pages(page, dim, selector, dtype):
+    """Of quantised and of plain keys, in some pages of every layer; the others stay."""
+    stored, exponent, values = quantised(2, 7, 3, page, dim, seed=1, spread=1.0)
+    pages = torch.tensor([5, 1, 4], device=DEVICE)
+    for keys, scales in ((stored, exponent), (values.to(dtype), None)):
+        results = [torch.full((2, 7, 3, selector.vectors, dim), 9.0, device=DEVICE, dtype=dtype) for _ in range(3)]
+        for summarise, summaries in zip((summarise_pages_torch, summarise_pages_triton), results):
+            summarise(keys, pages, summaries, selector, scales)
+        results[2][:, pages] = selector.summarise(values[:, pages]).to(dtype)
+        if selector.vectors == 2:
+            assert torch.equal(results[0], results[1])
+            assert torch.equal(results[0], results[2])
+        else:
+            rounding = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
+            torch.testing.assert_close(results[0], results[1], **rounding)
+            torch.testing.assert_close(results[0], results[2], **rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

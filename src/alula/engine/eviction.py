@@ -70,7 +70,7 @@ def compile_eviction(cache: KVCache, state: BatchState, sequence: Sequence) -> N
     table = upload_tables([event], cache.device)[0]
     row, old_pages, new_pages = _columns(event, table)
     kept, _ = _choose(cache, state, event, row, old_pages)
-    compact(cache.keys, cache.values, kept, old_pages, new_pages, cache.scales)
+    _move(cache, state, event, kept, old_pages, new_pages)
     install(torch.zeros_like(state.table), torch.zeros_like(state.kv_len), row, new_pages, keep)
 
 
@@ -78,15 +78,22 @@ def _evict_rows(cache: KVCache, state: BatchState, event: EvictionEvent, table: 
     geometry = cache.geometry
     row, old_pages, new_pages = _columns(event, table)
     kept, attention_sums = _choose(cache, state, event, row, old_pages)
-    compact(cache.keys, cache.values, kept, old_pages, new_pages, cache.scales)
-    if state.kind.selector is not None:
-        cache.summarise(state.kind.selector, new_pages[:, : event.keep // cache.page].flatten().long())
+    _move(cache, state, event, kept, old_pages, new_pages)
     if attention_sums is not None:
         moved = attention_sums.view(len(row), geometry.layers, geometry.kv_heads, -1).gather(3, kept.long())
         state.accumulated.index_fill_(1, row.long(), 0)  # type: ignore[union-attr]
         state.accumulated[:, row, :, : event.keep] = moved.transpose(0, 1)  # type: ignore[index]
     install(state.table, state.kv_len, row, new_pages, event.keep)
     return kept
+
+
+def _move(
+    cache: KVCache, state: BatchState, event: EvictionEvent, kept: Tensor, old_pages: Tensor, new_pages: Tensor
+) -> None:
+    """Copy the kept tokens into their new pages, with these pages' summaries."""
+    compact(cache.keys, cache.values, kept, old_pages, new_pages, cache.scales)
+    if state.kind.selector is not None:
+        cache.summarise(state.kind.selector, new_pages[:, : event.keep // cache.page].flatten().long())
 
 
 def _columns(event: EvictionEvent, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:

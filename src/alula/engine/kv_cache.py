@@ -12,12 +12,10 @@ from alula.files import size_text
 from alula.models.geometry import Geometry
 from alula.ops import fp8
 from alula.ops.compact import PagedKeys
+from alula.ops.summarise_pages import summarise_pages
 from alula.ops.write_tokens import write_tokens
 from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.select import METHODS as SELECTORS
-
-SUMMARISED_BYTES = 1 << 28
-"""Keys are summarised in chunks of at most this many bytes."""
 
 
 class KVCache:
@@ -65,16 +63,8 @@ class KVCache:
 
     def summarise(self, method: str, pages: Tensor) -> None:
         """Write a selector's summaries of full pages that were not filled token by token."""
-        selector, target = SELECTORS[method], self.summaries[method]
-        if len(pages):
-            each = len(pages) * self.page * self.geometry.kv_heads * self.geometry.vector_bytes
-            together = max(1, SUMMARISED_BYTES // each)
-            for first in range(0, self.geometry.layers, together):  # a prompt's pages are many, an eviction's few
-                layers = slice(first, first + together)
-                keys = self.keys[layers, pages]
-                if self.scales is not None:
-                    keys = fp8.dequantise(keys, self.scales[0, layers, pages], self.dtype)
-                target[layers, pages] = selector.summarise(keys).to(target.dtype)
+        scales = None if self.scales is None else self.scales[0]
+        summarise_pages(self.keys, pages, self.summaries[method], SELECTORS[method], scales)
 
     def write(self, layer: int, page: Tensor, slot: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store key and value [T, Hkv, D] of tokens in their slots; returns them as they will be read."""
