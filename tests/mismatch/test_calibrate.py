@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import default_budgets, numbers, write
+from alula.cli.calibrate import default_budgets, numbers, short_enough, write
 from alula.cli.find_budget import remarks
 from alula.cli.find_budget import verdict as vetoed_verdict
 from alula.cli.main import app
 from alula.cli.verify import undecided, verdict
+from alula.data.dataset import Dataset, Example
 from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
@@ -470,6 +471,13 @@ def test_numbers_on_the_command_line():
         default_budgets(300)
 
 
+def test_prompts_above_half_the_length_are_left_out():
+    dataset = Dataset(tuple(Example("", prompt_ids=(1,) * n) for n in (5, 6, 7, 6)))
+    assert [len(example.prompt_ids) for example in short_enough(dataset, 13, 3)] == [5, 6, 6]
+    with pytest.raises(SettingError, match=r"^--prompts 4: only 3 of the 4 prompts .* 6 tokens, half of --length;"):
+        short_enough(dataset, 13, 4)
+
+
 KV = Savings(0.4, 0.5, evictions=60, sparse=30, rollouts=30, longest=36, sparse_layers=2)
 
 
@@ -636,6 +644,7 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),
         (["--options", "{symbols"], "--options '{symbols': not YAML"),
         (["--data", "none.jsonl", "--options", "{symbols: 4}"], "data 'none.jsonl' does not exist"),
+        (["--out", "c.svg"], "--out c.svg: the plot has this name"),
         (["--out", "/proc/none/c.json"], "--out /proc/none/c.json: cannot be written ("),
         (["--verify", "rkv:64+8", "--out", "/proc/none/v.json"], "--out /proc/none/v.json: cannot be written ("),
     ],

@@ -4,6 +4,7 @@
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,9 @@ def calibrate(
         str,
         typer.Option(help="Block sizes of selectors, separated by commas; the first is --leaderboard's page size."),
     ] = "16",
-    length: Annotated[int, typer.Option(help="Longest sequence, prompt included.")] = 4096,
+    length: Annotated[
+        int, typer.Option(help="Longest sequence, prompt included; prompts above half of it are left out.")
+    ] = 4096,
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 64,
     samples: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 1,
     bin_width: Annotated[
@@ -151,12 +154,14 @@ def calibrate(
     if out is None:
         kind = "verified" if policies else "vetoed" if ladders else "leaderboard" if leaderboard else "calibration"
         out = Path(f"{kind}.json")
+    require(grid is None or out.suffix != ".svg", f"--out {out}: the plot has this name; use another ending.")
     check_output_file(out)
     if statistics is not None and not statistics.exists():
         check_output_file(statistics, "--statistics")
     loaded, dataset = load_model_and_prompts(
-        model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed, max(length // 2, 1)
+        model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed
     )
+    dataset = short_enough(dataset, length, prompts)
     engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, sparse_adapter)
     progress = sys.stderr.isatty()
     other_prompts = bool(policies) or vetoed is not None
@@ -214,9 +219,20 @@ def check_numbers(
         require(0 < share < 1, f"--{name} {share}: must be between 0 and 1, since it is a share.")
 
 
+def short_enough(dataset: "Dataset", length: int, count: int) -> "Dataset":
+    """The prompts of at most half the length; raises if there are fewer than `count`."""
+    most = max(length // 2, 1)
+    kept = tuple(example for example in dataset if len(example.prompt_ids or ()) <= most)
+    require(
+        len(kept) >= count,
+        f"--prompts {count}: only {len(kept)} of the {len(dataset)} prompts have at most {most} tokens, half of "
+        "--length; raise it, use fewer prompts, or more data.",
+    )
+    return replace(dataset, examples=kept)
+
+
 def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
     """`count` prompts of a seeded order: the first ones, or the last ones to check on other prompts."""
-    require(len(dataset) >= count, f"--prompts {count}: only {len(dataset)} prompts of the data fit; use fewer.")
     order = dataset.take(None, seed)
     chosen = order[-count:] if from_end else order[:count]
     return tuple(example.prompt_ids for example in chosen)

@@ -55,7 +55,6 @@ def load_model_and_prompts(
     dtype: str | None,
     residual: str | None,
     seed: int,
-    max_prompt_tokens: int | None = None,
 ) -> "tuple[LoadedModel, Dataset]":
     """The model with its tokenizer (a bare shape takes the first task's), and the tokenized prompts of all `data`."""
     from alula.config.load import parse_yaml
@@ -74,7 +73,7 @@ def load_model_and_prompts(
     if loaded.tokenizer is None and data[0].startswith(TASK):
         loaded = attach_tokenizer(loaded, load_tokenizer(data[0], task_options), resize=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need; use another model.")
-    prepared = [prepare(one, loaded.tokenizer, chat=chat, max_prompt_tokens=max_prompt_tokens) for one in sets]
+    prepared = [prepare(one, loaded.tokenizer, chat=chat) for one in sets]
     return loaded, Dataset(tuple(example for one in prepared for example in one), ", ".join(data))
 
 

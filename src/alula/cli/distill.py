@@ -64,7 +64,7 @@ def distill(
     settings = DistillSettings(
         rank=rank,
         alpha=2.0 * rank if alpha is None else alpha,
-        targets=tuple(targets.split(",")),
+        targets=tuple(name.strip() for name in targets.split(",")),
         seed=seed,
         lr=lr,
         minibatches=minibatches,
