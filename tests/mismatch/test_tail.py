@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alula.errors import SettingError
+from alula.errors import RunFailed, SettingError
 from alula.mismatch.tail import (
     MIN_PROMPTS,
     lower_quantile,
@@ -82,6 +82,8 @@ def test_equal_values_give_a_point_and_bad_input_raises():
         tail([], np.zeros(0, dtype=int), [])
     with pytest.raises(SettingError, match="quantile=5"):
         tail([1.0], [0], [0], quantile=5)
+    with pytest.raises(RunFailed, match="acceptance is not a number"):
+        tail([1.0, np.nan], [0, 0], [0, 1])
 
 
 def test_one_prompt_gives_no_bounds():

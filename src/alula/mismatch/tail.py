@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from alula.errors import require
+from alula.errors import RunFailed, require
 
 Array = NDArray[Any]
 
@@ -100,6 +100,8 @@ def tail(
     require(0 < confidence < 1, f"confidence={confidence}: must lie between 0 and 1.")
     values, bin_of = np.asarray(alpha, dtype=np.float64), np.asarray(positions) // width
     require(len(values) > 0, "alpha: no tokens.")
+    if np.isnan(values).any():  # sorted last, they would count as agreement
+        raise RunFailed("acceptance is not a number: the model's output is not finite; check its weights and dtype.")
     ids, prompt_of = np.unique(np.asarray(prompts), return_inverse=True)
     count = bins if bins is not None else int(bin_of.max()) + 1
     bin_of = np.minimum(bin_of, count - 1)
