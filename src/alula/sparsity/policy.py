@@ -210,6 +210,14 @@ def sparsity_settings(text: str) -> dict[str, Any]:
     return {name: part for name, part in (("evict", evict), ("select", select)) if part}
 
 
+DEFAULTS = {
+    kind: {
+        name: field.default for name, field in fields_of(kind).items() if name not in ("method", "budget", "options")
+    }
+    for kind in (Evict, Select)
+}
+
+
 def describe(part: Evict | Select, *, full: bool = False) -> str:
     """The text of one part of a policy."""
     return part_text(part.method, part.budget, part.settings if full else changed_settings(part, "buffer"))
@@ -217,8 +225,9 @@ def describe(part: Evict | Select, *, full: bool = False) -> str:
 
 def changed_settings(part: Evict | Select, *always: str) -> dict[str, Any]:
     """The settings of a part that differ from their defaults, and those named in `always`."""
-    defaults = type(part)(part.method, 1 << 30).settings
-    return {name: value for name, value in part.settings.items() if name in always or value != defaults[name]}
+    usual = DEFAULTS[type(part)].items()
+    changed = {name: getattr(part, name) for name, value in usual if name in always or getattr(part, name) != value}
+    return changed | dict(getattr(part, "options", ()))  # none of them at its default
 
 
 def check_planned_settings(part: Evict | Select) -> None:
@@ -239,11 +248,11 @@ def check_planned_settings(part: Evict | Select) -> None:
 
 def check_schedules(sparsity: Sparsity, model: str) -> None:
     """Raise if a schedule was planned for another model, method or setting."""
-    parts = (("evict", sparsity.evict), ("select", sparsity.select))
-    both = {kind: describe(part, full=True) if part else "none" for kind, part in parts}
-    for part in (sparsity.evict, sparsity.select):
+    parts = {"evict": sparsity.evict, "select": sparsity.select}
+    for part in parts.values():
         if part is not None and isinstance(part.budget, Schedule):
             check_planned_settings(part)
+            both = {kind: describe(one, full=True) if one else "none" for kind, one in parts.items()}
             settings = both | part.settings
             block = part.block if isinstance(part, Select) else None
             part.budget.check(method=part.method, block=block, model=model, settings=settings)
