@@ -13,6 +13,7 @@ from alula.engine.eviction import captured_rows
 from alula.engine.rollout import NEVER
 from alula.engine.sequence import BatchKind, rollout_key
 from alula.errors import SettingError
+from alula.models.geometry import Geometry
 from alula.sparsity.evict import METHODS, build
 from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.policy import budget_at
@@ -448,3 +449,28 @@ def test_statistics_of_queries_follow_the_weights(models):
     assert torch.equal(engine.measure_queries(after.text).mean, after.mean)
     with pytest.raises(SettingError, match="query_statistics"):
         engine_of(models[3]).query_statistics = after
+
+
+def test_statistics_of_queries_in_a_pool_smaller_than_their_text(models):
+    engine = engine_of(models[3], kv_memory=f"{12 * 4 * Geometry.of(models[3].model).kv_token_bytes}B")
+    assert engine.pool.usable == 11
+    (rollout,) = engine.generate([PROMPTS[1]], Sampling(max_new_tokens=8), Sparsity(Evict("triattention", **SMALL)))
+    assert rollout.finish in ("length", "stop")
+
+
+def test_evictions_whose_capture_fails_run_uncaptured(models, monkeypatch):
+    """The failed attempt has evicted already, once; there is no second one."""
+    prompts, policy, attempts = PROMPTS[:2], Sparsity(Evict("rkv", **SMALL)), []
+    expected = engine_of(models[3]).generate(prompts, SAMPLING, policy)
+    engine = engine_of(models[3])
+
+    def capture(state, work, warm_up):
+        attempts.append(warm_up())
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(engine.runner, "use_graphs", True)
+    monkeypatch.setattr(engine.runner, "graph_for", lambda *size: None)
+    monkeypatch.setattr(engine.runner, "_capture", capture)
+    actual = engine.generate(prompts, SAMPLING, policy)
+    assert [r.token_ids for r in actual] == [r.token_ids for r in expected]
+    assert 0 < len(attempts) < sum(r.kv.evictions for r in actual)

@@ -96,6 +96,15 @@ def test_texts_longer_than_the_kv_of_a_sequence(name, kernels, differences):
     assert found.max() < 1e-5
 
 
+def test_angles_grow_with_the_longest_text():
+    """Not with the positions that the model knows, which may be a million."""
+    engine, lengths = fuse(Engine(oracle.custom_model(2), page=4, kv_memory="2MiB", max_rows=4, max_length=16)), []
+    for tokens, policy in ((8, "dense"), (32, "streaming"), (8, "dense")):
+        engine.generate([[3, 4, 5]], Sampling(max_new_tokens=tokens, ignore_eos=True), POLICIES[policy])
+        lengths.append(len(engine.runner._fused[False]._angles[0]))
+    assert lengths == [16, 64, 64]
+
+
 def test_a_later_turn_beyond_as_many_positions_as_the_vocabulary_has_tokens():
     results = []
     for prepare in (lambda engine: engine, fuse):

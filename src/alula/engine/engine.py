@@ -111,7 +111,6 @@ class Engine(EngineCore):
             cache,
             rows=self.max_rows,
             max_length=self.max_length,
-            positions=self.positions,
             steps=self.lookahead,
             buckets=tuple(sorted(buckets)) if buckets else (default_buckets(self.max_rows) if cuda else ()),
             graphs=check_graphs(model, graphs, cuda),
@@ -216,7 +215,8 @@ class Engine(EngineCore):
         decoding the given tokens again. An engine with `kv_dtype` decodes for `DENSE` too, and reads quantised KV.
         `temperature` defaults to each rollout's own.
 
-        In later turns of a session the given tokens read all KV; here a selector chooses for them as for others."""
+        Given tokens of later turns are computed together, as in a session; when decoding they have no log-prob (NaN).
+        """
         from alula.engine.scoring import score_dense, score_forced
 
         self.inputs.check_rollouts(rollouts, temperature)
@@ -238,9 +238,8 @@ class Engine(EngineCore):
         The tokens are decoded again under `sparsity` (one policy, or one per rollout) and compared at each step with
         the dense policy's packed pass over the same text, which runs once per distinct rollout. `DENSE` measures the
         floor: rounding errors of decoding against the packed pass, and those of a quantised KV cache. `sparsity=None`
-        means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states. If it decodes,
-        a selector chooses for the given tokens of later turns too, as in `score`. `temperature` defaults to each
-        rollout's own.
+        means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states. Given tokens
+        of later turns have no α: use those of `Rollout.sampled`. `temperature` defaults to each rollout's own.
         """
         from alula.engine.scoring import kept_acceptance, stream_acceptance
 

@@ -229,6 +229,7 @@ class EngineCore:
             self._check_prefixes()
         kind = sequence.request.kind
         self.runner.batch(kind, self._kinds).prepare(BatchFeatures.of([sequence]), keep=kind in self._kinds)
+        self.runner.reserve_positions(sequence.max_length)
         self.runner.prepare_eviction(sequence)
 
     def _enlist(self, sequences: list[Sequence], inbox: deque[Rollout]) -> None:

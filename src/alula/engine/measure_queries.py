@@ -91,7 +91,8 @@ def own_text(engine: "EngineCore") -> list[list[int]]:
     start, eos = getattr(engine.model.config, "bos_token_id", None), engine.inputs.eos_ids
     prompt = [start if start is not None else eos[0] if eos else 0]
     rollouts, tokens = OWN_TEXT
-    sampling = Sampling(n=rollouts, max_new_tokens=min(tokens, engine.runner.max_length - 1), ignore_eos=True)
+    fitting = min(engine.runner.max_length, (engine.pool.usable - 1) * engine.page) - 1
+    sampling = Sampling(n=rollouts, max_new_tokens=min(tokens, fitting), ignore_eos=True)
 
     def generate(prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         return sorted(engine.stream(engine.requests(prompts, sampling)), key=lambda rollout: rollout.sample_index)

@@ -79,14 +79,15 @@ class ModelRunner:
         *,
         rows: int,
         max_length: int,
-        positions: int,
         steps: int,
         buckets: tuple[int, ...],
         graphs: bool,
         compiled: bool,
     ) -> None:
         self.model, self.sparse_model = model, sparse_model
-        self.cache, self.buckets, self.max_length, self.positions = cache, buckets, max_length, positions
+        self.cache, self.buckets, self.max_length = cache, buckets, max_length
+        self.positions = max_length
+        """Positions that fused decode steps know."""
         self.batches: dict[BatchKind, BatchState] = {}
         """The rows of each kind."""
         hidden = model.config.hidden_size
@@ -104,7 +105,7 @@ class ModelRunner:
             self._compile_others()
         self.use_graphs = graphs
         self._graphs: OrderedDict[tuple, Any] = OrderedDict()
-        """CUDA graphs of decode steps, and captured evictions."""
+        """CUDA graphs of decode steps, and captured evictions: None for one whose capture failed."""
         self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
         self._capture_stream = torch.cuda.Stream(cache.device) if graphs else None
         self._compiled_evictions: set[Evict] = set()
@@ -131,6 +132,14 @@ class ModelRunner:
         models = {False: self.model, True: self.sparse_model}
         known = {adapted: m for adapted, m in models.items() if m is not None and fusible(m)}
         self._fused = {adapted: FusedDecoder(m, self.positions) for adapted, m in known.items()}
+
+    def reserve_positions(self, length: int) -> None:
+        """Let decode steps reach the end of a text of this length. Under an evictor it may exceed `max_length`."""
+        if length > self.positions:
+            self.positions = 1 << (length - 1).bit_length()
+            if self._fused:
+                self.fuse_layers()
+                self._graphs.clear()
 
     def _compile_others(self) -> None:
         # All engines and learners of a process compile the same forward, and each adds its own cache entries.
@@ -314,11 +323,17 @@ class ModelRunner:
         key = (state.kind, state.generation, policy, event.n, event.keep, rows, old_pages, table.shape[1])
         if key in self._graphs:
             self._graphs.move_to_end(key)
-            return self._graphs[key].replay(table)
+            captured = self._graphs[key]
+            return captured.replay(table) if captured else evict(self.cache, state, event, table)
         own = table[torch.arange(rows, device=self.device).clamp(max=len(table) - 1)]
         work, done = partial(evict, self.cache, state, event, own), []
-        graph, kept = self._capture(state, work, lambda: done.append(work()))
-        self._remember(key, CapturedEviction(graph, own, kept))
+        try:
+            graph, kept = self._capture(state, work, lambda: done.append(work()))
+            self._remember(key, CapturedEviction(graph, own, kept))
+        except RuntimeError:  # no memory, or a method that cannot be captured
+            if not done:
+                raise
+            self._remember(key, None)
         return done[0][: len(table)]
 
     # -- acceptance -------------------------------------------------------------------------------------
