@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -92,9 +93,39 @@ def test_given_tokens_equal_forced_decoding(name, loaded):
     """The same tokens, decoded one by one from the prompt: kept sets equal, log-probs too."""
     engine = engine_of(loaded)
     last = play(engine, POLICIES[name], Sampling(max_new_tokens=9, seed=1, ignore_eos=True))[-1]
-    (forced,) = engine.score([last], POLICIES[name], record=True)
+    (forced,) = engine.score([replace(last, spans=[])], POLICIES[name], record=True)
     assert POLICIES[name].evict is None or torch.equal(last.history, forced.history)
     torch.testing.assert_close(last.logprobs[last.sampled], forced.logprobs[last.sampled], rtol=0, atol=1e-5)
+    assert forced.logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_scores_and_acceptance_are_those_of_the_session(name, loaded):
+    """In other batches and chunks, in a pool that swaps: what a selector read, too."""
+    engine, sampling = engine_of(loaded), Sampling(max_new_tokens=9, seed=1, ignore_eos=True, topk_logprobs=2)
+    (request,) = engine.requests([PROMPT], sampling, POLICIES[name], record=True, session=True, keep_hidden=1)
+    engine.submit(request)
+    turns = engine.drain()
+    for tokens in GIVEN:
+        engine.extend(turns[-1].session, tokens)
+        turns += engine.drain()
+    measured = engine.acceptance(turns)
+    again = engine_of(loaded, kv_memory=f"{28 * 4 * engine.geometry.kv_token_bytes}B", lookahead=5)
+    again.cache.query_statistics, again._queries_seen = engine.cache.query_statistics, engine._queries_seen
+    decoded = again.acceptance([replace(turn, hidden=None) for turn in turns], POLICIES[name])
+    scores = again.score(turns, POLICIES[name], topk=2, record=True)
+    for turn, score, alpha, expected in zip(turns, scores, decoded, measured):
+        sampled = turn.sampled
+        torch.testing.assert_close(score.logprobs[sampled], turn.logprobs[sampled], rtol=0, atol=1e-5)
+        torch.testing.assert_close(alpha[sampled], expected[sampled], rtol=0, atol=1e-5)
+        assert torch.equal(score.topk_ids[sampled], turn.topk_ids[sampled])
+        assert name == "dense" or score.logprobs[~sampled].isnan().all()
+        assert alpha[~sampled].isnan().all()
+        assert turn.history is None or torch.equal(score.history, turn.history)
+        assert len(score.selected or ()) == len(turn.selected or ())
+        for ours, theirs in zip(score.selected or (), turn.selected or ()):
+            assert all(a is b or torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert again.pool.in_use == 0
 
 
 def test_given_tokens_have_no_logprob_and_are_masked(loaded):

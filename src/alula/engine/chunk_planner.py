@@ -53,7 +53,7 @@ class ChunkPlanner:
             for segment in part.segments:
                 if segment.steps:
                     first = segment.position - s.prompt_len
-                    tokens = s.tokens[first : first + segment.steps]
+                    tokens = s.forced_tokens()[first : first + segment.steps]
                     last = step + segment.steps == part.steps
                     piece = Piece(part, tokens, segment, last)
                     rounds.setdefault(step, ([], []))[1].append(piece)

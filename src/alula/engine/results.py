@@ -48,6 +48,8 @@ def collect(launched: FirstTokens | ExtendedTokens | DecodedChunk, geometry: Geo
                 if sequence.request.record and sequence.request.sparsity.select:
                     sequence.selected += [[None] * geometry.layers for _ in range(part.steps)]
                 index = part.position + part.steps - sequence.prompt_len
+                if missing := sequence.forced_tokens()[len(sequence.tokens) : index]:
+                    append_given(sequence, missing)
                 if extend(sequence, NewTokens.single(index, i, arrays, launched.version)):
                     yield sequence
         return
@@ -136,22 +138,29 @@ def add_span(sequence: Sequence, tokens: int, version: int | None) -> None:
 
 
 def give(sequence: Sequence, tokens: list[int], hidden_bytes: int) -> None:
-    """Append given tokens. They have no log-prob; top-k, hidden states and acceptance are padded."""
-    request, count = sequence.request, len(tokens)
+    """Append the given tokens of a session's next turn."""
     first = sequence.prompt_len + len(sequence.tokens) - 1  # the last sampled token, whose KV is not cached yet
     sequence.attempt += 1  # results still to come are those of tokens after the turn's end
-    sequence.given.append((first, first + 1 + count))
+    sequence.given.append((first, first + 1 + len(tokens)))
+    append_given(sequence, tokens)
+    sequence.fixed = len(sequence.tokens)
+    if sequence.keeps_hidden:
+        sequence.hidden.append(np.zeros((len(tokens), hidden_bytes), np.uint8))
+    if sequence.history is not None:
+        lengthen_history(sequence)
+
+
+def append_given(sequence: Sequence, tokens: list[int]) -> None:
+    """Append tokens that were given. They have no log-prob; top-k and acceptance are padded."""
+    request, count = sequence.request, len(tokens)
     sequence.tokens = sequence.tokens + tokens
     sequence.logprobs = sequence.logprobs + [math.nan] * count
     sequence.spans = [replace(span) for span in sequence.spans]
     add_span(sequence, count, None)
-    sequence.fixed = len(sequence.tokens)
+    if request.teacher:
+        sequence.acceptance += [math.nan] * count
     if k := request.sampling.topk_logprobs:
         sequence.topk.append((np.zeros((count, k), np.int64), np.full((count, k), math.nan, np.float32)))
-    if sequence.keeps_hidden:
-        sequence.hidden.append(np.zeros((count, hidden_bytes), np.uint8))
-    if sequence.history is not None:
-        lengthen_history(sequence)
 
 
 def as_rollout(sequence: Sequence, geometry: Geometry, dtype: torch.dtype, tokenizer: Any, version: int) -> Rollout:

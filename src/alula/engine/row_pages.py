@@ -68,7 +68,7 @@ class RowPages:
     def scratch(self, sequence: Sequence) -> int:
         """Pages that one eviction of this sequence allocates before it releases the old ones."""
         most = sequence.max_generated()
-        if not sequence.request.session:
+        if not (sequence.request.session or sequence.given):  # given tokens may be more than a chunk's
             most = min(most, sequence.max_kept() + self.lookahead)
         return pages_for(most, self.page)
 

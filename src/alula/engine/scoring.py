@@ -72,7 +72,7 @@ def batches(rollouts: Many[Rollout], tokens: int) -> Iterator[list[Rollout]]:
 def score_forced(
     engine: "Engine", rollouts: Many[Rollout], sparsity: Sparsity, topk: int, temperature: float | None, record: bool
 ) -> list[Scores]:
-    """Log-probs of the same tokens when decoded again under `sparsity`."""
+    """Log-probs of the same tokens when decoded again under `sparsity`; NaN for given ones of later turns."""
     requests = [forced_request(engine, r, i, sparsity, topk, temperature, record) for i, r in enumerate(rollouts)]
     scores: list[Scores | None] = [None] * len(requests)
     for done in engine.stream(requests):
@@ -93,7 +93,8 @@ def forced_request(
     record: bool = False,
     teacher: Teacher | None = None,
 ) -> Request:
-    """A request that decodes a rollout's tokens again; `index` comes back as `prompt_index`."""
+    """A request that decodes a rollout's tokens again, those of later turns as in a session; `index` comes back as
+    `prompt_index`."""
     sampling = replace(
         r.sampling,
         n=1,
@@ -108,8 +109,28 @@ def forced_request(
         r.sampling.seed, r.prompt_index, r.sample_index
     )  # the random evictor evicts the same tokens again
     return Request(
-        engine.inputs.next_id(), r.prompt_ids, sampling, sparsity, frozenset(), index, r.token_ids, record, key, teacher
+        engine.inputs.next_id(),
+        r.prompt_ids,
+        sampling,
+        sparsity,
+        frozenset(),
+        index,
+        r.token_ids,
+        tuple(given_stretches(r)),
+        record,
+        key,
+        teacher,
     )
+
+
+def given_stretches(r: Rollout) -> Iterator[tuple[int, int]]:
+    """Positions (first, last + 1) of given tokens, each with the token before it, if any are sampled after them."""
+    start = 0
+    for span in r.spans:
+        stop = start + span.tokens
+        if span.version is None and stop < len(r):
+            yield len(r.prompt_ids) + max(0, start - 1), len(r.prompt_ids) + stop
+        start = stop
 
 
 def stream_acceptance(

@@ -61,6 +61,8 @@ class Request:
     prompt_index: int = 0
     """Index of the prompt in the random key (seed, prompt index, sample, position)."""
     forced: list[int] | None = None
+    given: tuple[tuple[int, int], ...] = ()
+    """Stretches of `forced` that were given in a session (`Sequence.given`)."""
     record: bool = False
     key: int | None = None
     """The rollout's sampling key, if not derived from (seed, prompt, sample)."""
@@ -157,7 +159,7 @@ class Sequence:
     """Pages beyond those it holds that evictions of that chunk may allocate."""
     attempt: int = 0
     """Counts restarts and turns. Results that belong to an earlier one are discarded."""
-    given: list[tuple[int, int]] = field(default_factory=list)
+    given: list[tuple[int, int]] = field(init=False)
     """Tokens of earlier turns and of this one that are given, not sampled: (first, last + 1) of each stretch that is
     computed in one pass. It begins with the last token sampled before it, whose KV is not cached yet."""
     turn_start: int = 0
@@ -191,6 +193,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
+        self.given = [*self.request.given]
         self.begin_turn(self.request, self.turn_start)
 
     def begin_turn(self, request: Request, turn_start: int) -> None:
