@@ -13,6 +13,8 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Example:
+    """A prompt with its reference answer."""
+
     prompt: str | Messages
     answer: Any = None
     """The reference answer."""
@@ -41,6 +43,8 @@ def _content_text(content: Any) -> str:
 
 @dataclass(frozen=True)
 class Dataset(Sequence[Example]):
+    """Examples in a fixed order."""
+
     examples: tuple[Example, ...]
     name: str = "data"
     dropped: dict[str, int] = field(default_factory=dict)

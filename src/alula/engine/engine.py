@@ -37,6 +37,7 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 class Engine(EngineCore):
     """Generates with the model's own Hugging Face modules over a paged KV cache that physically evicts.
 
+    - `page`: KV tokens per page; a selector's block has this size.
     - `kv_memory`: size of the KV pool. Default: twice what `max_rows` dense sequences of `max_length` need, at most 80
       % of the free memory on a GPU, at most 1 GiB on the CPU.
     - `kv_dtype`: `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one included.
@@ -47,6 +48,9 @@ class Engine(EngineCore):
       a GPU, 16 there with more than 256 rows (they take longer to plan), 1 on the CPU.
     - `buckets`: batch sizes that decode steps are padded to. A single bucket (prompts then run one by one) makes
       results bit-equal for any batch composition.
+    - `graphs`: capture decode steps and small evictions as CUDA graphs. Default: on CUDA.
+    - `compiled`: run Llama- and Qwen-shaped models in kernels of Alula's own, and compile others. Default: on CUDA.
+    - `prefill_tokens`: prompt tokens computed in one pass.
     - `sparse_adapter`: a LoRA, or its folder, used in all forward passes of sparse policies and in none of the dense
       one.
     - `swap_memory`: host memory for the KV of preempted sequences and idle sessions. Default: a quarter of the memory

@@ -23,16 +23,22 @@ class Sampling:
     """Sampling settings. `logprobs` refer to the full vocabulary at `temperature` (at 1 if it is 0)."""
 
     n: int = 1
+    """Rollouts per prompt."""
     max_new_tokens: int = 256
     min_new_tokens: int = 0
+    """Stop tokens are suppressed before this many; their log-probs do not change."""
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
+    """1 is off."""
     top_k: int = 0
+    """0 is off."""
     seed: int = 0
     stop: tuple[int | str, ...] = ()
     """Token ids and texts that end an answer, in addition to the model's end-of-sequence tokens. A text may lie across
     tokens: `Rollout.token_ids` then end with the token that completes it, and `Rollout.text` before it."""
     ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
     topk_logprobs: int = 0
     """Return the ids and log-probs of the K most likely tokens at every position."""
 
@@ -92,6 +98,7 @@ class KVUse:
 
     peak_tokens: int = 0
     mean_tokens: float = 0.0
+    """Tokens held."""
     dense_mean_tokens: float = 0.0
     """Tokens that the dense policy would have held."""
     mean_read_tokens: float = 0.0
@@ -101,7 +108,9 @@ class KVUse:
     mean_bytes: float = 0.0
     evictions: int = 0
     pages_freed: int = 0
+    """Pages that its evictions released."""
     swaps: int = 0
+    """Times that its KV was copied to host memory and back."""
     restarts: int = 0
     """Times that the rollout was computed again from its prompt because `swap_memory` was full."""
     cached_prompt_tokens: int = 0
@@ -123,26 +132,34 @@ class Rollout:
 
     prompt_ids: list[int]
     token_ids: list[int]
+    """The answer's tokens, the stop token included."""
     logprobs: Tensor | None
     """float32 [tokens]: log-prob of each token under the policy that sampled it, NaN for given tokens; None under top-p
     or top-k."""
     finish: Finish
+    """`stop`, `length`, `error` (non-finite logits) or `aborted`."""
     kv: KVUse = field(default_factory=KVUse)
     policy_version: int = 0
     """The policy version when the rollout ended."""
     spans: list[Span] = field(default_factory=list)
     """Which policy version sampled which tokens, in order."""
     request_id: int = -1
+    """The request that it answers, as `Engine.submit` numbered it."""
     session: int | None = None
     """The open session's id, for `Engine.extend`; None if the KV was not kept."""
     prompt_index: int = 0
+    """The prompt's index, which keys its random numbers."""
     sample_index: int = 0
+    """The rollout's number among the `n` of its prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     sparsity: Sparsity = DENSE
+    """The policy that sampled it."""
     text: str | None = None
+    """The answer as text, up to a stop text; None without a tokenizer."""
     reward: float | None = None
     """The sum of an environment's rewards, if one answered the policy's turns."""
     topk_ids: Tensor | None = None
+    """[tokens, K]: the most likely tokens, with `Sampling.topk_logprobs`."""
     topk_logprobs: Tensor | None = None
     acceptance: Tensor | None = None
     """float32 [tokens]: Σ_v min(p_dense, p_sparse) at each token, if measured (`Engine.acceptance`)."""

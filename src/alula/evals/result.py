@@ -48,9 +48,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvalResult:
+    """A model's answers to one data set under one policy, graded."""
+
     data: str
+    """The data set's name."""
     model: str
     sparsity: str
+    """The policy as text."""
     problems: int
     k: int
     """Samples per problem."""
@@ -63,7 +67,9 @@ class EvalResult:
     maj_at_k: float | None
     """None for answers that cannot vote: programs."""
     reward: float
+    """Mean of the weighted sum of rewards."""
     parts: dict[str, float]
+    """Mean of each reward, unweighted."""
     lengths: Lengths
     kv: KVSummary
     failures: dict[str, int] = field(default_factory=dict)

@@ -48,10 +48,14 @@ class Tail:
     """The tail of every length bin: bin j holds the tokens at positions [j·width, (j+1)·width). Empty bins are NaN."""
 
     value: Array
+    """The quantile of α in each bin."""
     lower: Array
+    """Lower end of its simultaneous confidence band."""
     upper: Array
     tokens: Array
+    """Tokens in each bin."""
     prompts: Array
+    """Prompts with tokens in each bin."""
     overall: float
     """The same quantile over the tokens of all bins."""
     width: int = 2000

@@ -29,6 +29,8 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Corrected:
+    """What the loss does with each of T tokens and N rollouts."""
+
     weights: Tensor
     """[T]: factor of each token's clipped objective; 0 where dropped. No gradient."""
     keep: Tensor

@@ -18,6 +18,8 @@ from alula.rewards.task import task_reward
 
 @dataclass
 class RewardBatch:
+    """The rewards of a batch of answers, in its order."""
+
     total: list[float]
     """Weighted sum over the rewards."""
     parts: dict[str, list[float]]
@@ -85,6 +87,7 @@ class Rewards:
             self._pool.start()
 
     def close(self) -> None:
+        """End the grading processes."""
         if self._pool:
             self._pool.close()
 

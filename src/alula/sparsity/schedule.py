@@ -22,11 +22,13 @@ class Schedule:
 
     budgets: tuple[int, ...]
     width: int = 2000
+    """Tokens per bin."""
     name: str = "schedule"
     model: str | None = None
     method: str | None = None
     block: int | None = None
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
+    """How it was planned, and the settings it is bound to."""
     source: str | None = field(default=None, compare=False)
     """The file or preset that it was loaded from, as written in the recipe or command."""
 
@@ -40,6 +42,7 @@ class Schedule:
         return self.name
 
     def at(self, length: int) -> int:
+        """The budget at a length."""
         return self.budgets[min(length // self.width, len(self.budgets) - 1)]
 
     def check(
@@ -72,6 +75,7 @@ class Schedule:
         return data
 
     def save(self, path: str | Path) -> None:
+        """Write it as JSON, for `load`."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod

@@ -76,6 +76,8 @@ def train(config: RunConfig, *, resume: Resume = False, stream: TextIO | None = 
 
 
 class Trainer:
+    """A training run: `run` takes all of its steps, `train_step` one."""
+
     def __init__(self, config: RunConfig, *, resume: Resume = False, stream: TextIO | None = None) -> None:
         self.config = config
         with in_section("model"):
@@ -201,6 +203,7 @@ class Trainer:
     # -- the loop -----------------------------------------------------------------------------------------
 
     def run(self) -> bool:
+        """Train, evaluate and save until the last step or a stop; whether the run finished."""
         with ExitStack() as stack:
             stack.callback(self.rewards.close)
             stack.callback(self.rollouts.close)

@@ -361,6 +361,7 @@ class BudgetController:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`, unless the run's budget or longest sequence has changed."""
         if Schedule.from_dict(state["schedule"]) != self.original:
             return  # resumed with another budget or longer answers: the old bins do not apply
         self.version, self.stopped = state["version"], state["stopped"]
