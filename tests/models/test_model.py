@@ -35,7 +35,7 @@ from alula.models.load import (
     LoadedModel,
     lm_logits,
     load_model,
-    no_progress_bars_in_pipes,
+    no_progress_bars,
     share_weights,
 )
 from alula.models.shapes import SHAPES
@@ -448,6 +448,6 @@ def test_no_progress_bar_in_a_pipe(llama3_folder: Path, capsys: pytest.CaptureFi
 def test_the_bar_of_gguf_conversion_is_silent_in_a_pipe_too(capsys: pytest.CaptureFixture[str]) -> None:
     """transformers creates this bar without checking its own switch."""
     for shown in (False, True):
-        with nullcontext() if shown else no_progress_bars_in_pipes():
+        with nullcontext() if shown else no_progress_bars():
             assert list(modeling_gguf_pytorch_utils.tqdm(range(3), desc="tensors")) == [0, 1, 2]
         assert ("tensors" in capsys.readouterr().err) == shown

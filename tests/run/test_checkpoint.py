@@ -238,6 +238,15 @@ def test_a_checkpoint_of_another_model_raises(tmp_path):
         Checkpoints(tmp_path).load(path, {"model.other": torch.zeros(3)})
 
 
+def test_export_shows_no_progress_bar_in_a_terminal(tmp_path, monkeypatch, capsys):
+    """The live display is on that terminal."""
+    model = load_model("shape:tiny-qwen3").model
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    export(tmp_path / "final", model, model.named_parameters())
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"lora": LoRASettings(rank=2)}])
 @pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-qwen2"])
 def test_export_loads_in_transformers(tmp_path, settings, shape):

@@ -144,7 +144,7 @@ class Rollout:
     spans: list[Span] = field(default_factory=list)
     """Which policy version sampled which tokens, in order."""
     request_id: int = -1
-    """The request that it answers, as `Engine.submit` numbered it."""
+    """The request that it answers, by the id that `Engine.submit` returned."""
     session: int | None = None
     """The open session's id, for `Engine.extend`; None if the KV was not kept."""
     prompt_index: int = 0

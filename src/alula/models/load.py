@@ -5,7 +5,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,7 +164,7 @@ def find_pretrained(source: str) -> dict[str, Any]:
 def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any | None]:
     location = find_pretrained(source) | {"trust_remote_code": False}
     path, is_gguf = Path(source).expanduser(), "gguf_file" in location
-    with no_progress_bars_in_pipes():
+    with nullcontext() if sys.stderr.isatty() else no_progress_bars():
         try:
             config = AutoConfig.from_pretrained(**location)
             check_config(config)
@@ -278,10 +278,10 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def no_progress_bars_in_pipes() -> Iterator[None]:
-    """Turn transformers' progress bars off unless standard error is a terminal."""
+def no_progress_bars() -> Iterator[None]:
+    """Turn transformers' progress bars off."""
     logging = transformers.utils.logging
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+    if not logging.is_progress_bar_enabled():
         yield
         return
     # This tqdm ignores transformers' progress-bar switch.

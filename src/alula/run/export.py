@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from alula.distributed import World
 from alula.files import apply_umask
-from alula.models.load import no_progress_bars_in_pipes
+from alula.models.load import no_progress_bars
 
 
 def export(
@@ -36,7 +36,7 @@ def export(
         for leftover in (aside, old):
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir(parents=True)
-        with no_progress_bars_in_pipes():
+        with no_progress_bars():  # they would break the live display
             model.save_pretrained(aside, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
