@@ -106,6 +106,10 @@ def test_check_warns_when_a_preset_belongs_to_another_model(recipe, capsys, monk
         (["rewards.use=['model:/nowhere']"], "reward model:/nowhere: "),
         (["rewards.use=['model:']"], "'model:'"),
         ([*EVICTS, "distill.adapter=/nowhere"], "distill.adapter='/nowhere': there is no adapter_config.json"),
+        (
+            [*EVICTS, "distill.move={sparsity: 'snapkv:8+2', tau: 0.5, every: 2, prompts: 24}", "eval.size=8"],
+            "distill.move: there are 8 held-out prompts",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -218,6 +222,7 @@ def test_check_prints_the_limits_of_the_controller(recipe, capsys, monkeypatch, 
     [
         (["sparsity=dense", "control.vetoed=0.05"], "control.enabled=true"),
         (["sparsity=rkv:64+16"], "control.enabled=true needs control.tau"),
+        (["sparsity=rkv:64+16", "control.tau=0.8", "monitor.rollouts=0"], "with monitor.rollouts=0: no tail is "),
         (["sparsity=rkv:64+16", "control.vetoed=0.05", "control.ladder=[2, 64]"], "control.ladder=[2, 64]: "),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from alula.bench.ceilings import matrix_rate
 from alula.config.run import RunConfig
-from alula.data import Dataset, prepare
+from alula.data import Dataset, Example, prepare
 from alula.data.load import load_source
 from alula.distributed import World
 from alula.engine.measure_queries import TEXT_PROMPTS, dense_text
@@ -60,6 +60,24 @@ def check_shares(config: RunConfig, world: World) -> None:
 
 def split_data(config: RunConfig) -> Data:
     """(training, held-out) examples. The held-out sets come from `eval.data`, or one is split off, or there is none."""
+    training, held_out = _split(config)
+    if config.distill and config.distill.move and config.distill.move.at is None:
+        measured = len(move_prompts(config, held_out[0] if held_out else training))
+        require(
+            measured >= MIN_PROMPTS,
+            f"distill.move: there are {measured} held-out prompts, and a tail that decides needs at least "
+            f"{MIN_PROMPTS}; raise eval.size, or set move.at.",
+        )
+    return training, held_out
+
+
+def move_prompts(config: RunConfig, prompts: Dataset) -> list[Example]:
+    """Those that `distill.move` measures its candidate on."""
+    move = config.distill.move if config.distill else None
+    return [*prompts.take(min(len(prompts), move.prompts))] if move else []
+
+
+def _split(config: RunConfig) -> Data:
     training, size = load_source(config.data, training=True), config.eval.size
     if not config.eval.every:
         return training, ()
@@ -191,15 +209,7 @@ def build_run_distiller(
         return None
     from alula.distill.run_stage import RunDistiller
 
-    move = config.distill.move
-    measured = [*prompts.take(min(len(prompts), move.prompts))] if move else []
-    if move is not None and move.at is None:
-        require(
-            len(measured) >= MIN_PROMPTS,
-            f"distill.move: there are {len(measured)} held-out prompts, and a tail that decides needs at least "
-            f"{MIN_PROMPTS}; raise eval.size, or set move.at.",
-        )
-    return RunDistiller(distiller, rollouts, config.distill, measured)
+    return RunDistiller(distiller, rollouts, config.distill, move_prompts(config, prompts))
 
 
 def build_monitor(config: RunConfig, rollouts: Rollouts, training: Dataset, world: World) -> Monitor:

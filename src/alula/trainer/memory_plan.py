@@ -18,7 +18,7 @@ from alula.engine.kv_cache import check_kv_dtype, pages_in, parse_bytes
 from alula.errors import SettingError, in_section
 from alula.files import size_text
 from alula.learner.activations import activation_bytes
-from alula.mismatch.control.monitor import resolve_control
+from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.leaderboard.kv_bytes import row_state_bytes, summary_bytes
 from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
@@ -178,8 +178,7 @@ def plan_memory(
     prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + config.most_generated(prompt)
     held = most_held(sparsity.evict, prompt, longest)
-    if config.control.enabled:
-        resolve_control(config.control, sparsity, longest)
+    Monitor(config.monitor, sparsity, lambda rollouts: [], longest, config.control)
     shares_weights = ranks == 1 and lora is None and config.rollouts.backend == "local"
     has_copy = config.distill is not None if workers else not shares_weights  # the distiller needs whole weights
     is_master = width == 4
