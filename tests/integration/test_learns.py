@@ -21,12 +21,12 @@ def train_until_it_knows(config, limit=LIMIT):
     """(accuracy of the dense policy before training, and at the end)"""
     run = toy.trainer(config)
     run.evaluate()
-    start = run.accuracy
-    while run.step < limit and (run.accuracy or 0) < 0.9:
+    start = run.evaluation.accuracy
+    while run.step < limit and (run.evaluation.accuracy or 0) < 0.9:
         run.train_step()
         if run.step % 10 == 0:
             run.evaluate()
-    return start, run.accuracy
+    return start, run.evaluation.accuracy
 
 
 def test_accuracy_of_random_answers_is_the_chance_of_the_task():

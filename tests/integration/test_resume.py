@@ -179,7 +179,7 @@ def test_signal_in_every_phase(tmp_path, uninterrupted, phase):
 
 def test_signal_during_an_evaluation(tmp_path, uninterrupted):
     """The step is done but its evaluation is not: the resumed run evaluates it."""
-    from alula.trainer import trainer as module
+    from alula.trainer import evaluation as module
 
     out = tmp_path / "run"
 

@@ -26,12 +26,12 @@ def test_a_tiny_model_learns_to_use_the_tool(tmp_path, sparsity):
     free = "engine.buckets=null"  # faster; only the last bits differ
     run = toy.trainer(load_config(RECIPE, [f"out={tmp_path}", "eval.sparse=false", free, *settings]))
     run.evaluate()
-    assert run.accuracy < 0.1, "without lookups it can only guess"
-    while run.step < LIMIT and (run.accuracy or 0) < 0.9:
+    assert run.evaluation.accuracy < 0.1, "without lookups it can only guess"
+    while run.step < LIMIT and (run.evaluation.accuracy or 0) < 0.9:
         run.train_step()
         if run.step % 10 == 0:
             run.evaluate()
-    assert run.accuracy >= 0.9
+    assert run.evaluation.accuracy >= 0.9
     last = toy.rows(tmp_path, "metrics.jsonl")[-1]
     assert last["environment/turns"] > 2.5
     assert (last["kv/saved"] > 0.05) == (sparsity == "recipe")

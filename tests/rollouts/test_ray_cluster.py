@@ -219,7 +219,7 @@ def test_rollouts_ahead_of_the_learner(cluster, tmp_path):
     assert all(0 <= row["workers/age_mean"] <= row["workers/age_max"] <= 1 for row in rows)
     assert rows[0]["mismatch/current_tokens"] == 1
     assert any(row["mismatch/current_tokens"] < 1 for row in rows)
-    assert run.position == run.collector.position
+    assert run.checkpoint_state["position"] == run.collector.position
 
 
 # -- the pool, with actors that do nothing ----------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 from alula.errors import SettingError
 from alula.sparsity.policy import Evict, Select, Sparsity, check_schedules, describe
 from alula.sparsity.schedule import PRESETS, Schedule
-from alula.trainer.preflight import load_model_config, schedules_of_other_models
+from alula.trainer.preflight import load_model_config
+from alula.trainer.start_warnings import schedules_of_other_models
 
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.json"))
 

@@ -51,10 +51,13 @@ def test_several_sets_are_evaluated_each_with_its_samples(tmp_path):
     assert all(one.stop == ("d d", 5) for one in sampled), "rollouts and evaluations stop alike"
     dense = [(row["step"], row["name"], row["accuracy"]) for row in rows if row["policy"] == "dense"]
     means = {step: sum(a for s, _, a in dense if s == step) / 2 for step, _, _ in dense}
-    assert run.accuracy == means[4]
-    assert run.best == max(means.values())
+    assert run.evaluation.accuracy == means[4]
+    assert run.evaluation.best == max(means.values())
     printed = toy.printed(run)
-    assert f"dense accuracy on mean of 2 data sets: last {means[4]:.1%} (step 4), best {run.best:.1%}" in printed
+    assert (
+        f"dense accuracy on mean of 2 data sets: last {means[4]:.1%} (step 4), best {run.evaluation.best:.1%}"
+        in printed
+    )
     assert "dense accuracy on task:copy-last: last " in printed
 
 
@@ -64,8 +67,8 @@ def test_last_and_best_survive_a_resume(tmp_path):
     toy.trainer(toy.quick(tmp_path / "parts", "steps=2")).run()
     resumed = toy.trainer(toy.quick(tmp_path / "parts"), resume=True)
     resumed.run()
-    assert {name: list(score) for name, score in resumed.scores.items()} == {
-        name: list(score) for name, score in whole.scores.items()
+    assert {name: list(score) for name, score in resumed.evaluation.scores.items()} == {
+        name: list(score) for name, score in whole.evaluation.scores.items()
     }
 
 
@@ -99,8 +102,8 @@ def test_sets_of_one_name_are_told_apart(tmp_path):
     run.run()
     last = {row["name"]: row["accuracy"] for row in toy.rows(tmp_path, "evals.jsonl") if row["step"] == 4}
     assert list(last) == ["task:successor", "task:successor#2"]
-    assert run.accuracy == pytest.approx(sum(last.values()) / 2)
-    assert set(run.scores) == {*last, "mean of 2 data sets"}
+    assert run.evaluation.accuracy == pytest.approx(sum(last.values()) / 2)
+    assert set(run.evaluation.scores) == {*last, "mean of 2 data sets"}
 
 
 def test_several_greedy_answers_are_rejected(tmp_path):

@@ -201,7 +201,7 @@ def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkey
     out = tmp_path / "run"
     run = toy.trainer(toy.quick(out, "steps=6", *settings))
     monkeypatch.setattr(
-        "alula.trainer.trainer.evaluate_policy",
+        "alula.trainer.evaluation.evaluate_policy",
         lambda *_: EvalSummary(float(run.step == 2), 0.0, n=8, length=2.0, kv_saved=0.0),
     )
     tried = []
@@ -314,6 +314,7 @@ def test_resume_without_a_checkpoint_raises_and_auto_resume_starts(tmp_path, cap
     assert not out.exists()
     killed = toy.trainer(toy.quick(out), resume="auto")
     killed.train_step()
+    killed.logger.writer.close("running")  # as the end of its process does
     assert f"{out} has no checkpoint; " in resume_error(out, "--resume", 2, capsys)
     restarted = toy.trainer(toy.quick(out), resume="auto")
     assert "starting from the beginning" in toy.printed(restarted)
@@ -323,6 +324,33 @@ def test_resume_without_a_checkpoint_raises_and_auto_resume_starts(tmp_path, cap
     assert continued.step == 4
     shutil.rmtree(out / "checkpoints")
     assert f"{out} has no checkpoint; " in resume_error(out, "--auto-resume", 2, capsys), "its model would be lost"
+
+
+@pytest.mark.parametrize("part", ["alerts", "health", "evaluation"])
+def test_a_state_of_another_version_is_rejected_in_one_sentence(tmp_path, capsys, monkeypatch, part):
+    """Entries that are missing, and one with other fields."""
+    out = tmp_path / "run"
+    toy.trainer(toy.quick(out, "steps=2")).run()
+    load = Checkpoints.load
+
+    def other(*arguments):
+        state = load(*arguments)
+        if part == "alerts":
+            del state["alerts"]["idle"]
+        elif part == "health":
+            state["health"]["evaluations"] = {"set": [{"accuracy": 0.5, "odd": 1}]}
+        else:
+            del state["evaluation"]["scores"]
+        return state
+
+    monkeypatch.setattr(Checkpoints, "load", other)
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "--resume"])
+    assert ended.value.code == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "step-00000002 was written by another version of Alula" in message
+    assert {"alerts": "idle", "health": "odd", "evaluation": "scores"}[part] in message
 
 
 # -- numbers ------------------------------------------------------------------------------------------------

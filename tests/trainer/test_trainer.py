@@ -733,7 +733,7 @@ def test_a_resumed_run_keeps_its_threads(tmp_path, monkeypatch):
         assert torch.get_num_threads() == 1, "a small model uses one"
         record = out / "environment.json"
         record.write_text(json.dumps(json.loads(record.read_text()) | {"threads": 2}))
-        toy.trainer(toy.quick(out, "steps=5"), resume=True)
+        toy.trainer(toy.quick(out, "steps=5"), resume=True).logger.writer.close()
         assert torch.get_num_threads() == json.loads(record.read_text())["threads"] == 2
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         toy.trainer(toy.quick(out, "steps=6"), resume=True)
@@ -785,7 +785,7 @@ def test_an_absent_device_raises(tmp_path, monkeypatch):
 def test_best_checkpoint_is_kept_if_set(tmp_path, monkeypatch, best, kept):
     accuracies = iter([0.1, 0.9, 0.3, 0.2, 0.4, 0.5])
     monkeypatch.setattr(
-        "alula.trainer.trainer.evaluate_policy", lambda *a: EvalSummary(next(accuracies), 0.01, 8, 2.0, 0.0)
+        "alula.trainer.evaluation.evaluate_policy", lambda *a: EvalSummary(next(accuracies), 0.01, 8, 2.0, 0.0)
     )
     out = tmp_path / "run"
     run = toy.trainer(
@@ -864,7 +864,7 @@ def test_a_stop_during_an_evaluation_keeps_the_best_checkpoint(tmp_path, monkeyp
             run.stop.requested = True
         return EvalSummary(accuracy[run.step], 0.01, 8, 2.0, 0.0)
 
-    monkeypatch.setattr("alula.trainer.trainer.evaluate_policy", evaluated)
+    monkeypatch.setattr("alula.trainer.evaluation.evaluate_policy", evaluated)
     run = toy.trainer(toy.quick(tmp_path, *settings))
     assert not run.run()
     run = toy.trainer(toy.quick(tmp_path, *settings), resume=True)

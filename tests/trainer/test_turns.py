@@ -28,7 +28,7 @@ def collected(out, *settings):
     run = toy.trainer(config(out, *settings))
     run.train_step()
     clock = Clock(run.world.device)
-    batch = run.collector.collect(2, run.stream, clock)
+    batch = run.collector.collect(2, clock)
     run.updater.score(batch)
     run.collector.grade(batch, clock)
     return run, batch

@@ -37,7 +37,7 @@ def check_output_file(out: Path | None, option: str = "--out") -> None:
 
 def warn_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
     """Print a note for every schedule that was planned for another model."""
-    from alula.trainer.preflight import OTHER_MODEL_ADVICE, schedules_of_other_models
+    from alula.trainer.start_warnings import OTHER_MODEL_ADVICE, schedules_of_other_models
 
     for message in dict.fromkeys(schedules_of_other_models(policies, engine.model.config)):
         typer.echo(f"note: {message} {OTHER_MODEL_ADVICE}", err=True)

@@ -29,16 +29,9 @@ from alula.trainer.memory_plan import (
     separate_workers,
     totals,
 )
-from alula.trainer.preflight import (
-    OTHER_MODEL_ADVICE,
-    Preflight,
-    check_run_folder,
-    experts_left_out,
-    load_model_config,
-    never_sparse,
-    schedules_of_other_models,
-)
+from alula.trainer.preflight import Preflight, check_run_folder, load_model_config
 from alula.trainer.speed_plan import SpeedPlan, kv_memory, measure, plan_speed
+from alula.trainer.start_warnings import start_warnings
 
 
 def print_plan(config: RunConfig, console: Console | None = None, *, resume: Resume = False) -> None:
@@ -66,10 +59,9 @@ def print_plan(config: RunConfig, console: Console | None = None, *, resume: Res
         speed = plan_speed(config, plan, measure(config), kv_bytes, ranks)
         console.print(speed_table(config, speed, torch.cuda.get_device_name()))
     console.print(sparsity_table(config))
-    if warning := never_sparse(config, plan.prompt, plan.geometry.layers):
-        console.print(Text(" ".join(warning), style="bold"))
-    for warning in experts_left_out(config, plan.experts, plan.parameters):
-        console.print(Text(" ".join(warning), style="bold"))
+    model = load_model_config(config.model.source)
+    for warning in start_warnings(config, model, plan.prompt, plan.geometry.layers, plan.experts, plan.parameters):
+        console.print(Text(f"{warning.message} {warning.advice}", style="bold"))
     check_run_folder(config, resume)  # last, so that the plan of an existing run can be read
 
 
@@ -173,8 +165,6 @@ def sparsity_table(config: RunConfig) -> Table:
         )
     if config.engine.kv_dtype:
         table.add_row("  stored", f"in 8 bits ({config.engine.kv_dtype}), in evaluations and rerolls too")
-    for message in schedules_of_other_models(config.policies(), load_model_config(config.model.source)):
-        table.add_row("  other model", f"{message} {OTHER_MODEL_ADVICE}")
     table.add_row("correction", config.objective.correction.preset)
     if config.control.enabled and not sparsity.dense:
         table.add_row("controller", describe_control(config.control))

@@ -60,6 +60,7 @@ class Collector:
     def __init__(
         self,
         config: RunConfig,
+        stream: PromptStream,
         rollouts: Rollouts,
         tokenizer: Any,
         learner: Learner,
@@ -71,7 +72,8 @@ class Collector:
         show_phase: Callable[[str], Any] = lambda phase: None,
         show_progress: Callable[[int, int, int, int], Any] = lambda *numbers: None,
     ) -> None:
-        self.config, self.engines, self.tokenizer, self.learner = config, rollouts, tokenizer, learner
+        self.config, self.stream, self.engines, self.tokenizer = config, stream, rollouts, tokenizer
+        self.learner = learner
         self.rewards, self.monitor, self.world, self.stop = rewards, monitor, world, stop
         self.distill = distill
         self.show_phase, self.show_progress = show_phase, show_progress
@@ -82,30 +84,31 @@ class Collector:
         """The policy that the next rollouts are sampled under."""
         self.drawn: deque[Drawn] = deque()
         """Steps whose rollouts have begun."""
-        self.position, self.seen = dict[str, Any](), 0
+        self.position, self.seen = stream.state_dict(), stream.seen
         """The prompt stream's position after the step that was collected last, and the prompts up to there."""
         self.graded = False
         """Whether every reward has graded some answer since the process started."""
 
-    def collect(self, step: int, stream: PromptStream, clock: Clock) -> RolloutBatch:
+    def collect(self, step: int, clock: Clock) -> RolloutBatch:
         """This rank's share of a step: `sampling.prompts` groups, whose grading has begun; `grade` waits for it.
         Dynamic sampling draws further rounds until that many groups have a signal, or `max_rounds`. With
         `rollouts.stale`, later steps are begun as well."""
         s = self.config.sampling
         last = min(step + self.config.rollouts.stale, self.config.steps)
         while not self.drawn or self.drawn[-1].step < last:
-            self.drawn.append(self._draw(self.drawn[-1].step + 1 if self.drawn else step, stream))
+            self.drawn.append(self._draw(self.drawn[-1].step + 1 if self.drawn else step))
         rounds = [self._collect_round(self.drawn.popleft(), clock)]
         while s.dynamic and len(rounds) < s.max_rounds:
             with_signal = sum(r.drawn_groups - r.no_signal_groups for r in rounds)
             if sum_over_ranks(self.world, with_signal) >= s.prompts:
                 break
-            rounds.append(self._collect_round(self._draw(step, stream, first=False), clock))
+            rounds.append(self._collect_round(self._draw(step, first=False), clock))
         batch = RolloutBatch.join(rounds)
         return batch if len(rounds) == 1 else self._choose_groups(batch)
 
-    def _draw(self, step: int, stream: PromptStream, first: bool = True) -> Drawn:
+    def _draw(self, step: int, first: bool = True) -> Drawn:
         """Take the next prompts of the stream, and let their rollouts begin."""
+        stream = self.stream
         count, stale = self.config.sampling.prompts, self.config.rollouts.stale
         indices = self.world.local_slice(range(stream.seen, stream.seen + count))
         examples = self.world.local_slice(stream.next(count))
@@ -125,6 +128,11 @@ class Collector:
         signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: batch.n].tolist()
         order, _ = self.world.global_order([(not has, index) for has, index in zip(signal, batch.prompt_indices)])
         return batch.choose([group for group, place in enumerate(order) if place < self.config.sampling.prompts])
+
+    def resume(self, position: Mapping[str, Any], sparsity: Sparsity) -> None:
+        """Continue after this position of the prompt stream, under this policy."""
+        self.stream.load_state_dict(dict(position))
+        self.position, self.seen, self.sparsity = self.stream.state_dict(), self.stream.seen, sparsity
 
     def adopt(self, sparsity: Sparsity) -> None:
         """Use another policy from now on, which the monitor watches."""

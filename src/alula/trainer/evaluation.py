@@ -1,18 +1,21 @@
 """Held-out evaluation during a run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from alula.config.run import RunConfig
 from alula.data import Dataset
-from alula.distributed import World
 from alula.engine.rollout import Sampling
 from alula.evals import evaluate, metrics
 from alula.evals.result import EvalResult
 from alula.rewards import Rewards
+from alula.run.run_log import RunLogger
 from alula.sparsity.policy import DENSE
 from alula.trainer.collector import Collector
+from alula.trainer.health import HealthMonitor
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,79 @@ def describe_score(name: str, score: Score) -> str:
     return f"dense accuracy on {name}: last {last:.1%} (step {last_step}), best {best:.1%} (step {best_step})."
 
 
+class HeldOutEvaluation:
+    """Evaluates the policy on `sets` when that is due, and keeps the scores."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sets: Sequence[Dataset],
+        collector: Collector,
+        rewards: Rewards,
+        health: HealthMonitor,
+        logger: RunLogger,
+    ) -> None:
+        self.config, self.sets, self.collector, self.rewards = config, sets, collector, rewards
+        self.health, self.logger = health, logger
+        self.evaluated = -1
+        """Step of the last evaluation."""
+        self.accuracy: float | None = None
+        """Accuracy of the dense policy in that evaluation, the mean over all sets."""
+        self.best: float | None = None
+        """The best of them."""
+        self.scores: dict[str, Score] = {}
+        """Last and best accuracy of the dense policy, by data set."""
+
+    def due(self, step: int) -> bool:
+        every = self.config.eval.every
+        if not every or self.evaluated == step:
+            return False
+        return step % every == 0 or step == self.config.steps
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the dense policy; with `eval.sparse` the sparse one first, for comparison."""
+        both = self.config.eval.sparse and not self.collector.sparsity.dense
+        evaluations: list[tuple[str, str, EvalSummary]] = []
+        for index, dataset in enumerate(self.sets):
+            for policy in ("sparse", "dense") if both else ("dense",):
+                self.logger.phase(f"evaluation ({dataset.name}, {policy})")
+                k = self.config.eval.answers(index)
+                result = evaluate_policy(self.config, self.collector, self.rewards, dataset, k, policy == "sparse")
+                evaluations.append((dataset.name, policy, result))
+                self.collector.stop.raise_if_stop_requested()
+        for name, policy, result in evaluations:
+            self.logger.log_eval(step, name, policy, result.numbers())
+            for warning in self.health.observe_eval(name, policy, accuracy=result.accuracy, stderr=result.stderr):
+                self.logger.event(step, *warning)
+        dense = {name: result.accuracy for name, policy, result in evaluations if policy == "dense"}
+        self.evaluated, self.accuracy = step, fmean(dense.values())
+        self.best = self.accuracy if self.best is None else max(self.best, self.accuracy)
+        if len(dense) > 1:
+            dense[f"mean of {len(dense)} data sets"] = self.accuracy
+        self.scores = {name: add_score(self.scores.get(name), step, value) for name, value in dense.items()}
+
+    def accuracy_after(self, step: int) -> float | None:
+        """None unless this step was evaluated."""
+        return self.accuracy if self.evaluated == step else None
+
+    def is_best(self, step: int) -> bool:
+        accuracy = self.accuracy_after(step)
+        return accuracy is not None and accuracy == self.best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("evaluated", "accuracy", "best", "scores")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.state_dict():
+            setattr(self, name, state[name])
+
+
 def evaluate_policy(
-    config: RunConfig, collector: Collector, rewards: Rewards, dataset: Dataset, k: int, world: World, sparse: bool
+    config: RunConfig, collector: Collector, rewards: Rewards, dataset: Dataset, k: int, sparse: bool
 ) -> EvalSummary:
     """Evaluate the dense policy, or the sparse one in force, with k answers per problem. Every rank answers its share
     of the problems. The seed is always the same, so that only the weights differ."""
-    e = config.eval
+    e, world = config.eval, collector.world
     sparsity = collector.sparsity if sparse else DENSE
     sampling = Sampling(
         n=k,

@@ -145,9 +145,9 @@ class StepAlerts:
         names = ("idle", "ungraded", "gave_up", "not_finite")
         return {name: getattr(self, name) for name in names}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.state_dict():
+            setattr(self, name, state[name])
 
     def check(self, step: int, batch: "RolloutBatch", result: "StepResult") -> None:
         """Report the problems of a step; raise TrainingFailed if the run must end."""
@@ -204,5 +204,5 @@ class StepAlerts:
             raise TrainingFailed(
                 f"step {step}: the loss or its gradient was not finite in {self.not_finite} updates in a row "
                 f"(learner.max_skipped={self.max_skipped}). Lower learner.lr, cap the weights "
-                "(objective.correction=tis), or use float32; the last checkpoint is older than the problem."
+                "(objective.correction=tis), or use float32, and --resume: skipped updates changed nothing."
             )

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from alula.objective.veto import TOO_MANY
 
 WINDOW = 10
 """Steps in the median that a metric's level is: wide enough that the noise of one batch does not decide."""
+GO_BACK = "Go back to the best checkpoint (delete the later ones, then --resume)"
 
 
-@dataclass(frozen=True)
-class HealthWarning:
+class HealthWarning(NamedTuple):
     kind: str
     message: str
     advice: str
@@ -300,21 +300,19 @@ def _falling_warning(
             return HealthWarning(
                 "reward-gamed",
                 f"{fell} while the training reward rose: the run learns to please the reward, not to do well.",
-                "Do not trust the reward curve. Go back to the best checkpoint, and read the best-paid answers: "
-                "what is rewarded there?",
+                f"Do not trust the reward curve. {GO_BACK}, and read the best-paid answers: what is rewarded there?",
             )
         rising = "the training reward" if reward_rose else "the sparse policy's accuracy"
         return HealthWarning(
             "dense-sparse-divergence",
             f"{fell} while {rising} rose: the run learns to do well with a sparse cache, not to do well.",
-            f"Do not trust the reward curve. Go back to the best checkpoint, raise the budget, or "
-            f"{hints.other_correction}.",
+            f"Do not trust the reward curve. {GO_BACK}, raise the budget, or {hints.other_correction}.",
         )
     with_reward = ", and the training reward fell as well" if gained is not None and gained < 0 else ""
     return HealthWarning(
         "dense-falling",
         f"{fell}{with_reward}: the policy is breaking down.",
-        "Go back to the best checkpoint; lower the learning rate, raise the KV budget, and look at the steps "
+        f"{GO_BACK}; lower the learning rate, raise the KV budget, and look at the steps "
         "where policy/grad_norm and mismatch/veto_rate first rose.",
     )
 

@@ -1,8 +1,8 @@
 """Pre-flight checks: problems that a run would meet hours later are reported before its first step.
 
 Every run checks that its longest prompts fit the model's positions and the KV pool under every policy it can reach.
-`alula train --check` does the same without weights, and reads data and rewards as far as they are on this machine.
-Schedules that were planned for another model are reported.
+`alula train --check` has no engine and checks the positions only, and reads data and rewards as far as they are on this
+machine.
 """
 
 import copy
@@ -22,8 +22,6 @@ from alula.data.load import is_path, load_source, on_hub
 from alula.data.load_tokenizer import TASK, load_tokenizer
 from alula.engine.rollout import Sampling
 from alula.errors import SettingError, in_section, require
-from alula.mismatch.savings import sparse_limit
-from alula.models.experts import unadapted_experts
 from alula.models.geometry import max_positions
 from alula.models.load import SHAPE, TOKENIZER_FILES, UNREADABLE, find_pretrained, load_failure
 from alula.models.lora import Adapter, check_fits
@@ -34,9 +32,7 @@ from alula.rollouts.job import Job
 from alula.rollouts.rollouts import Rollouts
 from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
-from alula.sparsity.footprint import is_ever_sparse
 from alula.sparsity.policy import DENSE, Sparsity
-from alula.sparsity.schedule import Schedule
 from alula.trainer.build import Data, first_adapter, load_held_out, split_data, tokenized
 
 # -- longest sequences -------------------------------------------------------------------------------------------------
@@ -310,62 +306,3 @@ def check_steps_left(config: RunConfig, checkpoint: Path) -> int:
     step, steps = int(checkpoint.name.rpartition("-")[2]), config.steps
     require(step <= steps, f"steps={steps}: {config.out} has taken {step} already; raise it, or name another out.")
     return step
-
-
-# -- nothing is sparse -------------------------------------------------------------------------------------------------
-
-
-def never_sparse(config: RunConfig, prompt: int, layers: int) -> tuple[str, str] | None:
-    """Message and advice if no sequence of the run is long enough for its policy to be sparse. `prompt` is the length
-    of the longest one."""
-    answer, sparsity = config.most_generated(prompt), config.sparsity
-    if sparsity.dense or is_ever_sparse(sparsity, prompt, answer, layers):
-        return None
-    limit, smaller = sparse_limit(sparsity, prompt + answer)
-    return (
-        f"Nothing will be sparse: no sequence exceeds {limit} ({sparsity.describe()}; the longest has "
-        f"{prompt + answer:,} tokens), so this is a dense run.",
-        f"Lower the {smaller}, raise sampling.max_new_tokens, or set sparsity=dense.",
-    )
-
-
-# -- mixtures of experts -----------------------------------------------------------------------------------------------
-
-
-def experts_left_out(config: RunConfig, experts: int, parameters: int) -> list[tuple[str, str]]:
-    """(message, advice) for every adapter of the run that does not reach the model's experts."""
-    adapters = (("learner.lora", config.learner.lora), ("distill", config.distill))
-    warnings = [unadapted_experts(experts, parameters, name) for name, adapter in adapters if adapter]
-    return [warning for warning in warnings if warning]
-
-
-# -- schedules of other models -----------------------------------------------------------------------------------------
-
-SIZES = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-OTHER_MODEL_ADVICE = (
-    "Measure it with `alula calibrate --verify`, or plan one for this model: `alula calibrate`, then `alula plan`."
-)
-
-
-def schedules_of_other_models(policies: Sequence[Sparsity], config: PreTrainedConfig) -> list[str]:
-    """A warning for every schedule whose model has another shape than `config`.
-
-    A schedule that `alula plan` wrote is bound to its model and raises with any other (`Schedule.check`). A preset
-    names its model only in its notes: a model of the same shape may have been trained from it, under any name.
-    """
-    parts = [part for sparsity in policies for part in (sparsity.evict, sparsity.select) if part is not None]
-    schedules = [part.budget for part in parts if isinstance(part.budget, Schedule)]
-    return [message for schedule in schedules if (message := _other_model(schedule, config))]
-
-
-def _other_model(schedule: Schedule, config: PreTrainedConfig) -> str | None:
-    planned_for = str(schedule.notes.get("model", ""))
-    model, sizes = config.get_text_config(), SHAPES.get(planned_for.rpartition("/")[2].lower(), {})
-    for size in SIZES:
-        value = getattr(model, size, None)
-        if sizes and value != sizes[size]:
-            return (
-                f"Schedule {schedule.name!r} was planned for {planned_for} ({size}={sizes[size]}, here {value}): "
-                "the tail that it guarantees there says nothing about this model."
-            )
-    return None

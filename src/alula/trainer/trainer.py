@@ -9,7 +9,6 @@ run that was killed at any moment resumes exactly.
 import gc
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
 from safetensors import SafetensorError
@@ -19,7 +18,7 @@ from alula.config.run import RunConfig
 from alula.cpus import set_threads
 from alula.data import PromptStream
 from alula.distributed import init_world
-from alula.errors import in_section
+from alula.errors import SettingError, in_section
 from alula.heap import frozen_heap
 from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
@@ -42,23 +41,14 @@ from alula.trainer.build import (
     query_text,
 )
 from alula.trainer.collector import Collector
-from alula.trainer.evaluation import EvalSummary, Score, add_score, describe_score, evaluate_policy
+from alula.trainer.distillation import distill_first, try_move
+from alula.trainer.evaluation import HeldOutEvaluation, describe_score
 from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
-from alula.trainer.health_checks import HealthWarning
 from alula.trainer.learner_fit import describe_choice, fit_learner
-from alula.trainer.preflight import (
-    OTHER_MODEL_ADVICE,
-    LongestPrompt,
-    Policies,
-    check_kv_pool,
-    check_steps_left,
-    experts_left_out,
-    longest_sequence,
-    never_sparse,
-    schedules_of_other_models,
-)
+from alula.trainer.preflight import LongestPrompt, Policies, check_kv_pool, check_steps_left, longest_sequence
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.staleness import staleness_metrics
+from alula.trainer.start_warnings import start_warnings
 from alula.trainer.step_metrics import Clock, step_metrics
 from alula.trainer.token_log import group_tokens
 from alula.trainer.update import StepResult, Updater
@@ -133,6 +123,7 @@ class Trainer:
         )
         self.collector = Collector(
             config,
+            self.stream,
             self.rollouts,
             self.loaded.tokenizer,
             self.learner,
@@ -150,25 +141,18 @@ class Trainer:
         check_kv_pool(config, self.rollouts, policies, training, self.held_out)
         sparse = not config.sparsity.dense
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled, sparse)
+        self.evaluation = HeldOutEvaluation(
+            config, self.held_out, self.collector, self.rewards, self.health, self.logger
+        )
         self.alerts = StepAlerts(self.logger, world, config.learner.max_skipped)
 
     def _start(self) -> None:
         """Set the state of a new run, or load that of the checkpoint."""
         self.step = 0
         """Finished steps."""
-        self.evaluated = -1
-        """Step of the last held-out evaluation."""
         self.saved = -1
         """Step of the last checkpoint."""
         self.save_failed = False
-        self.accuracy: float | None = None
-        """Held-out accuracy of the dense policy after this step, if it was evaluated."""
-        self.best: float | None = None
-        """The best of them."""
-        self.scores: dict[str, Score] = {}
-        """Last and best accuracy of the dense policy, by data set."""
-        self.position = self.stream.state_dict()
-        """The prompt stream's position after this step."""
         self.query_text: list[list[int]] | None = None
         """The text that the model's queries are measured on, if the evictor needs that."""
         self.checkpoint_state: dict[str, Any] = {}
@@ -187,14 +171,13 @@ class Trainer:
         else:
             if self.logger.resumed_from is not None:
                 self.logger.message(f"{self.out} has no checkpoint to resume from; starting from the beginning.")
-            prompt = LongestPrompt.of("training", self.stream.dataset, self.config).prompt
-            if warning := never_sparse(self.config, len(prompt), Geometry.of(self.loaded.model).layers):
-                self.logger.event(0, "never-sparse", *warning)
             model = self.loaded.model
-            for warning in experts_left_out(self.config, expert_parameters(model), model.num_parameters()):
-                self.logger.event(0, "experts-left-out", *warning)
-            for message in schedules_of_other_models(self.config.policies(), self.loaded.model.config):
-                self.logger.event(0, "other-model", message, OTHER_MODEL_ADVICE)
+            prompt = LongestPrompt.of("training", self.stream.dataset, self.config).prompt
+            layers, experts = Geometry.of(model).layers, expert_parameters(model)
+            for warning in start_warnings(
+                self.config, model.config, len(prompt), layers, experts, model.num_parameters()
+            ):
+                self.logger.event(0, *warning)
         if shortage := self.checkpoints.shortage(self._tensors()):
             advice = "Free some space, or use another folder: out=FOLDER."
             self.logger.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
@@ -215,7 +198,7 @@ class Trainer:
                 if self.distill and self.distill.first_due():
                     self.distill_first(self.distill)
                 while True:
-                    if self._evaluation_due():
+                    if self.evaluation.due(self.step):
                         self.evaluate()
                     if self.distill and self.distill.move_due(self.step):
                         self.try_move(self.distill)
@@ -239,7 +222,7 @@ class Trainer:
                     f"the model is in {self.out / 'model'}, but the last checkpoint could not be written: --resume "
                     "would repeat the steps since the previous one."
                 )
-            for name, score in self.scores.items():
+            for name, score in self.evaluation.scores.items():
                 self.logger.message(describe_score(name, score))
             self.logger.message(f"finished: the model is in {self.out / 'model'}; see `alula report {self.out}`.")
         return True
@@ -250,7 +233,7 @@ class Trainer:
         self.stop.requested |= self.monitor.stopped
         self.stop.raise_if_stop_requested()
         self.rollouts.peak_bytes()  # of what ran between the steps
-        batch = self.collector.collect(step, self.stream, clock)
+        batch = self.collector.collect(step, clock)
         with self.rollouts.asleep():
             if self.updater.skip_scoring:  # then the rewards tell what is left to score
                 self.collector.grade(batch, clock)
@@ -268,7 +251,7 @@ class Trainer:
             with clock.phase("weights"):
                 self.rollouts.publish(self.learner, step)
             distill_metrics = self._distill_step(step, batch, advantages, clock)
-        self.step, self.accuracy, self.position = step, None, self.collector.position
+        self.step = step
         self._log_step(batch, result, clock, distill_metrics)
         self._take_snapshot()
 
@@ -305,7 +288,8 @@ class Trainer:
         if self.config.logging.rollouts_due(self.step) and batch.rollouts:
             veto = self.config.objective.correction.veto
             self.logger.log_rollouts(self.step, group_tokens(batch, result, self.loaded.tokenizer, veto))
-        self._warn(self.health.observe(metrics))
+        for warning in self.health.observe(metrics):
+            self.logger.event(self.step, *warning)
         for event in batch.observed.events:
             self.logger.event(self.step, "tail", event, "See mismatch/tail in the metrics.")
         vetoes = self.monitor.count_vetoes(batch.rollouts, result.vetoed, batch.n, version if stale else None)
@@ -314,94 +298,26 @@ class Trainer:
         self.collector.sparsity = vetoes.sparsity or self.collector.sparsity
         self.alerts.check(self.step, batch, result)
 
-    def _warn(self, warnings: list[HealthWarning]) -> None:
-        for warning in warnings:
-            self.logger.event(self.step, warning.kind, warning.message, warning.advice)
-
-    # -- evaluation ---------------------------------------------------------------------------------------
-
-    def _evaluation_due(self) -> bool:
-        every = self.config.eval.every
-        if not every or self.evaluated == self.step:
-            return False
-        return self.step % every == 0 or self.step == self.config.steps
+    # -- between two steps --------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Evaluate the dense policy on held-out data; with `eval.sparse` the sparse one first, for comparison."""
-        both = self.config.eval.sparse and not self.collector.sparsity.dense
-        evaluations: list[tuple[str, str, EvalSummary]] = []
-        for index, dataset in enumerate(self.held_out):
-            for policy in ("sparse", "dense") if both else ("dense",):
-                self.logger.phase(f"evaluation ({dataset.name}, {policy})")
-                k = self.config.eval.answers(index)
-                result = evaluate_policy(
-                    self.config, self.collector, self.rewards, dataset, k, self.world, policy == "sparse"
-                )
-                evaluations.append((dataset.name, policy, result))
-                self.stop.raise_if_stop_requested()
-        for name, policy, result in evaluations:
-            self.logger.log_eval(self.step, name, policy, result.numbers())
-            self._warn(self.health.observe_eval(name, policy, accuracy=result.accuracy, stderr=result.stderr))
-        dense = {name: result.accuracy for name, policy, result in evaluations if policy == "dense"}
-        self.accuracy = fmean(dense.values())
-        self.best = self.accuracy if self.best is None else max(self.best, self.accuracy)
-        if len(dense) > 1:
-            dense[f"mean of {len(dense)} data sets"] = self.accuracy
-        self.scores = {name: add_score(self.scores.get(name), self.step, value) for name, value in dense.items()}
-        self.evaluated = self.step
-        if self.saved == self.step and self.config.checkpoint.best:
-            self.checkpoints.rate(self.step, self.accuracy)
+        self.evaluation.evaluate(self.step)
+        accuracy = self.evaluation.accuracy_after(self.step)
+        if self.saved == self.step and self.config.checkpoint.best and accuracy is not None:
+            self.checkpoints.rate(self.step, accuracy)
         self._take_snapshot()
 
-    # -- distillation -------------------------------------------------------------------------------------
-
     def distill_first(self, distill: "RunDistiller") -> None:
-        """Train only the adapter, on prompts from a separate stream, so that the run's own order stays the same."""
-        first = distill.settings.first
-        assert first is not None
         if self.step > 0:
             self.logger.message("distill.first: the run has begun, so nothing is distilled before its first step.")
             return
-        done = len(distill.divergences)
-        self.logger.message(
-            f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts."
-        )
-        stream = PromptStream(self.stream.dataset, ~self.config.seed)
-        stream.next(done * first.prompts)
-        while distill.first_due():
-            self.stop.raise_if_stop_requested()
-            done = len(distill.divergences)
-            self.logger.phase(f"distilling before the first step, {done + 1} of {first.steps}")
-            indices = self.world.local_slice(range(stream.seen, stream.seen + first.prompts))
-            examples = self.world.local_slice(stream.next(first.prompts))
-            sampling, sparsity = self.collector.sampling("first"), self.collector.sparsity
-            record = [sparsity.evict is not None] * len(examples)
-            distill.first_step(self.collector.rollouts(examples, sampling, sparsity, indices, record=record))
-            self._take_snapshot()
-        skipped = distill.distiller.skipped
-        self.logger.event(
-            0,
-            "distilled-first",
-            f"The adapter was trained on {first.steps} batches before the first step: divergence "
-            f"of the first {distill.divergences[0]:.4f}, of the last {distill.divergences[-1]:.4f}"
-            + (f"; {skipped} updates were not finite and were skipped." if skipped else "."),
-            "See mismatch/veto_rate of the first step for the remaining mismatch.",
-        )
+        distill_first(distill, self.collector, self.logger, self._take_snapshot)
         self._take_snapshot()
         if self.config.checkpoint.every:
             self.save()
 
     def try_move(self, distill: "RunDistiller") -> None:
-        """Measure the sparser policy of `distill.move`, and adopt it if its tail allows."""
-        self.logger.phase("measuring a sparser policy")
-        candidate, sampling = distill.candidate, self.collector.sampling("move", self.step)
-        assert candidate is not None
-        record = [candidate.evict is not None] * len(distill.prompts)
-        rollouts = self.collector.rollouts(distill.prompts, sampling, candidate, distill.prompt_indices, record=record)
-        message = distill.try_move(self.step, rollouts)
-        if distill.moved:
-            self.collector.adopt(candidate)
-        self.logger.event(self.step, "sparser", message, "See distill/candidate_tail in the metrics.")
+        try_move(distill, self.collector, self.step, self.logger)
         self._take_snapshot()
 
     # -- checkpoints --------------------------------------------------------------------------------------
@@ -412,13 +328,13 @@ class Trainer:
         if self.step == 0 or self.saved == self.step:
             return False
         on_time = self.save_failed or (every > 0 and self.step % every == 0)
-        is_best = self.config.checkpoint.best and self.accuracy is not None and self.accuracy == self.best
+        is_best = self.config.checkpoint.best and self.evaluation.is_best(self.step)
         return on_time or is_best or self.step == self.config.steps
 
     def save(self) -> None:
         """Write a checkpoint. If that fails (disk full), report it once and try again after every step."""
         self.logger.phase("checkpoint")
-        score = self.accuracy if self.config.checkpoint.best else None
+        score = self.evaluation.accuracy_after(self.step) if self.config.checkpoint.best else None
         try:
             self.checkpoints.save(self.step, self._tensors(), self.checkpoint_state, score)
             self.saved, self.save_failed = self.step, False
@@ -431,10 +347,13 @@ class Trainer:
 
     def _take_snapshot(self) -> None:
         """Remember the state for the next checkpoint. Called whenever an action is complete."""
-        names = ("step", "evaluated", "best", "scores", "accuracy", "position", "query_text")
-        self.checkpoint_state = {name: getattr(self, name) for name in names} | {
+        self.checkpoint_state = {
+            "step": self.step,
             "lines": self.logger.lines,
+            "position": self.collector.position,
+            "query_text": self.query_text,
             "learner": self.learner.state(),
+            "evaluation": self.evaluation.state_dict(),
             "health": self.health.state_dict(),
             "alerts": self.alerts.state_dict(),
             "monitor": self.monitor.state_dict(),
@@ -446,24 +365,34 @@ class Trainer:
 
     def _load(self, path: Path) -> None:
         state = self.checkpoints.load(path, self._tensors())
-        state.pop("lines", None)
-        self.learner.resume(state.pop("learner"))
-        self.health.load_state_dict(state.pop("health"))
-        self.alerts.load_state_dict(state.pop("alerts"))
-        self.monitor.load_state_dict(state.pop("monitor"))
-        self.collector.sparsity = self.monitor.recommended
-        distill_state = state.pop("distill")
-        if self.distill and distill_state:
-            self.distill.resume(distill_state)
-            if self.distill.moved and self.distill.candidate:
-                self.collector.adopt(self.distill.candidate)
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.stream.load_state_dict(self.position)
+        try:
+            self._restore(state)
+        except SettingError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"checkpoint {path} was written by another version of Alula: its state does not fit this one "
+                f"({type(error).__name__}: {error}). Continue with that version (environment.json names it), or start "
+                "in another folder."
+            ) from error
         self.saved = self.step
         self.rollouts.publish(self.learner, self.step)
         if self.distill:
             self.distill.publish()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """The opposite of `_take_snapshot`."""
+        self.step, self.query_text = state["step"], state["query_text"]
+        self.learner.resume(state["learner"])
+        self.evaluation.load_state_dict(state["evaluation"])
+        self.health.load_state_dict(state["health"])
+        self.alerts.load_state_dict(state["alerts"])
+        self.monitor.load_state_dict(state["monitor"])
+        self.collector.resume(state["position"], self.monitor.recommended)
+        if self.distill and state["distill"]:
+            self.distill.resume(state["distill"])
+            if self.distill.moved and self.distill.candidate:
+                self.collector.adopt(self.distill.candidate)
 
     def _export(self) -> None:
         """Write the trained model, and the sparse policy's adapter if there is one."""
