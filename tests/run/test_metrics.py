@@ -85,6 +85,17 @@ def test_a_used_folder_is_not_overwritten(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_folder_has_one_process_at_a_time(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(1, {"a": 1.5})
+        with pytest.raises(SettingError, match=rf"out={tmp_path}: another process is running"):
+            MetricsWriter(tmp_path, resume_from=-1)
+        writer.log(2, {"a": 2.5})
+    assert len(rows(tmp_path / "metrics.jsonl")) == 2, "nothing was dropped"
+    with MetricsWriter(tmp_path, resume_from=2) as writer:
+        assert writer.lines["metrics.jsonl"] == 2
+
+
 @pytest.mark.parametrize(
     ("error", "state"), [(None, "finished"), (KeyboardInterrupt, "stopped"), (ValueError, "failed")]
 )

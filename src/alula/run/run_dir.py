@@ -14,6 +14,7 @@ all lines that were written after that checkpoint: an evaluation of step k that 
 end like those of an uninterrupted run, except for clocks: the keys under `time/` and `speed/`.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -70,11 +71,12 @@ class MetricsWriter:
         except OSError as error:
             raise SettingError(f"out={run_dir}: cannot be created ({error.strerror}); choose another one.") from error
         paths = [self.run_dir / name for name in LINES]
+        self._files = {path.name: path.open("ab") for path in paths}
+        self._lock()
         last, most = -1 if resume_from is None else resume_from, lines or {}
         self.lines = {path.name: drop_after(path, last, most.get(path.name)) for path in paths}
         """Number of lines in each file."""
         self.sinks: list[Sink] = [open_sink(name, self.run_dir, resume_from, settings or {}) for name in sinks]
-        self._files = {path.name: path.open("ab") for path in paths}
         self._total_steps = total_steps
         self._write_status("running")
 
@@ -126,6 +128,18 @@ class MetricsWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
         self.close("stopped" if stopped else "failed" if kind else "finished")
+
+    def _lock(self) -> None:
+        """Raise if another process writes this run; the lock ends with the process, however it ends."""
+        try:
+            fcntl.flock(self._files[LINES[0]], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SettingError(
+                f"out={self.run_dir}: another process is running in this folder; wait for it or stop it, or choose "
+                "another folder."
+            ) from error
+        except OSError:  # a file system without locks
+            return
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
