@@ -82,11 +82,18 @@ def test_values_that_differ():
     assert passes({"expected": "[1.0, {'a': 2}]", "tolerance": 1e-6}, [1 + 1e-7, {"a": 2}])
     assert not passes({"expected": "[1.0]", "tolerance": 1e-6}, [1.1])
     assert not passes({"expected": "[1.0]", "tolerance": 1e-6}, [1.0, 1.0])
+    assert not passes({"expected": "1.0", "tolerance": 1e-6}, 10**400)
     with pytest.raises(ValueError, match="not a Python literal"):
         passes({"expected": "f(1)"}, 1)
 
 
-@pytest.mark.parametrize("line", ["", "[", "[0]", "[[], true, 1]", '[0, true, {"set": [[]]}]', "[" * 10000, "1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "[", "[0]", "1", "[" * 10000, "[[], true, 1]", "[1e999, true, 1]"),
+        *('[0, true, {"set": [[]]}]', '[0, true, {"float": "0x1p9999"}]'),
+    ],
+)
 def test_lines_that_are_no_result_are_skipped(line):
     assert read_results(f"{line}\n[1, true, 2]\n".encode()) == {1: (True, 2)}
 

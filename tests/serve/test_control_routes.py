@@ -88,6 +88,23 @@ def test_pause_wait_finishes_what_runs_and_holds_what_comes(server):
     assert late.result().status_code == 200
 
 
+def test_what_waits_for_a_pause_ends_with_the_server(server):
+    client, service = server
+    long = {"token_ids": [5], "sampling_params": {"max_tokens": 800, "ignore_eos": True}}
+    request = Background(client, long)
+    wait_until(lambda: running(service))
+    pause = Background(client, None, "/pause?mode=wait")
+    wait_until(lambda: service.thread._when_idle)
+    late = Background(client, SHORT)
+    wait_until(lambda: service.thread._held)
+    asyncio.run_coroutine_threadsafe(service.thread.abort_all_if_stuck(), service.thread._loop).result(10)
+    answer = late.result()
+    assert answer.status_code == 500
+    assert "paused" in answer.json()["error"]["message"]
+    assert request.result().json()["choices"][0]["finish_reason"] == "length"
+    assert pause.result().json() == {"status": "paused"}
+
+
 def test_the_first_request_that_needs_statistics_waits_for_resume(server):
     client, service = server
     client.post("/pause")
@@ -231,8 +248,12 @@ def test_a_client_that_goes_away_frees_its_pages(server):
     assert client.post(GENERATE, json=SHORT).status_code == 200
 
 
-def test_limits_of_queue_and_body(server):
+def test_limits_of_queue_and_body(server, monkeypatch):
     client, service = server
+    with monkeypatch.context() as patch:
+        patch.setattr(service.engine, "tokenize", lambda prompt: pytest.fail("tokenized"))
+        answer = client.post("/v1/completions", json={"prompt": ["a"] * 9})
+        assert (answer.status_code, "9 rollouts" in answer.text) == (400, True)
     too_many = LONG | {"sampling_params": LONG["sampling_params"] | {"n": 9}}
     answer = client.post(GENERATE, json=too_many)
     assert (answer.status_code, "9 rollouts" in answer.text) == (400, True)

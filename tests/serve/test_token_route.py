@@ -125,6 +125,8 @@ def test_sessions_are_closed_by_clients_and_by_time(server, post):
     for name in list(service.thread.sessions._kept):
         assert httpx.delete(f"{address}/sessions/{name}").json() == {"closed": True}
     assert httpx.delete(f"{address}/sessions/never").status_code == 404
+    post(PROMPT, {"max_tokens": 3}, session="run/7")
+    assert httpx.delete(f"{address}/sessions/run%2F7").json() == {"closed": True}
     wait_until(lambda: engine.pool.in_use == 0)
     post(PROMPT, {"max_tokens": 3}, session="u")
     assert engine.pool.in_use > 0

@@ -105,13 +105,6 @@ class Names:
 
     def chat_logprobs(self, ids: list[int], logprobs: list[float], topk: Any | None) -> dict[str, Any]:
         """`logprobs` of chat and token answers."""
-        if self.tokenizer is None and topk is None:  # by far the most frequent in training, and the longest
-            return {
-                "content": [
-                    {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
-                    for token, logprob in zip(ids, logprobs)
-                ]
-            }
         content = []
         for i, (token, logprob) in enumerate(zip(ids, logprobs)):
             entry: dict[str, Any] = {"token": self(token), "logprob": logprob}
@@ -140,6 +133,21 @@ class Names:
         ids, values = topk
         pairs = zip(ids[i].tolist(), values[i].tolist())
         return [(self(token), value) for token, value in pairs if math.isfinite(value)]
+
+
+def sampled_logprobs(ids: list[int], logprobs: list[float]) -> bytes:
+    """JSON of `Names.chat_logprobs` for tokens by their ids, without alternatives: most of what a server writes in
+    training. Without an object per token it takes a third of the time, and starts no garbage collection."""
+    if not ids:
+        return b'{"content":[]}'
+    numbers = (to_json(part)[1:-1].split(b",") for part in (ids, logprobs))
+    entry = b'{"token":"token_id:%b","logprob":%b,"top_logprobs":[]}'
+    return b'{"content":[%b]}' % b",".join([entry % pair for pair in zip(*numbers)])
+
+
+def with_field(json: bytes, name: str, value: bytes) -> bytes:
+    """A JSON object that is not empty, with another field, whose value is JSON."""
+    return b'%b,"%b":%b}' % (json[:-1], name.encode(), value)
 
 
 def envelope(kind: str, name: str, model: str, choices: list[dict], turns: Sequence[Turn] | None) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def build_app(service: Service, api_key: str | None = None) -> Starlette:
         Route("/sleep", control.sleep, methods=["POST"]),
         Route("/wake_up", control.wake_up, methods=["POST"]),
         Route("/is_sleeping", control.is_sleeping),
-        Route("/sessions/{name}", control.close_session, methods=["DELETE"]),
+        Route("/sessions/{name:path}", control.close_session, methods=["DELETE"]),
     ]
 
     @asynccontextmanager

@@ -177,13 +177,14 @@ class EngineThread:
         await self.call(self.engine.wake)
 
     async def abort_all_if_stuck(self) -> None:
-        """Before the server ends: a paused or sleeping engine would never finish its jobs."""
+        """Before the server ends: a paused or sleeping engine would never finish its jobs, nor start the others."""
 
         def abort() -> None:
-            if self.engine.paused or not self.engine.cache.resident:
-                self._fail(
-                    self.jobs(), RunFailed("the server ends while the engine is paused; send the request again later.")
-                )
+            stuck = self.engine.paused or not self.engine.cache.resident
+            self._fail(
+                self.jobs() if stuck else list(self._held),
+                RunFailed("the server ends while the engine is paused; send the request again later."),
+            )
 
         with suppress(RunFailed):  # its thread has ended, and with it all jobs
             await self.call(abort)
@@ -313,21 +314,18 @@ class EngineThread:
 
     def _cancel(self, job: Job) -> None:
         if job in self._held:
-            self._held.remove(job)
-            self._post([(job, RunFailed("the request was aborted before it started."))])
+            self._fail([job], RunFailed("the request was aborted before it started."))
         for request_id in job.live:
             self.engine.abort(request_id)
-
-    def _drop(self, job: Job) -> None:
-        for request_id in job.live:
-            self._jobs.pop(request_id, None)
-        job.live.clear()
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         """End jobs with an error."""
         for job in jobs:
-            self._cancel(job)
-            self._drop(job)
+            for request_id in job.live:
+                self.engine.abort(request_id)
+                self._jobs.pop(request_id, None)
+            job.live.clear()
+        self._held = [job for job in self._held if job not in jobs]
         self._post([(job, error) for job in jobs])
 
     def _deliver(self) -> None:

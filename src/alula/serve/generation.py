@@ -8,13 +8,26 @@ from contextlib import aclosing
 from typing import Any
 
 from jinja2 import TemplateError
+from pydantic_core import to_json
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.stop_strings import StopStrings
 from alula.errors import RunFailed, SettingError, require
-from alula.serve.answers import FINISH, JSONAnswer, Names, Turn, choice_index, envelope, kv_use, session_state, usage
+from alula.serve.answers import (
+    FINISH,
+    JSONAnswer,
+    Names,
+    Turn,
+    choice_index,
+    envelope,
+    kv_use,
+    sampled_logprobs,
+    session_state,
+    usage,
+    with_field,
+)
 from alula.serve.bodies import ChatBody, CompletionBody, OpenAIFields, RequestFields, TokensBody, chat_messages
 from alula.serve.engine_thread import Job
 from alula.serve.service import Service
@@ -41,12 +54,13 @@ class Generation:
         names, choices = Names(None, as_ids=True), []
         turns = await self.turns(request, job)
         for turn in turns:
-            choice = self.choice(job, turn, sampling) | {"token_ids": turn.token_ids, "logprobs": None}
+            ids, values, shown = turn.token_ids, turn.logprobs or [], b"null"
             if topk is not None:
-                choice["logprobs"] = names.chat_logprobs(turn.token_ids, turn.logprobs or [], turn.topk)
-            choices.append(choice)
-        answer = {"request_id": job.name, "model": self.service.model, "choices": choices, "usage": usage(turns)}
-        return JSONAnswer(answer)
+                shown = to_json(names.chat_logprobs(ids, values, turn.topk)) if topk else sampled_logprobs(ids, values)
+            choice = self.choice(job, turn, sampling) | {"token_ids": ids}
+            choices.append(with_field(to_json(choice), "logprobs", shown))
+        answer = to_json({"request_id": job.name, "model": self.service.model, "usage": usage(turns)})
+        return Response(with_field(answer, "choices", b"[%b]" % b",".join(choices)), media_type="application/json")
 
     # -- OpenAI's routes ----------------------------------------------------------------------------------
 
@@ -56,6 +70,7 @@ class Generation:
         given: Any = body.prompt
         require(len(given) > 0, "prompt: it is empty; give a text or token ids.")
         many = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        self.service.check_count(len(many))  # before they are tokenized
         prompts = await asyncio.to_thread(lambda: [self.engine.tokenize(prompt) for prompt in many])
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(self.max_tokens(max_tokens, prompts), body.logprobs)

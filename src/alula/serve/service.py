@@ -69,13 +69,16 @@ class Service:
             chunks.append(chunk)
         return b"".join(chunks)
 
+    def check_count(self, rollouts: int) -> None:
+        require(
+            rollouts <= self.max_queue,
+            f"the request asks for {rollouts} rollouts (prompts times n), more than the queue's {self.max_queue}.",
+        )
+
     async def events(self, request: HTTPRequest, job: Job) -> AsyncGenerator[Progress | Rollout]:
         """Serve a job: its events up to the end. A client that goes away ends it, and frees its pages."""
         count = job.rollouts
-        require(
-            count <= self.max_queue,
-            f"the request asks for {count} rollouts (prompts times n), more than the queue's {self.max_queue}.",
-        )
+        self.check_count(count)
         if self.draining:
             raise Busy("the server is about to end; send the request to another one.")
         if self.load + count > self.max_queue:

@@ -16,7 +16,7 @@ def read_results(output: bytes) -> dict[int, tuple[bool, Any]]:
         try:
             number, finished, value = json.loads(line)
             results[int(number)] = (finished is True, decode(value) if finished is True else str(value))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
     return results
 
@@ -66,7 +66,7 @@ def passes(test: Test, value: Any) -> bool:
         raise ValueError(f"expected={test['expected']!r:.100} is not a Python literal") from error
     try:
         return bool(expected == value) or ("tolerance" in test and close(expected, value, float(test["tolerance"])))
-    except RecursionError:
+    except (OverflowError, RecursionError):
         return False
 
 
