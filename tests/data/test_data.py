@@ -111,6 +111,30 @@ def test_broken_json_names_the_line(tmp_path):
         load(str(path))
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000])
+def test_json_beyond_the_limits_of_python_names_the_line(tmp_path, value):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": ' + value + "}")
+    with pytest.raises(SettingError, match="line 2"):
+        load(str(path))
+
+
+@pytest.mark.parametrize("name", ["bad.parquet", "saved/dataset_dict.json", "saved/state.json"])
+def test_files_that_are_not_complete_are_named(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    source = path if path.suffix == ".parquet" else path.parent
+    with pytest.raises(SettingError, match=source.name):
+        load(str(source))
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}', encoding="utf-8-sig")
+    assert load(str(path))[0].prompt == "a"
+
+
 def test_bytes_that_are_not_utf8_name_the_line(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(

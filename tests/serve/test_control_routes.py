@@ -88,17 +88,18 @@ def test_pause_wait_finishes_what_runs_and_holds_what_comes(server):
     assert late.result().status_code == 200
 
 
-def test_what_waits_for_a_pause_ends_with_the_server(server):
+def test_what_waits_for_a_pause_ends_with_the_server(server, monkeypatch):
     client, service = server
-    long = {"token_ids": [5], "sampling_params": {"max_tokens": 800, "ignore_eos": True}}
-    request = Background(client, long)
-    wait_until(lambda: running(service))
-    pause = Background(client, None, "/pause?mode=wait")
-    wait_until(lambda: service.thread._when_idle)
-    late = Background(client, SHORT)
-    wait_until(lambda: service.thread._held)
-    asyncio.run_coroutine_threadsafe(service.thread.abort_all_if_stuck(), service.thread._loop).result(10)
-    answer = late.result()
+    with monkeypatch.context() as patch:
+        patch.setattr(service.engine, "step", lambda: time.sleep(0.01))  # the first request does not end meanwhile
+        request = Background(client, LONG)
+        wait_until(lambda: service.thread._jobs)
+        pause = Background(client, None, "/pause?mode=wait")
+        wait_until(lambda: service.thread._when_idle)
+        late = Background(client, SHORT)
+        wait_until(lambda: service.thread._held)
+        asyncio.run_coroutine_threadsafe(service.thread.abort_all_if_stuck(), service.thread._loop).result(10)
+        answer = late.result()
     assert answer.status_code == 500
     assert "paused" in answer.json()["error"]["message"]
     assert request.result().json()["choices"][0]["finish_reason"] == "length"

@@ -2,8 +2,10 @@
 
 import httpx
 import pytest
+from pydantic_core import to_json
 
 from alula import Engine, Sampling, Sparsity
+from alula.serve.answers import Names, sampled_logprobs
 from served import byte_model, served, wait_until
 
 PROMPT = [5, 9, 14, 22, 31, 8, 9, 77, 13]
@@ -49,6 +51,12 @@ def test_token_ids_and_log_probs_equal_the_engine(post, policy):
         assert choice["kv"]["peak_tokens"] == rollout.kv.peak_tokens
         assert "session" not in choice["kv"]
     assert answer["usage"]["completion_tokens"] == 40
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_log_probs_without_objects_are_the_same_json(count):
+    ids, logprobs = [3, 151_935, 0][:count], [-0.10000000149011612, float("nan"), -1e-9][:count]
+    assert sampled_logprobs(ids, logprobs) == to_json(Names(None, as_ids=True).chat_logprobs(ids, logprobs, None))
 
 
 def test_without_max_tokens_the_context_is_the_limit(post, server):

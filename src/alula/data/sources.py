@@ -18,17 +18,20 @@ def read_file(path: Path) -> list[Row]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            return pyarrow.parquet.read_table(path).to_pylist()
+        except (OSError, ValueError) as error:
+            raise SettingError(f"data file {path}: not readable as Parquet ({error}); write it again.") from error
     if path.suffix != ".jsonl":
         raise SettingError(f"data file {path}: must be .jsonl or .parquet; convert it.")
     rows = []
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in numbered(lines, f"data file {path}"):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also a number of thousands of digits
                 raise SettingError(f"data file {path}, line {number}: not JSON ({error}); fix the line.") from error
             require(isinstance(row, dict), f"data file {path}, line {number}: must be an object with fields.")
             rows.append(row)
@@ -47,7 +50,12 @@ def read_folder(path: Path, split: str) -> list[Row]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
-        saved = datasets.load_from_disk(str(path))
+        try:
+            saved = datasets.load_from_disk(str(path))
+        except (OSError, ValueError, KeyError) as error:
+            raise SettingError(
+                f"data folder {path}: its saved data set is not complete ({error!r}); save it again."
+            ) from error
         if isinstance(saved, datasets.DatasetDict):
             if split not in saved:
                 raise unknown(f"split of {path}", split, saved)
