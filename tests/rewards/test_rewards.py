@@ -122,6 +122,8 @@ FUNCTIONS = """
             raise KeyError("no such thing")
         if completion == "exit":
             os._exit(3)
+        if completion == "quit":
+            sys.exit("no more")
         if completion == "segfault":
             ctypes.string_at(0)
         if completion == "nan":
@@ -170,14 +172,15 @@ def gone_within(seconds: float, pid: int) -> bool:
 
 @pytest.mark.slow
 def test_a_bad_answer_affects_no_other(functions):
-    answers = ["aa", "hang", "b", "raise", "exit", "ccc", "hold", "segfault", "nan", "none", "dd"] + ["e"] * 20
+    odd = ["aa", "hang", "b", "raise", "exit", "ccc", "hold", "segfault", "nan", "none", "dd"]
+    answers = [*odd, *["e"] * 19, "quit"]
     with Rewards([RewardTerm(name=functions, weight=2.0, options={"scale": 10})], timeout=1.0, workers=2) as rewards:
         batch = rewards.score(answers, [{}] * len(answers))
-        good = {0: 20, 2: 10, 5: 30, 10: 20} | dict.fromkeys(range(11, 31), 10)
+        good = {0: 20, 2: 10, 5: 30, 10: 20} | dict.fromkeys(range(11, 30), 10)
         assert batch.parts[functions] == [good.get(i, 0.0) for i in range(len(answers))]
         assert batch.total == [2.0 * value for value in batch.parts[functions]]
         reasons = dict(batch.failures)
-        assert sorted(reasons) == [1, 3, 4, 6, 7, 8, 9]
+        assert sorted(reasons) == [1, 3, 4, 6, 7, 8, 9, 30]
         assert "no result within 1 s" in reasons[1]
         assert "no result within 1 s" in reasons[6]
         assert "KeyError: 'no such thing'" in reasons[3]
@@ -185,6 +188,7 @@ def test_a_bad_answer_affects_no_other(functions):
         assert f"signal {signal.SIGSEGV.value}" in reasons[7]
         assert "nan" in reasons[8]
         assert "TypeError" in reasons[9]
+        assert "SystemExit: no more" in reasons[30]
         again = rewards.score(["aa", "b"], [{}] * 2)  # the replaced workers serve on, with no stale replies
         assert again.parts[functions] == [20, 10]
         assert again.failures == []

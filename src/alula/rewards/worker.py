@@ -51,11 +51,11 @@ def limit_memory(size: int) -> None:
 def answer(grade: Grader, completion: str, example: dict[str, Any]) -> tuple[str, float | str]:
     try:
         return "value", float(grade(completion, example))
-    except Exception as error:
+    except BaseException as error:  # also a function that calls exit()
         return "failed", describe(error)
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"[:500]
 
 
