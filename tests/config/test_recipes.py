@@ -1,6 +1,7 @@
 """Recipes: each passes `--check`; those of the papers have their settings and say what is published and what is not."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +134,20 @@ def test_the_distillation_recipe_moves_to_the_sparser_schedule():
 
 def selector(schedule: str) -> Sparsity:
     return Sparsity(select=Select("block-topk", Schedule.load(schedule), block=16, dense_layers=2))
+
+
+RECIPES_OF_PAPERS = {"Sparse-RL": "sparse-rl-qwen2.5-1.5b", "Sparrow": "sparrow-qwen3-1.7b"}
+
+
+@pytest.mark.parametrize("paper", RECIPES_OF_PAPERS)
+def test_the_overrides_of_the_paper_index_pass_the_check(paper, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+    section = page.partition(f"## {paper} (")[2].partition("\n## ")[0]
+    overrides = set(re.findall(r"`((?:sparsity|objective)[\w.]*=[^`]+)`", section))
+    assert overrides
+    name = RECIPES_OF_PAPERS[paper]
+    monkeypatch.chdir(tmp_path)
+    for override in overrides:
+        with pytest.raises(SystemExit) as ended:
+            app(["train", "--check", name, f"model.source={shape_of(name)}", *override.split()])
+        assert not ended.value.code, capsys.readouterr().err
