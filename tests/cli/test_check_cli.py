@@ -107,8 +107,16 @@ def test_check_warns_when_a_preset_belongs_to_another_model(recipe, capsys, monk
         (["rewards.use=['model:']"], "'model:'"),
         ([*EVICTS, "distill.adapter=/nowhere"], "distill.adapter='/nowhere': there is no adapter_config.json"),
         (
-            [*EVICTS, "distill.move={sparsity: 'snapkv:8+2', tau: 0.5, every: 2, prompts: 24}", "eval.size=8"],
+            [
+                *EVICTS,
+                "distill.move={sparsity: 'snapkv:8+2,window=2,sinks=1', tau: 0.5, every: 2, prompts: 24}",
+                "eval.size=8",
+            ],
             "distill.move: there are 8 held-out prompts",
+        ),
+        (
+            [*EVICTS, "distill.move={sparsity: 'snapkv:8+2', tau: 0.5, every: 2, prompts: 24}"],
+            "distill.move.sparsity.budget=8",
         ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

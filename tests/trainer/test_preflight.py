@@ -7,6 +7,7 @@ import pytest
 import alula.models.shapes as shapes
 import toy
 from alula.errors import SettingError
+from alula.trainer.check import print_plan
 
 EVICT = "sparsity.evict={method: snapkv, budget: 3, buffer: 1, window: 1, sinks: 1}"
 WIDE = "sparsity.evict={method: snapkv, budget: 20, buffer: 4, window: 1, sinks: 1}"
@@ -108,10 +109,13 @@ HELD_OUT = ("evaluations", "held-out prompt of 4 tokens", "eval.max_new_tokens=2
         ),
     ],
 )
-def test_a_prompt_that_does_not_fit_raises_before_the_first_step(settings, overrides, parts):
+def test_a_prompt_that_does_not_fit_raises_before_the_first_step_and_in_check(settings, overrides, parts):
+    with pytest.raises(SettingError) as planned:
+        print_plan(settings(*overrides))
     with pytest.raises(SettingError) as error:
         toy.trainer(settings(*overrides))
     assert [part for part in parts if part not in str(error.value)] == []
+    assert str(planned.value) == str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +133,7 @@ def test_a_prompt_that_does_not_fit_raises_before_the_first_step(settings, overr
 )
 @pytest.mark.slow
 def test_longest_prompt_that_fits_runs(settings, overrides):
+    print_plan(settings(*overrides))
     assert toy.trainer(settings(*overrides)).run()
 
 

@@ -27,7 +27,7 @@ from alula.config.settings import (
 )
 from alula.data.load import training_split
 from alula.environments.registry import is_replayable
-from alula.errors import require, unknown
+from alula.errors import in_section, require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.objective.settings import ObjectiveSettings
 from alula.rewards.scoring import distinct
@@ -182,8 +182,9 @@ class RunConfig(Section):
             self._check_move(distill.move)
 
     def _check_move(self, move: MoveSettings) -> None:
-        candidate, present = Sparsity.parse(move.sparsity), self.sparsity
-        setting = f"distill.move.sparsity={move.sparsity}"
+        setting, present = f"distill.move.sparsity={move.sparsity}", self.sparsity
+        with in_section("distill.move.sparsity", setting):
+            candidate = Sparsity.parse(move.sparsity)
         require(not candidate.dense, f"{setting}: the run moves to a sparser policy; name one with a smaller budget.")
         require_one_part(candidate, setting)
         for wanted, now in ((candidate.evict, present.evict), (candidate.select, present.select)):

@@ -100,7 +100,7 @@ class Engine(EngineCore):
         """The most KV tokens of one sequence, rounded up to full pages."""
         self.positions = max(self.max_length, limit, max_positions(model.config))
         """The longest text. Under an evictor it may be longer than `max_length`."""
-        self.lookahead = lookahead or ((8 if self.max_rows <= 256 else 16) if cuda else 1)
+        self.lookahead = lookahead or default_lookahead(self.max_rows, cuda)
         self.prefill_tokens = prefill_tokens
         cache = KVCache(geometry, dtype, attention_scaling(model), pages, page, device)
         if cuda:
@@ -302,6 +302,11 @@ class Engine(EngineCore):
         self.sparse_adapter = adapter
         self._adapter_version += 1
         merge(adapter, self.model, self.sparse_model)
+
+
+def default_lookahead(rows: int, cuda: bool) -> int:
+    """Decode steps between two looks of the host; on a GPU more for many rows, whose planning takes longer."""
+    return (8 if rows <= 256 else 16) if cuda else 1
 
 
 def default_buckets(rows: int) -> tuple[int, ...]:

@@ -14,7 +14,12 @@ from transformers import AutoModelForCausalLM
 from alula.config.run import RunConfig
 from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
+from alula.engine.block_manager import BlockManager, pages_for
+from alula.engine.engine import default_lookahead
 from alula.engine.kv_cache import check_kv_dtype, pages_in, parse_bytes
+from alula.engine.schedule_plan import KVNeed
+from alula.engine.scheduler import Scheduler
+from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, in_section
 from alula.files import size_text
 from alula.learner.activations import activation_bytes
@@ -26,10 +31,19 @@ from alula.models.load import short_name
 from alula.models.lora import Adapter, linears, targeted
 from alula.models.residual import widen_residual
 from alula.rewards.scoring import check as check_rewards
+from alula.rollouts.job import Job
 from alula.sparsity.footprint import most_held
 from alula.sparsity.policy import check_schedules
 from alula.trainer.build import Data
-from alula.trainer.preflight import check_positions, load_first_adapter, load_model_config
+from alula.trainer.preflight import (
+    KVNeedOf,
+    Policies,
+    check_kv_pool,
+    check_positions,
+    load_first_adapter,
+    load_model_config,
+    longest_sequence,
+)
 
 PROMPT_GUESS = 256
 """Assumed tokens per prompt, if neither the data nor `data.max_prompt_tokens` gives a number."""
@@ -166,9 +180,6 @@ def plan_memory(
         check_kv_dtype(config.engine.kv_dtype, getattr(torch, dtype_of(config)))
     width = 4 if dtype_of(config) == "float32" else 2
     geometry = replace(Geometry.of(model, config.engine.kv_dtype), value_bytes=width)
-    if config.engine.kv_memory:
-        with in_section("engine"):
-            pages_in(parse_bytes(config.engine.kv_memory), geometry, config.page)
     kv_token = geometry.kv_token_bytes
     layer_inputs = geometry.layers * text.hidden_size * (4 if config.model.residual else width)
 
@@ -178,7 +189,14 @@ def plan_memory(
     prompt = longest_prompt(data) or config.data.max_prompt_tokens or PROMPT_GUESS
     longest = prompt + config.most_generated(prompt)
     held = most_held(sparsity.evict, prompt, longest)
-    Monitor(config.monitor, sparsity, lambda rollouts: [], longest, config.control)
+    monitor = Monitor(config.monitor, sparsity, lambda rollouts: [], longest, config.control)
+    if config.engine.kv_memory:
+        with in_section("engine"):
+            pages = pages_in(parse_bytes(config.engine.kv_memory), geometry, config.page)
+        if data is not None:
+            need_of = planned_need(config, pages, longest_sequence(config, model_config, *data))
+            candidate = config.policies()[1] if len(config.policies()) > 1 else None
+            check_kv_pool(config, need_of, Policies(sparsity, monitor.densest, candidate), *data)
     shares_weights = ranks == 1 and lora is None and config.rollouts.backend == "local"
     has_copy = config.distill is not None if workers else not shares_weights  # the distiller needs whole weights
     is_master = width == 4
@@ -255,6 +273,25 @@ def adapter_parameters(model: Any, distill: DistillSettings | None, first: Adapt
     if first is None:
         return lora_parameters(model, distill.rank, distill.targets)
     return sum(a.numel() + b.numel() for a, b in first.weights.values())
+
+
+def planned_need(config: RunConfig, pages: int, longest: int) -> KVNeedOf:
+    """What jobs need in the run's engine, which is not built: its KV pool has `pages` pages, and the run's longest
+    sequence `longest` tokens."""
+    e, page = config.engine, config.page
+    rows = min(e.max_rows, max(e.buckets or [e.max_rows]))
+    scheduler = Scheduler(
+        BlockManager(pages),
+        page=page,
+        rows=rows,
+        width=pages_for(min(e.max_length or longest, (pages - 1) * page), page),
+        lookahead=e.lookahead or default_lookahead(rows, cuda=device_type(config) == "cuda"),
+    )
+
+    def need_of(job: Job) -> KVNeed:
+        return scheduler.need(Sequence(Request(0, list(job.prompt_ids), job.sampling, job.sparsity, frozenset()), 0))
+
+    return need_of
 
 
 def device_type(config: RunConfig) -> str:

@@ -1,13 +1,13 @@
 """Pre-flight checks: problems that a run would meet hours later are reported before its first step.
 
 Every run checks that its longest prompts fit the model's positions and the KV pool under every policy it can reach.
-`alula train --check` has no engine and checks the positions only, and reads data and rewards as far as they are on this
-machine.
+`alula train --check` does so without an engine, the pool where `engine.kv_memory` gives its size, and reads data and
+rewards as far as they are on this machine.
 """
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +21,7 @@ from alula.data import Dataset
 from alula.data.load import is_path, load_source, on_hub
 from alula.data.load_tokenizer import TASK, load_tokenizer
 from alula.engine.rollout import Sampling
+from alula.engine.schedule_plan import KVNeed
 from alula.errors import SettingError, in_section, require
 from alula.models.geometry import max_positions
 from alula.models.load import SHAPE, TOKENIZER_FILES, UNREADABLE, find_pretrained, load_failure
@@ -29,7 +30,6 @@ from alula.models.shapes import SHAPES, shape
 from alula.models.supported import check_config
 from alula.rewards.scoring import try_out
 from alula.rollouts.job import Job
-from alula.rollouts.rollouts import Rollouts
 from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
 from alula.sparsity.policy import DENSE, Sparsity
@@ -126,13 +126,16 @@ class Policies:
     """The one that `distill.move` may switch to."""
 
 
+KVNeedOf = Callable[[Job], KVNeed]
+
+
 def check_kv_pool(
-    config: RunConfig, rollouts: Rollouts, policies: Policies, training: Dataset, held_out: Sequence[Dataset]
+    config: RunConfig, need_of: KVNeedOf, policies: Policies, training: Dataset, held_out: Sequence[Dataset]
 ) -> None:
     """Raise if the engine would reject one of the run's prompts later."""
     longest = longest_prompts(config, training, held_out)
     for what, prompt, policy in generations(config, policies, longest):
-        need = rollouts.need(Job(prompt.prompt, Sampling(max_new_tokens=prompt.answer), policy))
+        need = need_of(Job(prompt.prompt, Sampling(max_new_tokens=prompt.answer), policy))
         require(
             not need.exceeds_pool,
             f"engine.kv_memory={config.engine.kv_memory or 'null'} holds {need.max_pages} pages of {config.page} "

@@ -138,7 +138,7 @@ class Trainer:
         self.updater = Updater(config, self.learner)
         candidate = self.distill.candidate if self.distill else None
         policies = Policies(self.collector.sparsity, self.monitor.densest, candidate)
-        check_kv_pool(config, self.rollouts, policies, training, self.held_out)
+        check_kv_pool(config, self.rollouts.need, policies, training, self.held_out)
         sparse = not config.sparsity.dense
         self.health = HealthMonitor(config.objective.correction.preset, config.control.enabled, sparse)
         self.evaluation = HeldOutEvaluation(
