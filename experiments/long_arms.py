@@ -18,6 +18,7 @@ import json
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -38,10 +39,18 @@ SPARSE = ("strict", "sparse-rl", "naive")
 QUESTION = "equal-accuracy"
 
 
-def sparse_arms(bed: LongBed, method: str, budget: int, corrections: Sequence[str] = SPARSE) -> list[Arm]:
+def sparse_arms(
+    bed: LongBed, method: str, budget: int, corrections: Sequence[str] = SPARSE, held: int | None = None
+) -> list[Arm]:
+    """One arm per correction. With `held` a controller raises the budget while more per cent of the rollouts are
+    vetoed."""
     policy = bed.selector(budget) if method in ("block-topk", "quest") else bed.evictor(method, budget)
     policy = policy.replace("block-topk", method)
-    return [Arm(f"{method} {budget}, {name}", policy, name) for name in corrections]
+    arms = [Arm(f"{method} {budget}, {name}", policy, name) for name in corrections]
+    if held is None:
+        return arms
+    control = f"control={{enabled: true, on_violation: adapt, vetoed: {held / 100}}}"
+    return [replace(arm, label=f"{arm.label}, held at {held} %", extra=(control,), tag=f"held-{held}") for arm in arms]
 
 
 def dense_arm(rate: float | None) -> Arm:
@@ -95,6 +104,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, required=True, help="its budget in KV tokens")
     parser.add_argument("--dense-lr", type=float, help="learning rate of the dense arms; by default the recipe's")
     parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
+    parser.add_argument("--held", type=int, help="a controller holds this per cent of vetoed rollouts, in sparse arms")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
     parser.add_argument("--question", default=QUESTION, help="folder of the results")
@@ -109,7 +119,7 @@ def main() -> None:
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
         dense = dense_arm(options.dense_lr)
-        sparse = sparse_arms(bed, options.method, options.budget, options.corrections.split(","))
+        sparse = sparse_arms(bed, options.method, options.budget, options.corrections.split(","), options.held)
         runs = [Run(bed, arm, seed, work, extra) for arm in (*sparse, dense)]
         for _ in range(2):  # the control needs a finished `strict`
             control = fewer(bed, runs, dense, prompts)
