@@ -53,6 +53,7 @@ def test_every_arm_is_a_valid_recipe(bed, tmp_path):
     found = sparrow.Calibrated(bed, {b: [1.0] for b in bed.read_budgets}, [(7, 89)])
     arms = [sparrow.planned_arm(found, name, 0.9, tmp_path)[0] for name in sparrow.ARMS]
     arms += long_arms.sparse_arms(bed, "rkv", bed.budgets[2]) + long_arms.sparse_arms(bed, "block-topk", 64)
+    arms += long_arms.sparse_arms(bed, "streaming", bed.budgets[2], held=5)
     arms += [long_arms.dense_arm(1e-5)]
     for arm in arms:
         config = load_config(bed.recipe, ["model.source=x", "data.source=x", "out=x", *arm.settings])
