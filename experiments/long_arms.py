@@ -42,7 +42,7 @@ QUESTION = "equal-accuracy"
 def sparse_arms(
     bed: LongBed, method: str, budget: int, corrections: Sequence[str] = SPARSE, held: int | None = None
 ) -> list[Arm]:
-    """One arm per correction. With `held` a controller raises the budget while more per cent of the rollouts are
+    """One arm per correction. With `held` a controller raises the budget while more than `held` % of the rollouts are
     vetoed."""
     policy = bed.selector(budget) if method in ("block-topk", "quest") else bed.evictor(method, budget)
     policy = policy.replace("block-topk", method)

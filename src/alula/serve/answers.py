@@ -137,7 +137,7 @@ class Names:
 
 def sampled_logprobs(ids: list[int], logprobs: list[float]) -> bytes:
     """JSON of `Names.chat_logprobs` for tokens by their ids, without alternatives: most of what a server writes in
-    training. Without an object per token it takes a third of the time, and starts no garbage collection."""
+    training. No object is built per token, which is faster and starts no garbage collection."""
     if not ids:
         return b'{"content":[]}'
     numbers = (to_json(part)[1:-1].split(b",") for part in (ids, logprobs))

@@ -195,8 +195,8 @@ def plan_memory(
             pages = pages_in(parse_bytes(config.engine.kv_memory), geometry, config.page)
         if data is not None:
             need_of = planned_need(config, pages, longest_sequence(config, model_config, *data))
-            candidate = config.policies()[1] if len(config.policies()) > 1 else None
-            check_kv_pool(config, need_of, Policies(sparsity, monitor.densest, candidate), *data)
+            candidate = config.policies()[1:]
+            check_kv_pool(config, need_of, Policies(sparsity, monitor.densest, *candidate), *data)
     shares_weights = ranks == 1 and lora is None and config.rollouts.backend == "local"
     has_copy = config.distill is not None if workers else not shares_weights  # the distiller needs whole weights
     is_master = width == 4
