@@ -134,7 +134,7 @@ def test_tails_of_several_policies_in_one_batch(engine, text):
 
 def test_acceptance_of_sampled_rollouts_equals_decoding_them_again(engine):
     policy, sampling = EVICT.policy(8), Sampling(n=2, max_new_tokens=30, seed=5)
-    sampled = BINS.tail(*rollouts_with_acceptance(engine, PROMPTS, sampling, policy))
+    sampled = BINS.tail(*rollouts_with_acceptance(engine, PROMPTS, sampling, policy)[:2])
     rollouts = engine.generate([list(p) for p in PROMPTS], sampling, policy)
     expected = BINS.tail(rollouts, engine.acceptance(rollouts, policy))
     assert sampled.tokens.tolist() == expected.tokens.tolist()
@@ -240,7 +240,7 @@ def test_calibration_on_own_rollouts(engine, text, tmp_path):
     on_dense = measure_tails(engine, text, [one.policy for one in calibration.measured], BINS)
     assert len(on_dense) == 4
     for one, dense in zip(calibration.measured, on_dense):
-        rollouts, alphas = rollouts_with_acceptance(engine, PROMPTS, own.sampling, one.policy)
+        rollouts, alphas, _ = rollouts_with_acceptance(engine, PROMPTS, own.sampling, one.policy)
         np.testing.assert_allclose(one.tail.value, literal_tails(rollouts, alphas, 12, 3), atol=1e-5)
         assert one.kv == Savings.of(rollouts, [r.kv for r in rollouts], one.policy, 2)
         assert not np.allclose(one.tail.value, dense.value, atol=1e-3), "own rollouts are other text"
@@ -258,7 +258,7 @@ def test_growing_schedule_on_own_rollouts(engine, tmp_path):
     [grown] = run(engine, tmp_path / "work.json", grid, own).growing
     assert len(set(grown.budgets)) > 1
     policy = EVICT.policy(Schedule(grown.budgets, 12))
-    expected = literal_tails(*rollouts_with_acceptance(engine, PROMPTS, own.sampling, policy), 12, 3)
+    expected = literal_tails(*rollouts_with_acceptance(engine, PROMPTS, own.sampling, policy)[:2], 12, 3)
     assert [tail.value for tail in grown.tails] == pytest.approx(expected, abs=1e-5)
 
 
@@ -452,7 +452,7 @@ def test_bad_settings():
 def test_text_too_short_for_any_bin(engine, tmp_path):
     wide = Bins(width=12, count=40, resamples=20)
     cache = CalibrationCache.open(tmp_path / "work.json", engine, TEXT, wide)
-    rollouts, alphas = rollouts_with_acceptance(engine, PROMPTS[:3], TEXT.sampling, DENSE)
+    rollouts, alphas, _ = rollouts_with_acceptance(engine, PROMPTS[:3], TEXT.sampling, DENSE)
     cache.add_text(rollouts, wide.tail(rollouts, alphas))
     with pytest.raises(SettingError, match=r"bin=12: .* 20 prompts"):
         run(engine, tmp_path / "work.json", Grid((SELECT,), (12,)), bins=wide)

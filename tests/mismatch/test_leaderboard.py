@@ -14,7 +14,7 @@ from alula.mismatch.calibrate.calibrate import TextSettings
 from alula.mismatch.calibrate.verify import verify
 from alula.mismatch.leaderboard.kv_bytes import fit_budget, kv_bytes
 from alula.mismatch.leaderboard.rank import paired_difference, ranks
-from alula.mismatch.leaderboard.row import NEVER, Row, Sample, measure_row
+from alula.mismatch.leaderboard.row import NEVER, DenseText, Row, Sample, measure_row
 from alula.mismatch.leaderboard.table import tables
 from alula.models.load import load_model
 from alula.models.lora import init_adapter
@@ -106,18 +106,18 @@ def test_ranks_are_apart_only_where_the_interval_excludes_zero():
 def test_a_row_agrees_with_verify(engine):
     prompts = tuple(tuple(range(3 + i, 10 + i)) for i in range(20))
     text = TextSettings(prompts, 28, samples=2, temperature=1.5)
-    dense = engine.generate([list(p) for p in prompts], text.sampling, progress=False)
+    dense = DenseText.sampled(engine, text)
     policy = Sparsity(Evict("streaming", 8, buffer=2, window=2, sinks=1))
     names = {"family": "streaming", "target": 10, "step_ms": 1.0}
-    row = measure_row(engine, policy, text, dense, engine.score(dense), **names)
+    row = measure_row(engine, policy, text, dense, **names)
     other = verify(engine, Schedule((8,), 64), policy, text, None)
     assert row.own.share(2) == other.vetoed
     assert row.own.tail[0] == pytest.approx(float(other.tail.value[0]))
     assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
-    floor = measure_row(engine, Sparsity(), text, dense, engine.score(dense), **names)
+    floor = measure_row(engine, Sparsity(), text, dense, **names)
     assert floor.own.share(2).count == floor.text.share(2).count == 0
     assert min(floor.own.acceptance + floor.text.acceptance) > 0.999
-    alphas = engine.acceptance(dense, policy)
+    alphas = engine.acceptance(dense.rollouts, policy)
     assert row.text.acceptance == pytest.approx([float(a.mean()) for a in alphas], abs=1e-6)
 
 

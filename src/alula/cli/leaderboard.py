@@ -14,7 +14,7 @@ from alula.errors import SettingError
 from alula.files import check_same_settings, write_atomically
 from alula.mismatch.calibrate.cache import text_settings
 from alula.mismatch.leaderboard.kv_bytes import KVBytes, fit_budget, kv_bytes
-from alula.mismatch.leaderboard.row import measure_row
+from alula.mismatch.leaderboard.row import DenseText, measure_row
 from alula.mismatch.leaderboard.table import tables
 from alula.run.environment import environment
 from alula.sparsity.evict import METHODS as EVICTORS
@@ -55,9 +55,8 @@ def run_leaderboard(
     engine = engines.with_page(page)
     record = opened(out, engine, text, dtypes)
     typer.echo(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
-    dense = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
-    scores = engine.score(dense)
-    lengths = [(len(r.prompt_ids), len(r)) for r in dense]
+    dense = DenseText.sampled(engine, text, progress)
+    lengths = [(len(r.prompt_ids), len(r)) for r in dense.rollouts]
     earlier = {table: record[table] for table in ("dense", "held", "read")}
     known = {(row["policy"], row["kv_dtype"]): row for rows in earlier.values() for row in rows}
 
@@ -75,9 +74,7 @@ def run_leaderboard(
         engines.kv_dtype = kv_dtype
         own = engines.with_page(page)
         step_ms = milliseconds(own, policy, lengths)
-        row = measure_row(
-            own, policy, text, dense, scores, family=family, target=target, step_ms=step_ms, progress=progress
-        )
+        row = measure_row(own, policy, text, dense, family=family, target=target, step_ms=step_ms, progress=progress)
         return known.setdefault((name, kv_dtype), row.to_dict())
 
     record |= {"dense": [], "held": [], "read": [], "left_out": []}

@@ -245,10 +245,10 @@ class Engine(EngineCore):
         means each rollout's own policy, and needs no decoding if the rollouts kept their hidden states. Given tokens
         of later turns have no α: use those of `Rollout.sampled`. `temperature` defaults to each rollout's own.
         """
-        from alula.engine.scoring import kept_acceptance, stream_acceptance
+        from alula.engine.scoring import score_kept, stream_acceptance
 
         if sparsity is None and all(r.hidden is not None for r in rollouts):
-            return kept_acceptance(self, rollouts, temperature)
+            return [alpha for alpha, _ in score_kept(self, rollouts, temperature)]
         sparsity = [r.sparsity for r in rollouts] if sparsity is None else sparsity
         alphas: list[Tensor | None] = [None] * len(rollouts)
         for index, alpha, _ in stream_acceptance(self, rollouts, sparsity, temperature):

@@ -166,18 +166,20 @@ def padded(values: Tensor | None, length: int, value: float = math.nan) -> Tenso
 
 
 @torch.inference_mode()
-def kept_acceptance(engine: "Engine", rollouts: Many[Rollout], temperature: float | None = None) -> list[Tensor]:
-    """α [tokens] of rollouts that kept their hidden states, from one dense packed pass without decoding."""
+def score_kept(
+    engine: "Engine", rollouts: Many[Rollout], temperature: float | None = None
+) -> list[tuple[Tensor, Scores]]:
+    """α [tokens] and dense log-probs of rollouts that kept their hidden states, from one dense packed pass."""
     engine.inputs.check_rollouts(rollouts, temperature)
     head, chunk = engine.runner.logits, max(1, LOGITS_BYTES // (4 * engine.model.config.vocab_size))
-    alphas = []
+    results = []
     for r, teacher in zip(rollouts, teachers(engine, rollouts)):
         assert r.hidden is not None
         dense = teacher.hidden[teacher.start : teacher.start + len(r)].to(engine.device)
         scale = temperature if temperature is not None else r.sampling.scored_temperature
-        sparse = r.hidden.to(engine.device)
-        alphas.append(chunked_acceptance(dense, head, sparse, head, temperature=scale, chunk=chunk).cpu())
-    return alphas
+        alpha = chunked_acceptance(dense, head, r.hidden.to(engine.device), head, temperature=scale, chunk=chunk)
+        results.append((alpha.cpu(), Scores(score_tokens(engine, dense, r.token_ids, 0, scale)[0].cpu())))
+    return results
 
 
 @torch.inference_mode()

@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from alula.engine.engine import Engine
-from alula.engine.rollout import KVUse, Rollout, Sampling
-from alula.engine.scoring import kept_acceptance, stream_acceptance
+from alula.engine.rollout import KVUse, Rollout, Sampling, Scores
+from alula.engine.scoring import score_kept, stream_acceptance
 from alula.errors import require
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import Array, Tail, tail
@@ -88,20 +88,22 @@ def rollouts_with_acceptance(
     policy: Sparsity,
     *,
     progress: bool = False,
-) -> tuple[list[Rollout], list[Tensor]]:
-    """Rollouts of a policy, ordered by prompt and sample, and α of each from the hidden states used in sampling."""
+) -> tuple[list[Rollout], list[Tensor], list[Scores]]:
+    """Rollouts of a policy, ordered by prompt and sample. α of each, from the hidden states used in sampling, and its
+    dense log-probs come from one dense pass."""
     requests = engine.requests(list(prompts), sampling, policy)
     for request in requests:
         request.keep_hidden = sampling.n
-    pairs = []
+    results = []
     with progress_bar(len(requests) * sampling.n, progress) as advance:
         for rollout in engine.stream(requests):
             require(rollout.finish != "error", "model: its output is not finite; check its weights and dtype.")
-            [alpha] = kept_acceptance(engine, [rollout])  # now, since hidden states are too large to collect
-            pairs.append((replace(rollout, hidden=None), alpha))
+            [(alpha, scores)] = score_kept(engine, [rollout])  # now, since hidden states are too large to collect
+            results.append((replace(rollout, hidden=None), alpha, scores))
             advance(len(rollout))
-    pairs.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
-    return [rollout for rollout, _ in pairs], [alpha for _, alpha in pairs]
+    results.sort(key=lambda result: (result[0].prompt_index, result[0].sample_index))
+    rollouts, alphas, dense = map(list, zip(*results))
+    return rollouts, alphas, dense
 
 
 def policies_per_batch(engine: Engine, text: Sequence[Rollout], evicts: bool) -> int:

@@ -35,6 +35,8 @@ from alula.models.supported import check_config, check_dry_run
 SHAPE = "shape:"
 UNREADABLE = (OSError, ValueError, struct.error)
 """Errors of reading a model's files; the last two also mean a truncated GGUF file."""
+HEAD_PART = 4096
+"""Rows of a 16-bit head that are converted to float32 at a time, on a CPU."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -104,13 +106,16 @@ def lm_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """Float32 logits `[..., vocabulary]` from `hidden [..., width]` and the head `weight [vocabulary, width]`.
 
     Logits rounded to bfloat16 are 0.125 apart between 16 and 32, which changes log-probs more than sparsity does. On
-    CUDA the product of 16-bit matrices is accumulated and returned in float32, at the same speed.
+    CUDA the product of 16-bit matrices is accumulated and returned in float32, at the same speed. On a CPU a 16-bit
+    head is converted in parts, which stay in the processor's cache.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
         logits = _WideProduct.apply(rows, weight)
     else:
-        logits = rows.float() @ weight.float().T
+        parts = [weight] if weight.dtype == torch.float32 else weight.split(HEAD_PART)
+        products = [rows.float() @ part.float().T for part in parts]
+        logits = products[0] if len(products) == 1 else torch.cat(products, -1)
     if bias is not None:
         logits = logits + bias.float()
     return logits.view(*hidden.shape[:-1], weight.shape[0])

@@ -98,7 +98,7 @@ def calibrate(
     cache = CalibrationCache.open(work_file, engine, text, bins)
     if cache.floor is None:
         log(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
-        rollouts, alphas = rollouts_with_acceptance(engine, text.prompts, text.sampling, DENSE, progress=progress)
+        rollouts, alphas, _ = rollouts_with_acceptance(engine, text.prompts, text.sampling, DENSE, progress=progress)
         cache.add_text(rollouts, bins.tail(rollouts, alphas))
     assert cache.floor is not None
     require(
@@ -140,7 +140,7 @@ def search(
         if text.own:
             for budget in budgets:
                 policy = family.policy(budget)
-                rollouts, alphas = rollouts_with_acceptance(
+                rollouts, alphas, _ = rollouts_with_acceptance(
                     engine, text.prompts, text.sampling, policy, progress=progress
                 )
                 kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
@@ -230,7 +230,7 @@ class MeasureBin:
             return BinTail(0.0, 0.0, 1.0, 0, 0)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, last - shortest))
         policy = self.family.policy(Schedule(budgets, self.bins.width))
-        rollouts, alphas = rollouts_with_acceptance(
+        rollouts, alphas, _ = rollouts_with_acceptance(
             self.engine, self.text.prompts, sampling, policy, progress=self.progress
         )
         return self.single.tail(rollouts, alphas)[j]

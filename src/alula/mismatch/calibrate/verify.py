@@ -104,9 +104,9 @@ def verify(
     progress: bool = False,
 ) -> Verification:
     """Sample rollouts from `policy` and measure them in the bins of its schedule."""
-    rollouts, alphas = rollouts_with_acceptance(engine, text.prompts, text.sampling, policy, progress=progress)
+    rollouts, alphas, dense = rollouts_with_acceptance(engine, text.prompts, text.sampling, policy, progress=progress)
     bins = Bins(schedule.width, len(schedule.budgets), quantile, confidence)
-    vetoed = Share.vetoed(rollouts, engine.score(rollouts), text.samples)
+    vetoed = Share.vetoed(rollouts, dense, text.samples)
     kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
     tail = bins.tail(rollouts, alphas)
     return Verification(schedule, tau, tail, vetoed, kv, engine.geometry.kv_dtype, policy.dense)

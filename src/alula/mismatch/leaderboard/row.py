@@ -10,6 +10,7 @@ from torch import Tensor
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Scores
 from alula.engine.scoring import forced_request, padded, teachers
+from alula.engine.sequence import Teacher
 from alula.mismatch.calibrate.calibrate import TextSettings
 from alula.mismatch.leaderboard.kv_bytes import KVBytes, kv_bytes
 from alula.mismatch.measure import Bins, rollouts_with_acceptance
@@ -41,6 +42,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class DenseText:
+    """Rollouts of the dense policy, with what its packed pass says of them: once for all rows."""
+
+    rollouts: Sequence[Rollout]
+    scores: Sequence[Scores]
+    states: Sequence[Teacher]
+    """Hidden states, to compare each step's distribution with."""
+
+    @classmethod
+    def sampled(cls, engine: Engine, text: TextSettings, progress: bool = False) -> "DenseText":
+        rollouts = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
+        return cls(rollouts, engine.score(rollouts), teachers(engine, rollouts))
+
+
+@dataclass(frozen=True)
 class Row:
     """One policy. `target` is the number of KV tokens whose bytes it may hold or read; None for the dense policy."""
 
@@ -69,19 +85,18 @@ def measure_row(
     engine: Engine,
     policy: Sparsity,
     text: TextSettings,
-    dense: Sequence[Rollout],
-    scores: Sequence[Scores],
+    dense: DenseText,
     *,
     family: str,
     target: int | None,
     step_ms: float,
     progress: bool = False,
 ) -> Row:
-    """Measure a policy. `dense` is the dense policy's text and `scores` its log-probs in the packed pass."""
-    rollouts, alphas = rollouts_with_acceptance(engine, text.prompts, text.sampling, policy, progress=progress)
-    own = [s.logprobs.cpu() - r.sampler_logprobs().cpu() for r, s in zip(rollouts, engine.score(rollouts))]
+    """Measure a policy on its own rollouts and on the dense policy's."""
+    rollouts, alphas, scores = rollouts_with_acceptance(engine, text.prompts, text.sampling, policy, progress=progress)
+    own = [s.logprobs - r.sampler_logprobs().cpu() for r, s in zip(rollouts, scores)]
     sparse, on_text = decoded_again(engine, dense, policy)
-    lost = [q - s.logprobs.cpu() for q, s in zip(sparse, scores)]
+    lost = [q - s.logprobs for q, s in zip(sparse, dense.scores)]
     lengths = [(len(r.prompt_ids), len(r)) for r in rollouts]
     return Row(
         policy.describe(),
@@ -90,7 +105,7 @@ def measure_row(
         engine.geometry.kv_dtype,
         kv_bytes(engine.geometry, engine.page, policy, lengths),
         sample(rollouts, alphas, own),
-        sample(dense, on_text, lost),
+        sample(dense.rollouts, on_text, lost),
         step_ms,
     )
 
@@ -111,11 +126,11 @@ def first_below(log_ratio: Tensor) -> int:
     return int(found[0]) if len(found) else NEVER
 
 
-def decoded_again(engine: Engine, text: Sequence[Rollout], policy: Sparsity) -> tuple[list[Tensor], list[Tensor]]:
+def decoded_again(engine: Engine, dense: DenseText, policy: Sparsity) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probs of the text's tokens when they are decoded under `policy`, and α against the dense pass."""
+    text = dense.rollouts
     requests = [
-        forced_request(engine, r, i, policy, teacher=teacher)
-        for i, (r, teacher) in enumerate(zip(text, teachers(engine, text)))
+        forced_request(engine, r, i, policy, teacher=teacher) for i, (r, teacher) in enumerate(zip(text, dense.states))
     ]
     logprobs, alphas = [torch.empty(0)] * len(text), [torch.empty(0)] * len(text)
     for done in engine.stream(requests):
