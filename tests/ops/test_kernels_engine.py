@@ -170,6 +170,18 @@ def test_attention_of_a_row_does_not_depend_on_how_long_its_neighbours_are(on, w
     assert torch.equal(short[1][0], long[1][0])
 
 
+def test_on_a_cpu_rows_read_a_few_at_a_time_say_what_they_say_together(kernels, monkeypatch):
+    kernels(False)
+    monkeypatch.setattr(attention_module, "TORCH_CHUNK", 16)
+    table, lengths = shuffled_table(7, 12)[:, None].expand(7, 2, 12), [[3, 48], [17, 1], [48, 48], [9, 9], [31, 2]]
+    tokens = ints([*lengths, [16, 16], [5, 40]])  # of each KV head, as under a selector
+    q, keys, values = noise(7, 6, 16), noise(85, 2, 4, 16, seed=1), noise(85, 2, 4, 16, seed=2)
+    together = paged_attention(q, keys, values, table, tokens, 0.25, 48)
+    monkeypatch.setattr(attention_module, "TORCH_VALUES", 3 * 16 * 2 * 16)
+    for parted, whole in zip(paged_attention(q, keys, values, table, tokens, 0.25, 48), together):
+        assert torch.equal(parted, whole)
+
+
 def test_pieces_grow_with_rows_and_with_a_rows_own_length():
     def lengths(row_heads, counts):
         return [Pieces.of(row_heads).length(count) for count in counts]

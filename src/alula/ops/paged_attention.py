@@ -21,6 +21,9 @@ from alula.ops.pieces import MANY, Pieces, piece_length
 from alula.ops.rotary import Rotary, rotated_tile, rotated_vector
 
 TORCH_CHUNK = 128
+"""Tokens that the torch form reads at a time."""
+TORCH_VALUES = 1 << 19
+"""Keys that it reads at a time, counted in numbers."""
 
 
 class NewTokens(NamedTuple):
@@ -66,6 +69,28 @@ def paged_attention_torch(
     most_tokens: int,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """A few rows of similar length at a time: their keys and values then stay in the processor's cache."""
+    group = max(1, TORCH_VALUES // (TORCH_CHUNK * keys.shape[1] * keys.shape[3]))
+    if len(q) <= group:
+        return _attend_rows(q, keys, values, table, tokens, scaling, most_tokens, scales)
+    out, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for rows in tokens.amax(-1).argsort(stable=True).split(group):
+        out[rows], logsumexp[rows] = _attend_rows(
+            q[rows], keys, values, table[rows], tokens[rows], scaling, most_tokens, scales
+        )
+    return out, logsumexp
+
+
+def _attend_rows(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    scaling: float,
+    most_tokens: int,
+    scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     per_chunk = max(1, TORCH_CHUNK // page)
@@ -92,7 +117,8 @@ def paged_attention_torch(
         if scales is not None:
             key_scale, value_scale = power_of_two(scales[:, pages, head].reshape(2, batch, kv_heads, chunk, 1))
             key, value = key * key_scale, value * value_scale
-        value = zeroed(value, ~valid)  # unused slots hold old values
+        if not bool(valid.all()):
+            value = zeroed(value, ~valid)  # unused slots hold old values
         logits = (grouped @ key.transpose(-1, -2)).masked_fill(~valid[:, :, None], float("-inf"))
         peak = torch.maximum(top, logits.amax(-1, keepdim=True))
         weights = torch.exp(logits - peak)
