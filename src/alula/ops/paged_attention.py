@@ -69,28 +69,15 @@ def paged_attention_torch(
     most_tokens: int,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A few rows of similar length at a time: their keys and values then stay in the processor's cache."""
+    """More rows than fit into the processor's cache are read a few at a time, those of similar length together."""
     group = max(1, TORCH_VALUES // (TORCH_CHUNK * keys.shape[1] * keys.shape[3]))
-    if len(q) <= group:
-        return _attend_rows(q, keys, values, table, tokens, scaling, most_tokens, scales)
-    out, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for rows in tokens.amax(-1).argsort(stable=True).split(group):
-        out[rows], logsumexp[rows] = _attend_rows(
-            q[rows], keys, values, table[rows], tokens[rows], scaling, most_tokens, scales
-        )
-    return out, logsumexp
-
-
-def _attend_rows(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    tokens: Tensor,
-    scaling: float,
-    most_tokens: int,
-    scales: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    if len(q) > group:
+        out, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        for rows in tokens.amax(-1).argsort(stable=True).split(group):
+            out[rows], logsumexp[rows] = paged_attention_torch(
+                q[rows], keys, values, table[rows], tokens[rows], scaling, most_tokens, scales
+            )
+        return out, logsumexp
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     per_chunk = max(1, TORCH_CHUNK // page)
