@@ -84,6 +84,20 @@ def test_vetoed_rollouts_are_distilled_and_the_engine_serves_the_adapter(tmp_pat
     assert adapter.base_model == "shape:tiny-llama"
 
 
+def test_evictions_of_distilled_rollouts_are_written(tmp_path):
+    trained(
+        tmp_path / "run",
+        steps=2,
+        eval={"every": 0},
+        logging={"rollouts": 1},
+        distill=RECIPE["distill"] | {"move": None, "every": 2, "fraction": 1.0},
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2], "the second step distils"
+    for row in rows:
+        assert all(set(rollout["evicted"]) > {"0"} for rollout in row["rollouts"])
+
+
 def test_teacher_follows_theta(tmp_path):
     trainer, seen = watched(
         tmp_path, steps=3, eval={"every": 0}, distill=RECIPE["distill"] | {"move": None, "every": 1}

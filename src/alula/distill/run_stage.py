@@ -88,8 +88,6 @@ class RunDistiller:
         if not self.distiller.world.all_max(len(rows)):  # none is chosen, or all those were continued densely
             return dict(self.measured)
         metrics = self.distiller.step([rollouts[i] for i in rows], advantages[rows])
-        for rollout in rollouts:
-            rollout.history = None
         del metrics["time"]
         return {f"distill/{name}": value for name, value in metrics.items()} | self.measured
 
