@@ -142,6 +142,7 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):
     assert all(row["kv"]["peak"] <= limit for row in record["held"])
     assert "streaming:buffer=2:window=30: left out of the table of bytes held" in printed
     assert len(record["left_out"]) == 2
+    assert {row["step_ms"] for row in record["held"] + record["read"] + record["dense"]} == {None}, "CPU times"
     assert alula(*common, "--budgets", 16, "--methods", methods) == 0
     assert "at the bytes of" not in capsys.readouterr().out, "what was measured is kept"
     assert json.loads(out.read_text()) == record

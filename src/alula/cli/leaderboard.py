@@ -73,7 +73,7 @@ def run_leaderboard(
         typer.echo(f"{shown}: at the bytes of {target} tokens" if target else shown)
         engines.kv_dtype = kv_dtype
         own = engines.with_page(page)
-        step_ms = milliseconds(own, policy, lengths)
+        step_ms = milliseconds(own, policy, lengths) if own.device.type == "cuda" else None
         row = measure_row(own, policy, text, dense, family=family, target=target, step_ms=step_ms, progress=progress)
         return known.setdefault((name, kv_dtype), row.to_dict())
 
@@ -138,8 +138,7 @@ def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int
     """Milliseconds per decode step of as many rows as there are rollouts, all of the mean length."""
     prompt, generated = round(fmean(p for p, _ in lengths)), max(round(fmean(n for _, n in lengths)), 2)
     rows = min(len(lengths), engine.max_rows)
-    if engine.device.type == "cuda":
-        time_rollouts(engine, rows, prompt, generated, policy)  # captures graphs
+    time_rollouts(engine, rows, prompt, generated, policy)  # captures graphs
     return 1e3 * time_rollouts(engine, rows, prompt, generated, policy)["seconds"] / generated
 
 

@@ -67,8 +67,8 @@ class Row:
     kv: KVBytes
     own: Sample
     text: Sample
-    step_ms: float
-    """Milliseconds of a decode step, evictions included."""
+    step_ms: float | None
+    """Milliseconds of a decode step, evictions included. Not measured on a CPU, whose kernels are only a reference."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,13 +89,18 @@ def measure_row(
     *,
     family: str,
     target: int | None,
-    step_ms: float,
+    step_ms: float | None,
     progress: bool = False,
 ) -> Row:
     """Measure a policy on its own rollouts and on the dense policy's."""
-    rollouts, alphas, scores = rollouts_with_acceptance(engine, text.prompts, text.sampling, policy, progress=progress)
-    own = [s.logprobs - r.sampler_logprobs().cpu() for r, s in zip(rollouts, scores)]
     sparse, on_text = decoded_again(engine, dense, policy)
+    if engine.is_dense(policy):  # its own rollouts are the text
+        rollouts, alphas, scores = dense.rollouts, on_text, dense.scores
+    else:
+        rollouts, alphas, scores = rollouts_with_acceptance(
+            engine, text.prompts, text.sampling, policy, progress=progress
+        )
+    own = [s.logprobs - r.sampler_logprobs().cpu() for r, s in zip(rollouts, scores)]
     lost = [q - s.logprobs for q, s in zip(sparse, dense.scores)]
     lengths = [(len(r.prompt_ids), len(r)) for r in rollouts]
     return Row(

@@ -72,7 +72,7 @@ def line(row: Row, dense: Row, samples: int, lengths: Sequence[int], rank: str) 
         f"{row.kv.held / 1024:,.1f}",
         f"{row.kv.peak / 1024:,.1f}",
         f"{row.kv.read / 1024:,.1f}",
-        f"{row.step_ms:.2f}",
+        "" if row.step_ms is None else f"{row.step_ms:.2f}",
     )
     return "| " + " | ".join(cells) + " |"
 
