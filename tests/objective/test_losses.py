@@ -294,6 +294,34 @@ def test_a_dropped_token_adds_nothing_even_when_its_ratio_overflows():
         assert new.grad.tolist() == [0.0, -1.0]
 
 
+@pytest.mark.parametrize(
+    ("loss", "new", "old", "reference", "advantage", "slope"),
+    [
+        (Loss("grpo"), -2.0, -100.0, None, 1.0, 0.0),
+        (Loss("gspo"), -2.0, -100.0, None, 1.0, 0.0),
+        (Loss("dapo", dual_clip=3.0), -2.0, -100.0, None, -1.0, 0.0),
+        (Loss("grpo", kl=0.1, kl_clamp=10.0), -100.0, -100.0, -2.0, 1.0, -1.0),
+    ],
+)
+def test_a_bounded_loss_has_a_gradient_when_the_ratio_overflows(loss, new, old, reference, advantage, slope):
+    """A nan would skip the whole step."""
+    new = torch.tensor([new, -1.0], requires_grad=True)
+    parts = Divisors(torch.ones(2).double(), torch.ones(2).double())
+    result, _ = policy_loss(
+        new,
+        torch.tensor([old, -1.0]),
+        torch.tensor([advantage, 1.0]),
+        torch.ones(2),
+        torch.tensor([0, 1]),
+        loss,
+        parts,
+        reference_logprobs=None if reference is None else torch.tensor([reference, -1.0]),
+    )
+    result.backward()
+    assert torch.isfinite(result)
+    assert new.grad.tolist() == [slope, -1.0]
+
+
 def test_metrics_on_numbers():
     new = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
     old = torch.log(torch.tensor([0.25, 0.25, 0.8, 0.5]))  # ratios 2, 2, 0.625, 1

@@ -9,6 +9,7 @@ on all ranks. A learner that averages gradients over ranks multiplies the loss b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,11 +144,26 @@ def _ratio(log_ratio: Tensor, sequence: Tensor, sequences: int, level: RatioLeve
     if level == "geometric":
         means = ragged.total(log_ratio, sequence, sequences) / ragged.count(sequence, sequences).clamp(min=1)
         log_ratio = means[sequence]
-    return log_ratio.exp()
+    return _Exp.apply(log_ratio)
 
 
 def _k3(distance: Tensor) -> Tensor:
-    return torch.exp(-distance) - 1 + distance
+    return _Exp.apply(-distance) - 1 + distance
+
+
+class _Exp(torch.autograd.Function):
+    """e^x. Where a clip has cut the gradient to 0 it stays 0, even if e^x overflows: 0 · inf would be nan."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (result,) = ctx.saved_tensors
+        return torch.where(gradient == 0, gradient, gradient * result)
 
 
 def _ratio_metrics(
