@@ -201,6 +201,22 @@ def test_failures_end_an_episode_and_no_other(loaded):
     assert engine.pool.in_use == 0
 
 
+def test_a_turn_that_the_engine_rejects_is_not_counted(loaded):
+    """Messages so long that the KV memory cannot hold them."""
+
+    class Verbose(Talkative):
+        def step(self, completion):
+            return "a > b " * 40, 0.5, False
+
+    engine = engine_of(loaded, kv_memory="64KiB")
+    played = episodes_of(engine, Verbose, max_tokens=400).play(starts(1), SAMPLING, Sparsity())
+    assert all("kv_memory" in episode.failure for episode in played)
+    for episode in played:
+        assert (len(episode.turns), episode.turns[0].messages) == (1, [])
+        assert episode.text == episode.turns[0].completion
+    assert engine.pool.in_use == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "turns", "tokens"), [({"max_turns": 3}, 3, None), ({"max_turns": 99, "max_tokens": 17}, None, 17)]
 )

@@ -258,11 +258,10 @@ class Episodes:
         if left < 1:
             self._end(live, "length")
             return
+        self.serving[self.engine.extend(rollout.session, given, self._turn_sampling(live, left))] = live
         turn.messages = messages
         live.messages = [*live.messages, {"role": "assistant", "content": turn.completion}, *messages]
         live.turns.append(Turn(len(rollout) + len(given), ""))
-        request = self.engine.extend(rollout.session, given, self._turn_sampling(live, left))
-        self.serving[request] = live
 
     def _end(self, live: Live, finish: Finish, failure: str | None = None) -> None:
         """Release the episode's KV, close its environment and keep its result."""
