@@ -84,3 +84,30 @@ def test_files_that_are_not_an_adapter_are_named(tmp_path, names, settings, mess
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(SettingError, match=message):
         Adapter.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"alora_invocation_tokens": [5]},
+        {"layer_replication": [[0, 1], [0, 2]]},
+    ],
+)
+def test_variants_with_plain_tensors_raise(tmp_path, settings):
+    """What peft computes with these files is not W + scale · B A."""
+    model = load_model("shape:tiny-qwen2", dtype="float32").model
+    trained = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **settings))
+    trained.save_pretrained(tmp_path)
+    with pytest.raises(SettingError, match=rf"{next(iter(settings))}.* is not plain LoRA"):
+        Adapter.load(tmp_path)
+
+
+@pytest.mark.parametrize("initial", [True, "gaussian", "orthogonal"])
+def test_other_initial_values_are_read(tmp_path, initial):
+    model = load_model("shape:tiny-qwen2", dtype="float32").model
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=initial)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    assert len(Adapter.load(tmp_path).weights) == model.config.num_hidden_layers

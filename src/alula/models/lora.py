@@ -27,6 +27,17 @@ from alula.files import apply_umask
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 BASE = ".base"
+VARIANTS = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "alora_invocation_tokens",
+    "layer_replication",
+)
+"""Settings of peft that change what an adapter with plain tensors computes."""
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Initial values of peft that are taken out of the model's own weights."""
 
 
 @dataclass
@@ -84,8 +95,9 @@ class Adapter:
             rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
         except (ValueError, KeyError, TypeError, SafetensorError) as error:
             raise SettingError(f"{given}: not a LoRA adapter ({error}).") from error
-        variants = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
-        unsupported = [name for name in variants if settings.get(name)]
+        unsupported = [name for name in VARIANTS if settings.get(name)]
+        if str(initial := settings.get("init_lora_weights")).startswith(CHANGE_THE_BASE):
+            unsupported.append(f"init_lora_weights={initial}, which changes the model's weights,")
         unsupported += [name for name in tensors if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
         require(not unsupported, f"{given}: {', '.join(unsupported[:3])} is not plain LoRA.")
         names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
