@@ -1,3 +1,4 @@
+import errno
 import os
 import random
 import signal
@@ -121,6 +122,38 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, damage):
     checkpoints.save(2, small(2), {"step": 2})
     assert read(checkpoints, checkpoints.latest()) == (2.0, {"step": 2})
     assert checkpoints.best() is None
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_later_checkpoints_do_not_take_the_place_of_new_ones(tmp_path, keep):
+    """The run went back to step 1 and is stopped before it reaches the damaged steps again."""
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step, score in ((1, 0.5), (3, 0.9), (4, 0.7)):
+        checkpoints.save(step, small(step), {"step": step}, score=score)
+    for step in (3, 4):
+        os.truncate(tmp_path / f"step-0000000{step}" / "tensors.safetensors", 100)
+    checkpoints = Checkpoints(tmp_path, keep=keep, report=lambda message: None)
+    assert checkpoints.begin(resume=True).name == "step-00000001"
+    checkpoints.save(2, small(2), {"step": 2}, score=0.4)
+    again = Checkpoints(tmp_path, keep=keep)
+    assert read(again, again.begin(resume=True)) == (2.0, {"step": 2})
+    assert again.best().name == "step-00000001"
+
+
+def test_old_checkpoints_that_cannot_be_deleted_stop_nothing(tmp_path, monkeypatch):
+    """As on a network file system while another process reads them. A later save deletes them."""
+
+    def busy(*_, **__):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", busy)
+        for step in (1, 2, 3):
+            checkpoints.save(step, small(step), {"step": step})
+        assert [path.name for path in checkpoints.all()] == ["step-00000003"]
+    checkpoints.save(4, small(4), {"step": 4})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
 def test_latest_of_an_empty_folder_is_none(tmp_path):

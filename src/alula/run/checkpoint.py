@@ -82,7 +82,7 @@ class Checkpoints:
                 f"checkpoint {final} could not be written: {_reason(error)}. Earlier checkpoints are intact; "
                 "free some space, or choose another folder, and resume."
             ) from error
-        self._on_first(self._prune)
+        self._on_first(lambda: self._prune(final))
         return final
 
     def rate(self, step: int, score: float) -> None:
@@ -148,8 +148,7 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint with the highest score; of several, the newest."""
-        ranked = [(score, path) for path in self.all() if (score := _marker(path).get("score")) is not None]
-        return max(ranked)[1] if ranked else None
+        return best_of(self.all())
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -186,7 +185,7 @@ class Checkpoints:
     def _make_room(self, aside: Path, final: Path, tensors: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f"{ASIDE}*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         if shortage := self.shortage(tensors):
             raise OSError(shortage)
         aside.mkdir()
@@ -225,15 +224,18 @@ class Checkpoints:
         new.write_text(json.dumps(_marker(path) | {"score": score}, indent=1))
         _flush(new)
         new.replace(path / MARKER)
-        self._prune()
+        self._prune(path)
 
-    def _prune(self) -> None:
-        """Rename before deleting: a kill in between must not leave half a checkpoint under its name."""
-        kept = {*self.all()[-self.keep :], self.best()}
+    def _prune(self, newest: Path) -> None:
+        """Keep the last ones up to `newest`, and the best of them. Later ones are damaged: the run did not resume from
+        them. Rename before deleting: a kill in between must not leave half a checkpoint under its name. What cannot be
+        deleted, because another process reads it, is left to the next save."""
+        known = [path for path in self.all() if path <= newest]
+        kept = {*known[-self.keep :], best_of(known)}
         for path in self.all():
             if path not in kept:
                 aside = path.rename(self.folder / f"{ASIDE}old-{path.name}")
-                shutil.rmtree(aside)
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _on_first(self, action: Callable[[], None]) -> None:
         """Run `action` on the first rank; if it fails there, raise on every rank."""
@@ -255,6 +257,12 @@ class Checkpoints:
                 return wrong
             self._intact.add(path)
         return None
+
+
+def best_of(paths: list[Path]) -> Path | None:
+    """The checkpoint with the highest score; of several, the newest."""
+    ranked = [(score, path) for path in paths if (score := _marker(path).get("score")) is not None]
+    return max(ranked)[1] if ranked else None
 
 
 def faults(path: Path) -> str | None:
