@@ -106,7 +106,7 @@ def test_ranks_are_apart_only_where_the_interval_excludes_zero():
 def test_a_row_agrees_with_verify(engine):
     prompts = tuple(tuple(range(3 + i, 10 + i)) for i in range(20))
     text = TextSettings(prompts, 28, samples=2, temperature=1.5)
-    dense = DenseText.sampled(engine, text)
+    dense = DenseText.of(engine, engine.generate([list(p) for p in prompts], text.sampling, progress=False))
     policy = Sparsity(Evict("streaming", 8, buffer=2, window=2, sinks=1))
     names = {"family": "streaming", "target": 10, "step_ms": 1.0}
     row = measure_row(engine, policy, text, dense, **names)
@@ -144,13 +144,29 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):
     assert len(record["left_out"]) == 2
     assert {row["step_ms"] for row in record["held"] + record["read"] + record["dense"]} == {None}, "CPU times"
     assert alula(*common, "--budgets", 16, "--methods", methods) == 0
-    assert "at the bytes of" not in capsys.readouterr().out, "what was measured is kept"
+    printed = capsys.readouterr().out
+    assert "at the bytes of" not in printed, "what was measured is kept"
+    assert "dense text: " not in printed, "so is the text"
     assert json.loads(out.read_text()) == record
     assert alula(*common, "--seed", 1) == 2
     assert "was written with weights=" in capsys.readouterr().err
     init_adapter(load_model("shape:tiny-llama").model, 2, 4.0, ["all"], 0).save(tmp_path / "adapter")
     assert alula(*common, "--sparse-adapter", tmp_path / "adapter") == 2
     assert "was written with adapter=none" in capsys.readouterr().err
+
+    more, work = (
+        [*common, "--methods", "knorm:buffer=2:window=2:sinks=1", "--budgets", 16],
+        tmp_path / "board.work.json",
+    )
+    out.rename(tmp_path / "kept.json")
+    assert alula(*more, "--temperature", 0.7) == 2
+    assert "board.work.json was written with temperature=1.0" in capsys.readouterr().err
+    text = work.read_text()
+    work.write_text(text[:100])
+    assert alula(*more) == 2
+    assert "board.work.json: is not a leaderboard's work file; delete it." in capsys.readouterr().err
+    work.write_text(text)
+    (tmp_path / "kept.json").rename(out)
 
     def stopped(*given, **named):
         raise KeyboardInterrupt

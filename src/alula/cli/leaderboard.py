@@ -12,7 +12,7 @@ import typer
 from alula.bench.decode import rollouts as time_rollouts
 from alula.errors import SettingError
 from alula.files import check_same_settings, write_atomically
-from alula.mismatch.calibrate.cache import text_settings
+from alula.mismatch.calibrate.cache import text_from_lists, text_settings, text_to_lists
 from alula.mismatch.leaderboard.kv_bytes import KVBytes, fit_budget, kv_bytes
 from alula.mismatch.leaderboard.row import DenseText, measure_row
 from alula.mismatch.leaderboard.table import tables
@@ -26,6 +26,7 @@ from alula.sparsity.select import METHODS as SELECTORS
 if TYPE_CHECKING:
     from alula.cli.common import Engines
     from alula.engine.engine import Engine
+    from alula.engine.rollout import Rollout
     from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.models.geometry import Geometry
 
@@ -49,13 +50,13 @@ def run_leaderboard(
     progress: bool,
 ) -> None:
     """Measure every method at every target, write after each row, print both tables. `families` default to all. Where
-    the engines quantise KV, every method is measured with KV of the model's dtype as well."""
+    the engines quantise KV, every method is measured with KV of the model's dtype as well. The dense text is kept in a
+    work file, so that rows measured later stand on the same text."""
     dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
     engines.kv_dtype = None
     engine = engines.with_page(page)
     record = opened(out, engine, text, dtypes)
-    typer.echo(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
-    dense = DenseText.sampled(engine, text, progress)
+    dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
     lengths = [(len(r.prompt_ids), len(r)) for r in dense.rollouts]
     earlier = {table: record[table] for table in ("dense", "held", "read")}
     known = {(row["policy"], row["kv_dtype"]): row for rows in earlier.values() for row in rows}
@@ -92,6 +93,24 @@ def run_leaderboard(
     for reason in record["left_out"]:
         typer.echo(reason)
     typer.echo(f"{out}: methods are ranked apart only where the paired interval of their vetoed shares excludes 0.")
+
+
+def dense_rollouts(work_file: Path, engine: "Engine", text: "TextSettings", progress: bool) -> list["Rollout"]:
+    """The dense policy's rollouts: those of the work file, or new ones."""
+    settings = text_settings(engine, text)
+    if work_file.exists():
+        try:
+            record = json.loads(work_file.read_text())
+            before, lists = record["settings"], record["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise SettingError(f"work file {work_file}: is not a leaderboard's work file; delete it.") from None
+        hint = "use the same setting to continue, delete the file to start over, or set another --out"
+        check_same_settings(f"work file {work_file}", before, settings, hint)
+        return text_from_lists(lists, text.sampling)
+    typer.echo(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
+    rollouts = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
+    write_atomically(work_file, json.dumps({"settings": settings, "text": text_to_lists(rollouts)}) + "\n")
+    return rollouts
 
 
 def entries(

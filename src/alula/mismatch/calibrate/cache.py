@@ -66,7 +66,7 @@ class CalibrationCache:
         data = {
             "version": VERSION,
             "settings": self.settings,
-            "text": [[r.prompt_index, r.sample_index, r.prompt_ids, r.token_ids] for r in self.rollouts],
+            "text": text_to_lists(self.rollouts),
             "floor": None if self.floor is None else tail_to_dict(self.floor),
             "measured": [one.to_dict() for one in self.measured.values()],
             "bin_tails": {name: asdict(tail) for name, tail in self.bin_tails.items()},
@@ -83,14 +83,23 @@ class CalibrationCache:
             ) from error
         hint = "use the same setting to continue, delete the file to start over, or set another --out"
         check_same_settings(f"work file {self.path}", before, self.settings, hint)
-        self.rollouts = [
-            Rollout(prompt, tokens, None, "length", prompt_index=i, sample_index=k, sampling=self.sampling)
-            for i, k, prompt, tokens in data["text"]
-        ]
+        self.rollouts = text_from_lists(data["text"], self.sampling)
         self.floor = None if data["floor"] is None else tail_from_dict(data["floor"])
         for one in map(MeasuredPolicy.from_dict, data["measured"]):
             self.measured[one.family, one.budget] = one
         self.bin_tails = {name: BinTail(**tail) for name, tail in data["bin_tails"].items()}
+
+
+def text_to_lists(rollouts: Iterable[Rollout]) -> list[list[Any]]:
+    return [[r.prompt_index, r.sample_index, r.prompt_ids, r.token_ids] for r in rollouts]
+
+
+def text_from_lists(lists: Iterable[list[Any]], sampling: Sampling) -> list[Rollout]:
+    """Rollouts without log-probs."""
+    return [
+        Rollout(prompt, tokens, None, "length", prompt_index=i, sample_index=k, sampling=sampling)
+        for i, k, prompt, tokens in lists
+    ]
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:

@@ -51,8 +51,7 @@ class DenseText:
     """Hidden states, to compare each step's distribution with."""
 
     @classmethod
-    def sampled(cls, engine: Engine, text: TextSettings, progress: bool = False) -> "DenseText":
-        rollouts = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
+    def of(cls, engine: Engine, rollouts: Sequence[Rollout]) -> "DenseText":
         return cls(rollouts, engine.score(rollouts), teachers(engine, rollouts))
 
 
@@ -95,12 +94,13 @@ def measure_row(
     """Measure a policy on its own rollouts and on the dense policy's."""
     sparse, on_text = decoded_again(engine, dense, policy)
     if engine.is_dense(policy):  # its own rollouts are the text
-        rollouts, alphas, scores = dense.rollouts, on_text, dense.scores
+        rollouts, alphas, scores, sampled = dense.rollouts, on_text, dense.scores, sparse
     else:
         rollouts, alphas, scores = rollouts_with_acceptance(
             engine, text.prompts, text.sampling, policy, progress=progress
         )
-    own = [s.logprobs - r.sampler_logprobs().cpu() for r, s in zip(rollouts, scores)]
+        sampled = [r.sampler_logprobs().cpu() for r in rollouts]
+    own = [s.logprobs - q for q, s in zip(sampled, scores)]
     lost = [q - s.logprobs for q, s in zip(sparse, dense.scores)]
     lengths = [(len(r.prompt_ids), len(r)) for r in rollouts]
     return Row(
