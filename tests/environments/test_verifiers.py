@@ -103,8 +103,14 @@ def test_tool_calls_are_read_from_the_text():
     assert message["content"] == "I look."
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
     assert assistant_message(text, None) == {"role": "assistant", "content": text}
-    broken = "<tool_call>{not json}</tool_call>"
-    assert assistant_message(broken, [{}]) == {"role": "assistant", "content": broken}
+    digits, depth = "1" * 5000, 100_000
+    for broken in (
+        "{not json}",
+        f'{{"name": {digits}}}',
+        '{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}",
+    ):
+        turn = f"<tool_call>{broken}</tool_call>"
+        assert assistant_message(turn, [{}]) == {"role": "assistant", "content": turn}
 
 
 def test_messages_as_text():

@@ -192,7 +192,7 @@ def assistant_message(completion: str, tools: Any) -> dict[str, Any]:
         try:
             call = json.loads(text)
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # not a call: the text stays
         parsed.append({"id": f"call-{number}", "type": "function", "function": function})
         message["content"] = message["content"].replace(text, "", 1)
