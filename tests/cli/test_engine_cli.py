@@ -216,6 +216,14 @@ def test_bench_accepts_contexts_beyond_the_positions_of_the_model(capsys):
     assert json.loads(out)["context"] == 5000
 
 
+@pytest.mark.slow
+def test_bench_takes_the_page_size_from_the_selector(capsys):
+    ask = ("bench", MODEL, "--batch", 1, "--context", 128, "--kv-memory", "8MiB", "--json")
+    code, out, _ = run(capsys, *ask, "--sparsity", "dense", "--sparsity", "quest:96,block=32")
+    assert code == 0
+    assert len(out.splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -223,7 +231,7 @@ def test_bench_accepts_contexts_beyond_the_positions_of_the_model(capsys):
         (["--context", "0"], "--context 0: "),
         (["--rollouts", "-1"], "--rollouts -1: "),
         (["--batch", "2000"], "batch=2000, context=32: needs 6000 pages"),
-        (["--sparsity", "quest:128,block=32"], "page=32"),
+        (["--sparsity", "quest:128,block=32", "--sparsity", "quest:128"], "--sparsity: block sizes [16, 32] "),
         (["--page", "12"], "page=12: "),
         (["--out", "/proc/none/x.json"], "--out /proc/none/x.json: "),
     ],

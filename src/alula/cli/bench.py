@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from alula.cli import options as shared
-from alula.cli.common import check_output_file
+from alula.cli.common import check_output_file, shared_page
 from alula.errors import SettingError
 from alula.files import size_text
 
@@ -40,6 +40,7 @@ def bench(
     from alula.sparsity.policy import Sparsity
 
     policies = [Sparsity.parse(text) for text in sparsity or ["dense"]]
+    page = shared_page(policies, page)
     batches, contexts = batch or [64], context or [1024]
     for name, values, least in (("batch", batches, 1), ("context", contexts, 1), ("rollouts", [rollouts], 0)):
         if min(values) < least:

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from alula.sparsity.policy import Sparsity
 
 
+def shared_page(policies: "Sequence[Sparsity]", default: int = 16) -> int:
+    """The page size that the policies share: a selector's block size, or else `default`."""
+    pages = {policy.select.block for policy in policies if policy.select}
+    require(len(pages) < 2, f"--sparsity: block sizes {sorted(pages)} need different page sizes; use one call each.")
+    return next(iter(pages), default)
+
+
 def check_output_file(out: Path | None, option: str = "--out") -> None:
     """Create the folder of `out`, and raise before the work starts if the file cannot be written."""
     if out is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from alula.cli import options as shared
-from alula.cli.common import check_output_file, warn_other_model
+from alula.cli.common import check_output_file, shared_page, warn_other_model
 from alula.cpus import set_threads
 from alula.errors import SettingError, require
 
@@ -153,15 +153,13 @@ def check_policies(texts: list[str], sparse_adapter: Path | None) -> "tuple[list
     from alula.sparsity.policy import Sparsity
 
     policies = [Sparsity.parse(text) for text in texts]
-    pages = {policy.select.block for policy in policies if policy.select}
-    if len(pages) > 1:
-        raise SettingError(f"--sparsity: block sizes {sorted(pages)} need different page sizes; use one call each.")
+    page = shared_page(policies)
     if sparse_adapter is not None and all(policy.dense for policy in policies):
         raise SettingError(
             f"--sparse-adapter {sparse_adapter}: every policy is dense, and only sparse ones use the adapter; name "
             "one with --sparsity."
         )
-    return policies, next(iter(pages), 16)
+    return policies, page
 
 
 def print_results(results: "list[EvalResult]") -> None:
