@@ -197,6 +197,13 @@ def test_invalid_settings_raise_with_one_line(recipe, overrides, message):
     assert message in error_of(recipe, *overrides)
 
 
+def test_a_missing_section_names_the_setting_that_it_needs(tmp_path):
+    path = tmp_path / "short.yaml"
+    path.write_text("steps: 5\n")
+    with pytest.raises(SettingError, match=r"'model\.source' is missing; .* model\.source=value"):
+        load_config(str(path))
+
+
 def listed(message: str) -> list[str]:
     return [] if message.endswith("there are none.") else message.partition("known: ")[2].rstrip(".").split(", ")
 

@@ -107,7 +107,7 @@ def test_settings_that_a_source_does_not_take_raise(tmp_path, name):
 def test_broken_json_names_the_line(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": \n')
-    with pytest.raises(SettingError, match="line 3"):
+    with pytest.raises(SettingError, match=r"line 3, column \d+: not JSON \([A-Z][^:]*\); fix"):
         load(str(path))
 
 

@@ -106,6 +106,7 @@ def test_a_list_of_families():
     ("text", "reason"),
     [
         ("block-tok", "did you mean 'block-topk'"),
+        ("rkv:buffer=8,sinks=1", "'sinks=1' is no method; separate settings by colons"),
         ("rkv:64", "methods: rkv has a budget"),
         ("rkv:budget=64", "methods: rkv has a budget"),
         ("block-topk:blok=4", "did you mean 'block'"),

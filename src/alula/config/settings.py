@@ -96,6 +96,9 @@ def first_error(error: ValidationError, section: Any) -> SettingError:
     if first["type"] in UNKNOWN:
         return unknown(f"setting of {section.__name__}:", path, fields_of(section))
     if first["type"] in ("missing", "missing_argument"):
+        if len(location) == 1 and is_section(absent := fields_of(section)[path].annotation):
+            needed = [name for name, field in fields_of(absent).items() if field.is_required()]
+            path = ".".join([path, *needed[:1]])
         return SettingError(f"setting {path!r} is missing; give it in the recipe or as {path}=value.")
     if first["type"] == "value_error":
         message = str(first["ctx"]["error"])

@@ -31,6 +31,9 @@ def read_file(path: Path) -> list[Row]:
                 continue
             try:
                 row = json.loads(line)
+            except json.JSONDecodeError as error:
+                where = f"data file {path}, line {number}, column {error.colno}"
+                raise SettingError(f"{where}: not JSON ({error.msg}); fix the line.") from error
             except (ValueError, RecursionError) as error:  # also a number of thousands of digits
                 raise SettingError(f"data file {path}, line {number}: not JSON ({error}); fix the line.") from error
             require(isinstance(row, dict), f"data file {path}, line {number}: must be an object with fields.")

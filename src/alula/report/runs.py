@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from alula.errors import SettingError
+from alula.errors import SettingError, require
 from alula.run.run_dir import parse_line
 
 SAMPLED_STEPS = 8
@@ -53,6 +53,7 @@ def load_runs(paths: list[Path]) -> list[Run]:
 
 
 def load_run(path: Path, name: str) -> Run:
+    require(path.exists(), f"run folder {path}: does not exist; check the path.")
     if not (path / "metrics.jsonl").is_file():
         raise SettingError(f"run folder {path}: contains no metrics.jsonl; name a folder that `alula train` wrote.")
     notes: list[str] = []

@@ -70,6 +70,11 @@ def parse_families(text: str, pages: tuple[int, ...] = (16,)) -> list[PolicyFami
     """The families in `block-topk,rkv:buffer=64:sinks=4`; a selector without `block` gives one family per page size."""
     families = []
     for one in text.split(","):
+        name, setting, _ = one.strip().partition("=")
+        require(
+            not setting or ":" in name,
+            f"methods: {one.strip()!r} is no method; separate settings by colons, as in rkv:buffer=64:sinks=4.",
+        )
         *before, last = (parse_part(part.strip(), ":") for part in one.split("&"))
         require(len(before) < 2, f"methods: {one.strip()!r} must join one evictor and one selector.")
         families += _with_pages(last, before[0] if before else None, pages)

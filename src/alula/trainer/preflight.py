@@ -212,7 +212,8 @@ class Preflight:
             if dataset is not None:
                 grades = try_out(self.config.rewards, [example.record() for example in dataset])
                 if grades and isinstance(dataset[0].answer, str | int | float):  # not the tests of a coding task
-                    yield name, ", ".join(f"{reward} grades the first {grade:.2g}" for reward, grade in grades.items())
+                    listed = (f"{reward} grades the first with {grade:.2g}" for reward, grade in grades.items())
+                    yield name, ", ".join(listed)
 
 
 def described(source: Source, dataset: Dataset | None, purpose: str) -> str:
