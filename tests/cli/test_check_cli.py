@@ -288,7 +288,12 @@ def test_check_expands_the_home_folder(recipe, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         app(["train", "--check", str(recipe), "model.source=~/no-weights"])
     assert ended.value.code == 2
-    assert "model.source='~/no-weights': the folder has no .safetensors file" in capsys.readouterr().err
+    assert "model.source='~/no-weights': the folder has no .safetensors file; Alula" in capsys.readouterr().err
+    model.save_pretrained(tmp_path / "no-weights" / "model")
+    for source, message in (("~/no-weights", "a run's model is in "), ("no/such/folder", "no such file or folder")):
+        with pytest.raises(SystemExit):
+            app(["train", "--check", str(recipe), f"model.source={source}"])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

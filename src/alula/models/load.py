@@ -141,7 +141,7 @@ def find_pretrained(source: str) -> dict[str, Any]:
     """`from_pretrained` arguments for a model source. A local path that holds no model raises."""
     path = Path(source).expanduser()
     is_gguf = path.suffix == ".gguf"
-    looks_local = is_gguf or path.is_absolute() or source.startswith((".", "~"))
+    looks_local = is_gguf or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
     require(
         path.exists() or not looks_local,
         f"model {source!r}: no such file or folder; give a hub id, a folder, a .gguf file or {SHAPE}<name>.",
@@ -157,9 +157,11 @@ def find_pretrained(source: str) -> dict[str, Any]:
             f"model {source!r}: GGUF files need {' and '.join(missing)}; install with `pip install 'alula[gguf]'`.",
         )
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    trained = path / "model"
+    hint = f"a run's model is in {trained}" if trained.is_dir() else "Alula reads safetensors and GGUF only"
     require(
         not path.is_dir() or any(path.glob("*.safetensors")),
-        f"model {source!r}: the folder has no .safetensors file; Alula reads safetensors and GGUF only.",
+        f"model {source!r}: the folder has no .safetensors file; {hint}.",
     )
     if not path.is_dir():
         offline_if_unreachable()
