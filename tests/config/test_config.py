@@ -283,7 +283,7 @@ def test_missing_and_unreadable_recipes(tmp_path):
     with pytest.raises(SettingError, match=r"broken\.yaml.*mapping"):
         load_config(broken)
     broken.write_text("model: {source: shape:tiny-llama}")
-    with pytest.raises(SettingError, match="'data'"):
+    with pytest.raises(SettingError, match=r"'data\.source' is missing"):
         load_config(broken)
 
 
