@@ -17,6 +17,11 @@ class Geometry:
     kv_dtype: str | None = None
     """`fp8` for a quantised KV cache: one byte per value, and one per vector for its scale."""
 
+    def __str__(self) -> str:
+        kv = self.kv_dtype or f"{8 * self.value_bytes}-bit"
+        heads = f"{self.query_heads} query and {self.kv_heads} KV heads of width {self.head_dim}"
+        return f"{self.parameters / 1e6:,.1f}M parameters, {self.layers} layers, {heads}, {kv} KV"
+
     @classmethod
     def of(cls, model: Any, kv_dtype: str | None = None) -> "Geometry":
         """The geometry of a Hugging Face causal LM."""

@@ -108,7 +108,8 @@ class FittedCost:
         cost = cls(Geometry(**data["geometry"]), data["constants"], data["notes"])
         if geometry is not None and geometry != cost.geometry:
             raise SettingError(
-                f"cost model {path} was fitted for {cost.geometry}, not {geometry}; run `alula bench` on that model."
+                f"cost model {path} was fitted for a model with {cost.geometry}, not for one with {geometry}; run "
+                "`alula bench` on that model."
             )
         return cost
 
