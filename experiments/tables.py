@@ -15,6 +15,7 @@ from statistics import fmean, median
 import judge
 from choice import TAU
 from judge import Row
+from leaderboard import held_table, lost_table
 from lines import read_lines
 from long_tables import (
     budgets_table,
@@ -375,6 +376,8 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "costs": lambda bed, question: costs_table(raw(question, bed)),
     "calibration": lambda bed, question: calibration_table(raw(question, bed)),
     "sparrow": lambda bed, question: sparrow_table(raw(question, bed)),
+    "held": lambda bed, question: held_table(RESULTS / question / f"{bed}.json"),
+    "lost": lambda bed, question: lost_table(RESULTS / question / f"{bed}.json"),
     "orders": lambda bed, question: orders_table(raw(question, bed)),
 }
 MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -20,6 +20,7 @@ import tips
 from arms import QUESTIONS
 from beds import BEDS, GSM8K, PROGRAMS, TINY, solution
 from choice import TAU, below_threshold, chosen_budgets
+from leaderboard import lost_counts
 
 from alula.config.load import load_config
 from alula.demo.tiny_model import WarmUp
@@ -229,6 +230,12 @@ def test_transfer_table_compares_the_threshold_with_the_outcome(tmp_path, monkey
     assert second == (
         "| schedule, tis | block-topk:schedule-0 | 0 | 0.990 | 0.500 | 30 | 40 | holds | collapsed | no | 50 | -40 |"
     )
+
+
+def test_lost_tokens_are_counted_by_where_the_answer_has_them_from():
+    asked_far, elsewhere, asked_near = [0, 0, [5, 6], [7, 8, 6]], [1, 0, [5, 6], [9, 9]], [2, 0, [5], [5, 7]]
+    row = {"target": 2, "text": {"vetoed": [2, 1, 0, -1]}}
+    assert lost_counts(row, [asked_far, elsewhere, asked_near, [3, 0, [4], [4]]]) == (3, 2, 1)
 
 
 WARM = WarmUp(problems=32, batch=8, careful_steps=2, mixture_steps=2)
