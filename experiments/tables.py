@@ -15,7 +15,6 @@ from statistics import fmean, median
 import judge
 from choice import TAU
 from judge import Row
-from leaderboard import held_table, lost_table
 from lines import read_lines
 from long_tables import (
     budgets_table,
@@ -28,7 +27,10 @@ from long_tables import (
     seeds_table,
     sparrow_table,
 )
+from lost_tokens import lost_table
 from markdown import markdown
+
+from alula.mismatch.leaderboard.table import tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -376,7 +378,7 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "costs": lambda bed, question: costs_table(raw(question, bed)),
     "calibration": lambda bed, question: calibration_table(raw(question, bed)),
     "sparrow": lambda bed, question: sparrow_table(raw(question, bed)),
-    "held": lambda bed, question: held_table(RESULTS / question / f"{bed}.json"),
+    "bytes": lambda bed, question: tables(json.loads((RESULTS / question / f"{bed}.json").read_text())),
     "lost": lambda bed, question: lost_table(RESULTS / question / f"{bed}.json"),
     "orders": lambda bed, question: orders_table(raw(question, bed)),
 }

@@ -20,7 +20,7 @@ import tips
 from arms import QUESTIONS
 from beds import BEDS, GSM8K, PROGRAMS, TINY, solution
 from choice import TAU, below_threshold, chosen_budgets
-from leaderboard import lost_counts
+from lost_tokens import lost_counts
 
 from alula.config.load import load_config
 from alula.demo.tiny_model import WarmUp

@@ -1,4 +1,4 @@
-"""Tables of a leaderboard file: the rows of equal bytes held, and which tokens of the dense text a policy loses."""
+"""Which tokens of the dense text the policies of a leaderboard file lose."""
 
 import json
 from collections.abc import Sequence
@@ -7,24 +7,16 @@ from typing import Any
 
 from markdown import markdown
 
-from alula.mismatch.leaderboard.row import NEVER, Row
-from alula.mismatch.leaderboard.table import table_of
-
-
-def held_table(path: Path) -> str:
-    """Equal bytes held, at all targets of the file."""
-    record = json.loads(path.read_text())
-    held, dense = ([Row.from_dict(row) for row in record[name]] for name in ("held", "dense"))
-    return table_of(held, dense, record["settings"]["samples"], record["settings"]["lengths"])
+from alula.mismatch.leaderboard.row import NEVER
 
 
 def lost_table(path: Path) -> str:
     """Dense rollouts with a token that a policy gives less than 1e-4 times the dense probability, and where the answer
     has that token from: the first such token of each rollout counts."""
     record, text = json.loads(path.read_text()), json.loads(path.with_suffix(".work.json").read_text())["text"]
-    head = ["policy", "lost", "in the question", "and not among the last tokens"]
-    rows = sorted(record["held"], key=lambda row: sum(at != NEVER for at in row["text"]["vetoed"]))
-    return markdown(head, [[row["policy"], *map(str, lost_counts(row, text))] for row in rows])
+    head = ["policy", "bytes of", "lost", "in the question", "and not among as many last tokens"]
+    rows = [[row["policy"], row["target"], *lost_counts(row, text)] for row in record["held"]]
+    return markdown(head, [[*map(str, row)] for row in sorted(rows, key=lambda row: (row[1], row[2]))])
 
 
 def lost_counts(row: dict[str, Any], text: Sequence[Sequence[Any]]) -> tuple[int, int, int]:
