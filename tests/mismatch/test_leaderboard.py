@@ -148,6 +148,15 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):
     assert "at the bytes of" not in printed, "what was measured is kept"
     assert "dense text: " not in printed, "so is the text"
     assert json.loads(out.read_text()) == record
+    assert alula(*common, "--budgets", 16, "--methods", "knorm:buffer=2:window=2:sinks=1", "--kv-dtype", "fp8") == 0
+    printed, longer = capsys.readouterr().out, json.loads(out.read_text())
+    assert tables(longer) in printed, "rows of both commands"
+    for table in ("dense", "held", "read"):
+        before = len(record[table])
+        assert longer[table][:before] == record[table], "what another command measured stays"
+        assert len(longer[table]) > before
+    assert {row["kv_dtype"] for row in longer["held"]} == {None, "fp8"}
+    record = longer
     assert alula(*common, "--seed", 1) == 2
     assert "was written with weights=" in capsys.readouterr().err
     init_adapter(load_model("shape:tiny-llama").model, 2, 4.0, ["all"], 0).save(tmp_path / "adapter")

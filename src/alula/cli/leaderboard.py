@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.models.geometry import Geometry
 
+TABLES = ("dense", "held", "read")
 LEFT_OUT = ("rkv-code",)
 """Evictors that are another one's accident."""
 
@@ -50,21 +51,16 @@ def run_leaderboard(
     progress: bool,
 ) -> None:
     """Measure every method at every target, write after each row, print both tables. `families` default to all. Where
-    the engines quantise KV, every method is measured with KV of the model's dtype as well. The dense text is kept in a
-    work file, so that rows measured later stand on the same text."""
+    the engines quantise KV, every method is measured with KV of the model's dtype as well. Rows of earlier commands
+    stay in the file, and in the tables. The dense text is kept in a work file, so that all rows stand on the same
+    text."""
     dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
     engines.kv_dtype = None
     engine = engines.with_page(page)
-    record = opened(out, engine, text, dtypes)
+    record = opened(out, engine, text)
     dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
     lengths = [(len(r.prompt_ids), len(r)) for r in dense.rollouts]
-    earlier = {table: record[table] for table in ("dense", "held", "read")}
-    known = {(row["policy"], row["kv_dtype"]): row for rows in earlier.values() for row in rows}
-
-    def save() -> None:
-        """What was measured before and is not reached yet stays in the file."""
-        rest = {table: [row for row in rows if row not in record[table]] for table, rows in earlier.items()}
-        write_atomically(out, json.dumps(record | {t: record[t] + rows for t, rows in rest.items()}) + "\n")
+    known = {(row["policy"], row["kv_dtype"]): row for table in TABLES for row in record[table]}
 
     def measure(family: str, target: int | None, policy: Sparsity, page: int, kv_dtype: str | None) -> dict[str, Any]:
         name = policy.describe()
@@ -78,16 +74,20 @@ def run_leaderboard(
         row = measure_row(own, policy, text, dense, family=family, target=target, step_ms=step_ms, progress=progress)
         return known.setdefault((name, kv_dtype), row.to_dict())
 
-    record |= {"dense": [], "held": [], "read": [], "left_out": []}
+    def add(table: str, row: dict[str, Any]) -> None:
+        if (row["policy"], row["kv_dtype"], row["target"]) not in [
+            (other["policy"], other["kv_dtype"], other["target"]) for other in record[table]
+        ]:
+            record[table].append(row)
+            write_atomically(out, json.dumps(record) + "\n")
+
     for kv_dtype in dtypes:
-        record["dense"].append(measure("dense", None, DENSE, page, kv_dtype))
-        save()
+        add("dense", measure("dense", None, DENSE, page, kv_dtype))
         geometry = replace(engine.geometry, kv_dtype=kv_dtype)
         for target in targets:
             chosen = families or default_families(target, page)
             for table, family, policy, own_page in entries(geometry, page, chosen, target, lengths, record):
-                record[table].append(measure(family, target, policy, own_page, kv_dtype))
-                save()
+                add(table, measure(family, target, policy, own_page, kv_dtype))
     write_atomically(out, json.dumps(record) + "\n")
     typer.echo("\n" + tables(record) + "\n")
     for reason in record["left_out"]:
@@ -129,7 +129,9 @@ def entries(
 
     def left_out(name: str, reason: str) -> None:
         place = f"the table of bytes {table} at {target} tokens"
-        record["left_out"].append(f"{name}{suffix}: left out of {place}: {reason}.")
+        line = f"{name}{suffix}: left out of {place}: {reason}."
+        if line not in record["left_out"]:
+            record["left_out"].append(line)
 
     for table, bytes_of in kinds.items():
         if bytes_of(kv_bytes(geometry, page, DENSE, lengths)) <= limit:  # quantised
@@ -161,21 +163,25 @@ def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int
     return 1e3 * time_rollouts(engine, rows, prompt, generated, policy)["seconds"] / generated
 
 
-def opened(out: Path, engine: "Engine", text: "TextSettings", dtypes: Sequence[str | None]) -> dict[str, Any]:
-    """The file's record if it was written with the same settings, else a new one."""
+def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
+    """The file's record if it was written with the same settings, else a new one. It knows all commands that added to
+    it."""
     most = text.sampling.max_new_tokens
     settings = text_settings(engine, text) | {
         "page": engine.page,
-        "kv_dtypes": list(dtypes),
         "lengths": [max(most // 8, 1), max(most // 4, 1), max(most // 2, 1)],
     }
     if out.exists():
         try:
             record = json.loads(out.read_text())
-            before = record["settings"]
+            before, environments = record["settings"], record["environments"]
         except (json.JSONDecodeError, KeyError, TypeError):
             raise SettingError(f"--out {out}: is no leaderboard; choose another file.") from None
         check_same_settings(f"--out {out}", before, settings, "use the same setting to continue, or another --out")
-        return record
-    record = {"settings": settings, "environment": environment(), "token_bytes": engine.geometry.kv_token_bytes}
-    return record | {"dense": [], "held": [], "read": [], "left_out": []}
+    else:
+        record = {"settings": settings, "environments": [], "token_bytes": engine.geometry.kv_token_bytes}
+        record |= {table: [] for table in (*TABLES, "left_out")}
+        environments = record["environments"]
+    if (here := environment()) not in environments:
+        environments.append(here)
+    return record
