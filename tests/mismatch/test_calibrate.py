@@ -639,6 +639,8 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
             ["--text", "own", "--verify", "rkv:64+8"],
             "--text own: --verify, --vetoed and --leaderboard use own rollouts",
         ),
+        (["--no-timing"], "--no-timing: needs --leaderboard."),
+        (["--timing", "--verify", "rkv:64+8"], "--timing: needs --leaderboard."),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),

@@ -186,6 +186,21 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):
     assert policies == {row["policy"] for table in ("held", "read") for row in record[table]}, "nothing is lost"
 
 
+@pytest.mark.parametrize(("option", "timed"), [([], True), (["--timing"], True), (["--no-timing"], False)])
+def test_steps_are_timed_on_a_gpu_unless_turned_off(tmp_path, monkeypatch, option, timed):
+    monkeypatch.setattr("alula.cli.leaderboard.milliseconds", lambda *_: 1.5)
+    out = tmp_path / "board.json"
+    command = ["calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--leaderboard", "--length", 32]
+    command += ["--prompts", 20, "--pages", 4, "--kv-memory", "8MiB", "--device", "cpu", "--out", out]
+    command += ["--budgets", 16, "--methods", "streaming:buffer=2:window=2:sinks=1", *option]
+    assert alula(*command) == 0
+    record = json.loads(out.read_text())
+    rows = record["dense"] + record["held"] + record["read"]
+    assert len(rows) == 3
+    assert [row["step_ms"] for row in rows] == [1.5 if timed else None] * 3
+    assert all(line.endswith("|  |") != timed for line in tables(record).splitlines() if line.startswith("| dense"))
+
+
 def test_quantised_kv_is_compared_at_the_same_bytes(tmp_path, capsys):
     out = tmp_path / "board.json"
     command = ["calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--leaderboard", "--length", 72]

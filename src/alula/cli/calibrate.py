@@ -103,6 +103,14 @@ def calibrate(
             "quarter and a half of the length.",
         ),
     ] = False,
+    timing: Annotated[
+        bool | None,
+        typer.Option(
+            "--timing/--no-timing",
+            help="With --leaderboard, time a decode step of every policy; by default on a GPU. Turn it off on a GPU "
+            "that other programs use.",
+        ),
+    ] = None,
     vetoed: Annotated[
         float | None,
         typer.Option(
@@ -141,6 +149,7 @@ def calibrate(
     families = parse_families(methods or "block-topk", numbers("pages", pages))
     searches = not policies and not leaderboard and vetoed is None
     require(not own or searches, "--text own: --verify, --vetoed and --leaderboard use own rollouts anyway; drop it.")
+    require(leaderboard or timing is None, f"--{'' if timing else 'no-'}timing: needs --leaderboard.")
     if leaderboard:
         require(not policies and not tau and vetoed is None, "--leaderboard: drop --verify, --vetoed and --tau.")
     elif vetoed is not None:
@@ -175,7 +184,8 @@ def calibrate(
 
         targets = numbers("budgets", budgets) if budgets else (length // 4, length // 2)
         page = numbers("pages", pages)[0]
-        run_leaderboard(engines, source, families if methods else None, targets, page, out, progress)
+        timed = timing is not False
+        run_leaderboard(engines, source, families if methods else None, targets, page, out, progress, timed)
         raise typer.Exit(0)
     if vetoed is not None:
         from alula.cli.find_budget import run_vetoed

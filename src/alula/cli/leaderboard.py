@@ -49,11 +49,12 @@ def run_leaderboard(
     page: int,
     out: Path,
     progress: bool,
+    timing: bool = True,
 ) -> None:
     """Measure every method at every target, write after each row, print both tables. `families` default to all. Where
     the engines quantise KV, every method is measured with KV of the model's dtype as well. Rows of earlier commands
     stay in the file, and in the tables. The dense text is kept in a work file, so that all rows stand on the same
-    text."""
+    text. Without `timing`, or on a CPU, new rows have no time per step."""
     dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
     engines.kv_dtype = None
     engine = engines.with_page(page)
@@ -70,7 +71,7 @@ def run_leaderboard(
         typer.echo(f"{shown}: at the bytes of {target} tokens" if target else shown)
         engines.kv_dtype = kv_dtype
         own = engines.with_page(page)
-        step_ms = milliseconds(own, policy, lengths) if own.device.type == "cuda" else None
+        step_ms = milliseconds(own, policy, lengths) if timing else None
         row = measure_row(own, policy, text, dense, family=family, target=target, step_ms=step_ms, progress=progress)
         return known.setdefault((name, kv_dtype), row.to_dict())
 
@@ -155,8 +156,10 @@ def entries(
                 yield table, family.describe(), family.policy(budget), own_page
 
 
-def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int, int]]) -> float:
-    """Milliseconds per decode step of as many rows as there are rollouts, all of the mean length."""
+def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int, int]]) -> float | None:
+    """Milliseconds per decode step of as many rows as there are rollouts, all of the mean length; None on a CPU."""
+    if engine.device.type != "cuda":
+        return None
     prompt, generated = round(fmean(p for p, _ in lengths)), max(round(fmean(n for _, n in lengths)), 2)
     rows = min(len(lengths), engine.max_rows)
     time_rollouts(engine, rows, prompt, generated, policy)  # captures graphs
