@@ -124,8 +124,9 @@ def main() -> None:
         for _ in range(2):  # the control needs a finished `strict`
             control = fewer(bed, runs, dense, prompts)
             found = [*runs, Run(bed, control, seed, work, extra)] if control else runs
-            run_all([run for run in found if run.arm.matches(options.arms)], options.jobs, deadline)
-        begun += found
+            asked = [run for run in found if run.arm.matches(options.arms)]
+            run_all(asked, options.jobs, deadline)
+        begun += asked
         if options.finals:
             in_a_child(final_answers, bed, seed, work, found)
         ran = [(run.arm, run.seed) for run in begun]
