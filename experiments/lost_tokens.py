@@ -15,8 +15,12 @@ def lost_table(path: Path) -> str:
     has that token from: the first such token of each rollout counts."""
     record, text = json.loads(path.read_text()), json.loads(path.with_suffix(".work.json").read_text())["text"]
     head = ["policy", "bytes of", "lost", "in the question", "and not among as many last tokens"]
-    rows = [[row["policy"], row["target"], *lost_counts(row, text)] for row in record["held"]]
+    rows = [[policy_name(row), row["target"], *lost_counts(row, text)] for row in record["held"]]
     return markdown(head, [[*map(str, row)] for row in sorted(rows, key=lambda row: (row[1], row[2]))])
+
+
+def policy_name(row: dict[str, Any]) -> str:
+    return f"{row['policy']} in {row['kv_dtype']}" if row["kv_dtype"] else row["policy"]
 
 
 def lost_counts(row: dict[str, Any], text: Sequence[Sequence[Any]]) -> tuple[int, int, int]:

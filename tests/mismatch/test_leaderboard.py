@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.cli.main import app
+from alula.engine.measure_queries import TEXT_PROMPTS
 from alula.engine.sequence import kind_of
 from alula.mismatch.calibrate.calibrate import TextSettings
 from alula.mismatch.calibrate.verify import verify
@@ -19,6 +21,7 @@ from alula.mismatch.leaderboard.table import tables
 from alula.models.load import load_model
 from alula.models.lora import init_adapter
 from alula.objective.veto import Share
+from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.family import parse_families
 from alula.sparsity.schedule import Schedule
 
@@ -222,6 +225,24 @@ def test_quantised_kv_is_compared_at_the_same_bytes(tmp_path, capsys):
     names = [[row.split(" | ")[:2] for row in part if row.startswith("| ")] for part in (first, second)]
     assert names[0][-2:] == [["| dense in fp8", "larger"], ["| dense", "floor"]]
     assert [name for name, _ in names[1]].count("| dense in fp8") == 1
+
+
+def test_statistics_of_queries_come_from_the_dense_text(tmp_path):
+    """Also where KV is quantised or kept in other pages, and where the command added to the file."""
+    out, alone = tmp_path / "board.json", tmp_path / "alone.json"
+    command = ["calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--leaderboard", "--length", 48]
+    command += ["--prompts", 20, "--pages", 4, "--kv-memory", "8MiB", "--device", "cpu", "--budgets", 16]
+    other, tri = "knorm:buffer=2:window=2:sinks=1", "triattention:buffer=2:window=2:sinks=1"
+    files = [tmp_path / "first.pt", tmp_path / "second.pt"]
+    assert alula(*command, "--methods", tri, "--out", alone, "--statistics", files[0]) == 0
+    assert alula(*command, "--methods", other, "--out", out) == 0
+    assert alula(*command, "--methods", tri, "--out", out, "--kv-dtype", "fp8", "--statistics", files[1]) == 0
+    first, second = map(QueryStatistics.load, files)
+    text = json.loads(out.with_suffix(".work.json").read_text())["text"]
+    assert second.text == tuple((*prompt, *answer) for at, _, prompt, answer in text if at < TEXT_PROMPTS)
+    assert torch.equal(first.mean, second.mean)
+    [row] = json.loads(alone.read_text())["held"]
+    assert row in json.loads(out.read_text())["held"]
 
 
 def tokens_kept(policy: str) -> int:

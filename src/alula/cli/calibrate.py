@@ -5,6 +5,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,8 @@ from alula.errors import RunFailed, SettingError, require
 
 if TYPE_CHECKING:
     from alula.data import Dataset
+    from alula.engine.engine import Engine
+    from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.mismatch.calibrate.file import Calibration
 
 
@@ -177,16 +180,17 @@ def calibrate(
     chosen = choose(dataset, prompts, seed, from_end=other_prompts)
     source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own)
     measured = [policy for _, _, policy in policies] or [family.template for family in families]
-    if statistics or any(map(needs_queries, measured)) or (leaderboard and methods is None):
-        engines.measure_queries(statistics, source.prompts, source.sampling)
     if leaderboard:
         from alula.cli.leaderboard import run_leaderboard
 
         targets = numbers("budgets", budgets) if budgets else (length // 4, length // 2)
         page = numbers("pages", pages)[0]
         timed = timing is not False
-        run_leaderboard(engines, source, families if methods else None, targets, page, out, progress, timed)
+        chosen_families = families if methods else None
+        run_leaderboard(engines, source, chosen_families, targets, page, out, statistics, progress, timed)
         raise typer.Exit(0)
+    if statistics or any(map(needs_queries, measured)):
+        engines.measure_queries(statistics, partial(dense_answers, text=source))
     if vetoed is not None:
         from alula.cli.find_budget import run_vetoed
 
@@ -202,6 +206,13 @@ def calibrate(
     assert grid is not None
     work_file = out.with_suffix(".work.json")
     write(measure_all(engines.with_page, source, grid, bins, work_file, log=typer.echo, progress=progress), out)
+
+
+def dense_answers(engine: "Engine", text: "TextSettings") -> list[list[int]]:
+    """The first prompts with the dense policy's answers."""
+    from alula.engine.measure_queries import dense_text
+
+    return dense_text(partial(engine.generate, progress=False), text.prompts, text.sampling)
 
 
 def check_numbers(

@@ -1,8 +1,7 @@
 """Helpers that several commands share. They import torch only when called, so that `alula --help` stays instant."""
 
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from alula.errors import SettingError, require
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.engine.engine import Engine
-    from alula.engine.rollout import Sampling
     from alula.models.load import LoadedModel
     from alula.sparsity.evict.query_statistics import QueryStatistics
     from alula.sparsity.policy import Sparsity
@@ -121,19 +119,18 @@ class Engines:
                 self.engine.query_statistics = self.statistics
         return self.engine
 
-    def measure_queries(self, file: Path | None, prompts: "Sequence[Sequence[int]]", sampling: "Sampling") -> None:
-        """Load the statistics of the model's queries from `file`, or measure them on the dense policy's answers and
-        write that file."""
-        from alula.engine.measure_queries import dense_text
+    def measure_queries(self, file: Path | None, text: "Callable[[Engine], Sequence[Sequence[int]]]") -> None:
+        """Load the statistics of the model's queries from `file`, or measure them on a text, that an engine may have to
+        write, and write that file."""
         from alula.sparsity.evict.query_statistics import QueryStatistics
 
         if file is not None and file.exists():
             self.statistics = QueryStatistics.load(file)
-            self.engine = None  # the next one gets them
+            if self.engine is not None:
+                self.engine.query_statistics = self.statistics
             return
-        engine = self.with_page(16)
-        text = dense_text(partial(engine.generate, progress=False), prompts, sampling)
-        self.statistics = engine.measure_queries(text)
+        engine = self.engine or self.with_page(16)
+        self.statistics = engine.measure_queries(text(engine))
         if file is not None:
             self.statistics.save(file)
             typer.echo(f"{file}: statistics of the model's queries.")

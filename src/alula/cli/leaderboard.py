@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from alula.bench.decode import rollouts as time_rollouts
+from alula.engine.measure_queries import TEXT_PROMPTS
 from alula.errors import SettingError
 from alula.files import check_same_settings, write_atomically
 from alula.mismatch.calibrate.cache import text_from_lists, text_settings, text_to_lists
@@ -18,6 +19,7 @@ from alula.mismatch.leaderboard.row import DenseText, measure_row
 from alula.mismatch.leaderboard.table import tables
 from alula.run.environment import environment
 from alula.sparsity.evict import METHODS as EVICTORS
+from alula.sparsity.evict import needs_queries
 from alula.sparsity.family import PolicyFamily, parse_families
 from alula.sparsity.footprint import is_ever_sparse
 from alula.sparsity.policy import DENSE, Sparsity
@@ -48,18 +50,23 @@ def run_leaderboard(
     targets: Sequence[int],
     page: int,
     out: Path,
+    statistics: Path | None,
     progress: bool,
     timing: bool = True,
 ) -> None:
     """Measure every method at every target, write after each row, print both tables. `families` default to all. Where
     the engines quantise KV, every method is measured with KV of the model's dtype as well. Rows of earlier commands
     stay in the file, and in the tables. The dense text is kept in a work file, so that all rows stand on the same
-    text. Without `timing`, or on a CPU, new rows have no time per step."""
+    text, and `triattention` on statistics of its first answers. Without `timing`, or on a CPU, new rows have no time
+    per step."""
     dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
     engines.kv_dtype = None
     engine = engines.with_page(page)
     record = opened(out, engine, text)
     dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
+    if statistics or families is None or any(needs_queries(family.template) for family in families):
+        measured = [r.prompt_ids + r.token_ids for r in dense.rollouts if r.prompt_index < TEXT_PROMPTS]
+        engines.measure_queries(statistics, lambda engine: measured)
     lengths = [(len(r.prompt_ids), len(r)) for r in dense.rollouts]
     known = {(row["policy"], row["kv_dtype"]): row for table in TABLES for row in record[table]}
 
