@@ -53,6 +53,12 @@ def sparse_arms(
     return [replace(arm, label=f"{arm.label}, held at {held} %", extra=(control,), tag=f"held-{held}") for arm in arms]
 
 
+def in_8_bits(arm: Arm) -> Arm:
+    """The same arm, its rollouts with KV in fp8."""
+    extra = (*arm.extra, "engine.kv_dtype=fp8")
+    return replace(arm, label=f"{arm.label}, fp8", extra=extra, tag="-".join(filter(None, [arm.tag, "fp8"])))
+
+
 def dense_arm(rate: float | None) -> Arm:
     """Dense with a learning rate of its own."""
     return Arm(DENSE.label, DENSE.sparsity, DENSE.correction, () if rate is None else (f"learner.lr={rate}",))
@@ -105,6 +111,7 @@ def main() -> None:
     parser.add_argument("--dense-lr", type=float, help="learning rate of the dense arms; by default the recipe's")
     parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
     parser.add_argument("--held", type=int, help="a controller holds this per cent of vetoed rollouts, in sparse arms")
+    parser.add_argument("--fp8", action="store_true", help="sparse arms, and dense once more, with KV in 8 bits")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
     parser.add_argument("--question", default=QUESTION, help="folder of the results")
@@ -120,6 +127,8 @@ def main() -> None:
         in_a_child(prepared, bed, seed, work, probe.print_step)
         dense = dense_arm(options.dense_lr)
         sparse = sparse_arms(bed, options.method, options.budget, options.corrections.split(","), options.held)
+        if options.fp8:
+            sparse = [in_8_bits(arm) for arm in (*sparse, dense)]
         runs = [Run(bed, arm, seed, work, extra) for arm in (*sparse, dense)]
         for _ in range(2):  # the control needs a finished `strict`
             control = fewer(bed, runs, dense, prompts)
