@@ -6,7 +6,7 @@ warmed up on careful traces only (`alula.data.tasks.search`, `alula.data.tasks.m
 heuristics and line formats, and there is no shortcut to fall for.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from beds import SMOLLM2, TINY, TaskBed, smollm2
@@ -65,23 +65,13 @@ SEARCH_TINY = LongBed(
     longest=320,
     bin=48,
 )
-MACHINE_TINY = LongBed(
+MACHINE_TINY = replace(
+    SEARCH_TINY,
     name="machine-tiny",
     task=Machine(registers=2, statements=2, min_rounds=8, max_rounds=8, marked=1),
-    fresh=tiny,
-    warm=SEARCH_TINY.warm,
-    warm_seeds=True,
     evict="+8,window=8,sinks=8",
     budgets=(16, 24, 32, 48, 64, 96),
-    select=SEARCH_TINY.select,
-    read_budgets=(12, 20, 28, 36, 48, 64, 96),
-    distill=TINY.distill,
-    distill_first=TINY.distill_first,
-    train_problems=2048,
-    held_out=256,
-    probe_prompts=64,
     longest=240,
-    bin=48,
 )
 SEARCH = LongBed(
     name="search",
@@ -109,22 +99,11 @@ SEARCH = LongBed(
     longest=6144,
     bin=1024,
 )
-MACHINE = LongBed(
+MACHINE = replace(
+    SEARCH,
     name="machine",
     task=Machine(registers=6, statements=8, min_rounds=46, max_rounds=50),
-    fresh=smollm2,
-    warm=SEARCH.warm,
-    warm_seeds=False,
     evict="+64,window=32,sinks=64",
     budgets=(96, 128, 192, 256, 384),
-    select=SMOLLM2.select,
-    read_budgets=(64, 128, 192, 256, 384),
-    distill=SMOLLM2.distill,
-    distill_first=SMOLLM2.distill_first,
-    train_problems=4096,
-    held_out=1024,
-    probe_prompts=64,
-    longest=6144,
-    bin=1024,
 )
 LONG_BEDS = {bed.name: bed for bed in (SEARCH_TINY, MACHINE_TINY, SEARCH, MACHINE)}

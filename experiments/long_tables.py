@@ -227,6 +227,52 @@ def orders_table(rows: Sequence[Row]) -> str:
     return markdown(["known before training", *(f"seed {seed}" for seed in seeds)], body) if runs else EMPTY
 
 
+SAID: dict[str, Callable[[Row], float]] = {
+    "share of rollouts not vetoed": lambda said: -said["vetoed"],
+    "share of dense rollouts not lost": lambda said: -said["lost"],
+    "tail, own rollouts": lambda said: said["tail"],
+    "tail, dense text": lambda said: said["tail_text"],
+    "mean acceptance": lambda said: said["acceptance"],
+}
+"""What a leaderboard says of a policy; each should grow with the last accuracy."""
+
+
+def foretold_table(rows: Sequence[Row]) -> str:
+    """One row per method: what the leaderboard says of it for every seed, and the last accuracies."""
+    by_method: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_method.setdefault(row["arm"], {})[row["seed"]] = row
+    if not by_method:
+        return EMPTY
+    seeds = sorted({row["seed"] for row in rows})
+    body = []
+    for method, found in by_method.items():
+        runs = [found[seed] for seed in seeds if seed in found]
+        said = [
+            ", ".join(f"{100 * run['said'][name]:.0f}" for run in runs)
+            for name in ("vetoed", "lost", "tail", "tail_text")
+        ]
+        last = [f"{100 * judge.final(run):.0f}" if run["evals"] else "" for run in runs]
+        body.append([method, runs[0]["sparsity"].split(",")[0].partition(":")[2], *said, ", ".join(last)])
+    head = ["method", "tokens", "vetoed, %", "dense text lost, %", "tail, own, %", "tail, dense text, %"]
+    return markdown([*head, "last accuracy, %"], body)
+
+
+def foretold_orders_table(rows: Sequence[Row]) -> str:
+    """How well each thing that the leaderboard says orders the last accuracies of a model: Spearman's rank
+    correlation."""
+    runs = [row for row in rows if row["state"] == "finished"]
+    seeds = sorted({run["seed"] for run in runs})
+    body = []
+    for name, predictor in SAID.items():
+        found = [
+            spearman([(predictor(run["said"]), judge.final(run)) for run in runs if run["seed"] == seed])
+            for seed in seeds
+        ]
+        body.append([name, *(f"{value:.2f}" for value in (*found, fmean(found)))])
+    return markdown(["said before training", *(f"seed {seed}" for seed in seeds), "mean"], body) if runs else EMPTY
+
+
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
     """Correlation of the ranks; equal values share their mean rank."""
     ranks = [[fmean([i for i, v in enumerate(sorted(values)) if v == x]) for x in values] for values in zip(*pairs)]

@@ -21,6 +21,8 @@ from long_tables import (
     calibration_table,
     costs_table,
     finals_table,
+    foretold_orders_table,
+    foretold_table,
     gates_table,
     orders_table,
     policies_table,
@@ -380,6 +382,8 @@ TABLES: dict[str, Callable[[str, str], str]] = {
     "sparrow": lambda bed, question: sparrow_table(raw(question, bed)),
     "bytes": lambda bed, question: tables(json.loads((RESULTS / question / f"{bed}.json").read_text())),
     "lost": lambda bed, question: lost_table(RESULTS / question / f"{bed}.json"),
+    "foretold": lambda bed, question: foretold_table(raw(question, bed)),
+    "foretold-orders": lambda bed, question: foretold_orders_table(raw(question, bed)),
     "orders": lambda bed, question: orders_table(raw(question, bed)),
 }
 MARK = re.compile(r"(<!-- table (\S+) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
