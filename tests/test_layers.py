@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "alula"
 RECIPE = Path(__file__).parents[1] / "recipes" / "toy.yaml"
 
 LAYERS = (
-    ("errors", "terminal", "charts", "cpus", "heap", "hub"),
+    ("errors", "terminal", "charts", "cpus", "heap", "hub", "malloc"),
     ("files", "imports"),
     ("config.settings",),
     ("distributed",),

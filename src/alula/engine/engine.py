@@ -23,6 +23,7 @@ from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.engine.swapping import default_swap_memory, host_bytes, pin_with_threads
 from alula.errors import SettingError, reject_unknown_arguments, require, require_whole, unknown
+from alula.malloc import keep_freed_memory
 from alula.models.experts import check_graphs
 from alula.models.geometry import Geometry, attention_scaling, max_positions
 from alula.models.load import LoadedModel, load_model, share_weights
@@ -105,6 +106,8 @@ class Engine(EngineCore):
         cache = KVCache(geometry, dtype, attention_scaling(model), pages, page, device)
         if cuda:
             pin_with_threads()
+        else:
+            keep_freed_memory()
         sparse_model: PreTrainedModel | None = None
         if sparse_adapter is not None:
             sparse_model = share_weights(model)
