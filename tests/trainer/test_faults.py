@@ -323,7 +323,9 @@ def test_resume_without_a_checkpoint_raises_and_auto_resume_starts(tmp_path, cap
     continued = toy.trainer(toy.quick(out, "steps=6"), resume="auto")
     assert continued.step == 4
     shutil.rmtree(out / "checkpoints")
-    assert f"{out} has no checkpoint; " in resume_error(out, "--auto-resume", 2, capsys), "its model would be lost"
+    message = resume_error(out, "--auto-resume", 2, capsys)
+    assert f"--auto-resume: {out} has no checkpoint; " in message, "its model would be lost"
+    assert "--resume" not in message
 
 
 @pytest.mark.parametrize("part", ["alerts", "health", "evaluation"])
