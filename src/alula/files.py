@@ -1,4 +1,5 @@
-"""File helpers: reading, atomic writes, permissions, sizes as text; the same-settings check of a continued job."""
+"""File helpers: reading, atomic writes, permissions; the same-settings check of a continued job; sizes and counts as
+text."""
 
 import os
 from collections.abc import Mapping
@@ -44,3 +45,8 @@ def check_same_settings(source: str, before: Mapping[str, Any], now: Mapping[str
 def size_text(size: float) -> str:
     """Bytes as text, in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A number of things as text: 1 step, 2,000 steps."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

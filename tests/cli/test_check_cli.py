@@ -52,6 +52,23 @@ def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, mo
     assert list(tmp_path.iterdir()) == [recipe], "a check leaves no run folder"
 
 
+def test_check_counts_in_the_singular(tmp_path, capsys):
+    ones = ["steps=1", "sampling.prompts=1", "learner.updates=1", "eval.every=1", "eval.size=1", "engine.max_rows=1"]
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "--check", "toy", f"out={tmp_path / 'run'}", "data.size=2", *ones])
+    assert not ended.value.code
+    plan = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "1 example of the same",
+        "1 prompt × 8 = 8",
+        "1 step, 8 rollouts",
+        "1 rollout of 6 tokens",
+        "attention sums of 1 row ",
+        "every step ",
+    ):
+        assert line in plan
+
+
 FROM_A_PRESET = ["sparsity.select={method: block-topk, budget: qwen3-4b-0.86}"]
 
 
@@ -69,7 +86,7 @@ TO_A_PRESET = ["sparsity.select={method: block-topk, budget: 16384}", "distill.m
             "512 to 7,168 KV tokens by length (qwen3-8b-0.86), in blocks of 16; dense layers: 2",
         ),
         ("block-topk:1k", "1,024 KV tokens, in blocks of 16; dense layers: 2"),
-        ("rkv:64+16", "to 64 KV tokens whenever 16 more are cached"),
+        ("rkv:64+16", "to 64 KV tokens whenever the cache holds 16 more"),
     ],
 )
 def test_check_prints_the_budgets_of_a_schedule(recipe, policy, line):

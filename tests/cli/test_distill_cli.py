@@ -55,6 +55,8 @@ def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
     with pytest.raises(SystemExit) as finished:
         app(["distill", *arguments])
     assert finished.value.code == 0
+    written = {"adapter", "metrics.jsonl", "status.json", "summary.json"}
+    assert {path.name for path in out.iterdir()} == written, "no empty files"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["distill/kl"] > 0 and 0 < row["distill/acceptance_tail"] <= 1 for row in rows)

@@ -134,7 +134,7 @@ def test_check_of_the_output_file_creates_and_changes_nothing():
         (["--sparsity", "rkv:64+16,windw=4"], "did you mean 'window'?"),
         (["--sparsity", "rkv:64+16,budget=32"], "budget twice"),
         (["--sparsity", "rkv:8+2"], "budget=8 "),
-        (["--max-new-tokens", "9000"], "max_length=4096"),
+        (["--max-new-tokens", "9000"], "max_new_tokens=9000 goes beyond the model's 4096 positions"),
         (["--file", "latin.jsonl"], "--file latin.jsonl, line 2: not UTF-8"),
         (["--out", "/proc/none/out.jsonl"], "--out /proc/none/out.jsonl: "),
         (["--out", "/proc/out.jsonl"], "--out /proc/out.jsonl: "),

@@ -269,3 +269,11 @@ def test_data_or_a_suite_is_required(folder, capsys):
     assert run("eval", folder, "--data", "gsm8k", "--suite", "sparse-rl") == 2
     assert run("eval", folder, "--suite", "sparse-lr") == 2
     assert "did you mean 'sparse-rl'?" in capsys.readouterr().err
+
+
+def test_an_answer_beyond_the_model_names_options_that_eval_has(folder, capsys):
+    for policy in ("dense", "streaming:16+8"):
+        assert run("eval", folder, "--data", "task:copy-last", "--max-new-tokens", 4000, "--sparsity", policy) == 2
+        error = capsys.readouterr().err
+        assert "max_new_tokens=4000" in error
+        assert "max_length" not in error

@@ -186,7 +186,7 @@ def test_distill_first_trains_only_the_adapter(tmp_path):
     assert prompts[run] == prompts[plain], "the run's prompts are those of a run without distill.first"
     first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
     assert (first["step"], first["kind"]) == (0, "distilled-first")
-    assert re.search(r"3 batches .*divergence .* 0\.", first["message"])
+    assert re.search(r"15 rollouts .*divergence .* 0\.", first["message"])
     assert (tmp_path / "run" / "checkpoints" / "step-00000000").exists(), "a crash after it does not repeat it"
 
 

@@ -582,7 +582,6 @@ def test_the_command_creates_the_folder_of_its_output(tmp_path):
     [
         ("rkv:512+128", "no sequence exceeded the budget (the longest has 24 tokens)"),
         ("rkv:16+128", "no sequence exceeded the budget plus buffer=128 (the longest has 24 tokens)"),
-        ("block-topk:12,block=4,dense_layers=9", "dense_layers covers all layers of the model"),
     ],
 )
 @pytest.mark.slow
@@ -596,6 +595,25 @@ def test_a_policy_that_was_never_sparse_does_not_pass(tmp_path, capsys, policy, 
     assert "larger budget" not in printed
     assert "above tau" not in printed
     assert json.loads(out.read_text())["kv"]["sparse"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--methods", "block-topk:dense_layers=9"),
+        ("--verify", "block-topk:12,block=4,dense_layers=9"),
+        ("--vetoed", 0.5, "--methods", "block-topk:dense_layers=9"),
+        ("--leaderboard", "--methods", "block-topk:dense_layers=9"),
+    ],
+)
+def test_a_selector_without_layers_is_rejected_before_anything_is_generated(tmp_path, capsys, monkeypatch, arguments):
+    monkeypatch.setattr("alula.cli.calibrate.Engines", None)
+    assert alula(*TINY, *arguments, "--out", tmp_path / "c.json") == 2
+    assert "dense_layers=9: covers all layers of the model (3)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    policy = "block-topk:12,block=4"
+    message = replace(KV, sparse_layers=0).never_sparse(policy, Sparsity.parse(policy))
+    assert "lower dense_layers" in message, "of a calibration from Python"
 
 
 def test_verify_reports_kv_savings(tmp_path, capsys):

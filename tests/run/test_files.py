@@ -1,7 +1,7 @@
 import pytest
 
 from alula.errors import SettingError
-from alula.files import check_same_settings, size_text, write_atomically
+from alula.files import check_same_settings, count_text, size_text, write_atomically
 
 
 def test_an_interrupted_write_leaves_the_old_text(tmp_path, monkeypatch):
@@ -29,3 +29,7 @@ def test_other_settings_are_named_with_both_values():
 )
 def test_sizes(size, text):
     assert size_text(size) == text
+
+
+def test_counts():
+    assert [count_text(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]

@@ -244,6 +244,15 @@ def test_rows_left_out_are_printed_for_every_data_set(tmp_path):
     ]
 
 
+def test_the_first_lines_of_a_run_count_in_the_singular(tmp_path):
+    stream = io.StringIO()
+    with RunLogger(toy(tmp_path / "run", "steps=1"), World(), stream) as logger:
+        logger.start(Dataset((Example("a"),), "train"), [])
+    lines = stream.getvalue().splitlines()
+    assert ", 1 step of " in lines[0]
+    assert lines[1] == "train: 1 prompt."
+
+
 def test_importing_needs_no_torch():
     script = "import sys, alula.run.run_dir, alula.run.console, alula.trainer.health; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

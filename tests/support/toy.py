@@ -39,7 +39,8 @@ def printed(run: Trainer) -> str:
 
 
 def rows(out: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+    """The lines of a run's file, which is created with the first."""
+    return [json.loads(line) for line in (out / name).read_text().splitlines()] if (out / name).exists() else []
 
 
 def without_clocks(row: dict[str, Any]) -> dict[str, Any]:

@@ -323,7 +323,9 @@ def test_resume_without_a_checkpoint_raises_and_auto_resume_starts(tmp_path, cap
     continued = toy.trainer(toy.quick(out, "steps=6"), resume="auto")
     assert continued.step == 4
     shutil.rmtree(out / "checkpoints")
-    assert f"{out} has no checkpoint; " in resume_error(out, "--auto-resume", 2, capsys), "its model would be lost"
+    message = resume_error(out, "--auto-resume", 2, capsys)
+    assert f"--auto-resume: {out} has no checkpoint; " in message, "its model would be lost"
+    assert "--resume" not in message
 
 
 @pytest.mark.parametrize("part", ["alerts", "health", "evaluation"])
@@ -518,7 +520,7 @@ def test_checkpoints_of_another_run_raise(tmp_path, capsys):
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
     for name in LINES:
-        (out / name).unlink()
+        (out / name).unlink(missing_ok=True)
     with pytest.raises(SystemExit) as ended:
         app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "seed=5"])
     assert ended.value.code == 2

@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from alula.engine.engine import Engine
     from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.mismatch.calibrate.file import Calibration
+    from alula.sparsity.policy import Sparsity
 
 
 def calibrate(
@@ -137,6 +139,7 @@ def calibrate(
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
     from alula.mismatch.calibrate.verify import parse_target
     from alula.mismatch.measure import Bins
+    from alula.models.geometry import Geometry
     from alula.sparsity.evict import needs_queries
     from alula.sparsity.family import parse_families
 
@@ -173,13 +176,15 @@ def calibrate(
     loaded, dataset = load_model_and_prompts(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed
     )
+    measured = [policy for _, _, policy in policies] or [family.template for family in families]
+    if methods or not leaderboard:  # the leaderboard of all methods leaves out what would be dense
+        check_dense_layers(measured, Geometry.of(loaded.model).layers)
     dataset = short_enough(dataset, length, prompts)
     engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, sparse_adapter)
     progress = sys.stderr.isatty()
     other_prompts = bool(policies) or vetoed is not None
     chosen = choose(dataset, prompts, seed, from_end=other_prompts)
     source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own)
-    measured = [policy for _, _, policy in policies] or [family.template for family in families]
     if leaderboard:
         from alula.cli.leaderboard import run_leaderboard
 
@@ -238,6 +243,16 @@ def check_numbers(
         require(0 < tau < 1, f"--tau {tau}: must be between 0 and 1, since it is a probability of acceptance.")
     for name, share in (("quantile", quantile), ("confidence", confidence)):
         require(0 < share < 1, f"--{name} {share}: must be between 0 and 1, since it is a share.")
+
+
+def check_dense_layers(policies: "Sequence[Sparsity]", layers: int) -> None:
+    """Raise for a selector that no layer would use."""
+    for select in (policy.select for policy in policies if policy.select):
+        require(
+            select.dense_layers < layers,
+            f"dense_layers={select.dense_layers}: covers all layers of the model ({layers}), so {select.method} would "
+            "select nothing; lower it.",
+        )
 
 
 def short_enough(dataset: "Dataset", length: int, count: int) -> "Dataset":

@@ -8,6 +8,7 @@ import typer
 
 from alula.cli import options as shared
 from alula.errors import require
+from alula.files import count_text
 
 if TYPE_CHECKING:
     from alula.config.settings import DistillSettings
@@ -214,7 +215,7 @@ def show(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{summary['sparsity']}, {summary['held_out']} held-out prompts")
+    table = Table(title=f"{summary['sparsity']}, {count_text(summary['held_out'], 'held-out prompt')}")
     for name in ("", "before", "after"):
         table.add_column(name, justify="left" if not name else "right")
     for label, name in (

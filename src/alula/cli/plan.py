@@ -10,6 +10,7 @@ import typer
 
 from alula.cli.common import check_output_file
 from alula.errors import SettingError, require
+from alula.files import count_text
 
 if TYPE_CHECKING:
     from alula.mismatch.calibrate.file import Calibration
@@ -136,7 +137,7 @@ def describe(plan: "Plan", calibration: "Calibration") -> str:
         f"predicted {plan.speedup:.2f}x dense: {plan.sparse.tokens_per_second:,.0f} against "
         f"{plan.dense.tokens_per_second:,.0f} tokens/s, {plan.sparse.read_share:.0%} of the KV read, "
         f"{plan.sparse.peak_kv_bytes / 2**30:.2f} against {plan.dense.peak_kv_bytes / 2**30:.2f} GiB of KV, "
-        f"{plan.sparse.batch} rows",
+        f"{count_text(plan.sparse.batch, 'row')}",
         "",
         "| length | budget | tail | lower bound |",
         "|---:|---:|---:|---:|",

@@ -11,7 +11,8 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Compare runs in one self-contained HTML page: curves, tables, settings that differ, completions."""
+    from alula.files import count_text
     from alula.report import write_report
 
     write_report(runs, out)
-    typer.echo(f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}")
+    typer.echo(f"{out}: {count_text(len(runs), 'run')}")

@@ -104,7 +104,7 @@ class RunConfig(Section):
         unit = self.sampling.prompts * (self.sampling.n if self.learner.minibatch == "rollouts" else 1)
         require(
             updates <= unit,
-            f"learner.updates={updates}: a step has only {unit} {self.learner.minibatch}; lower it, or raise "
+            f"learner.updates={updates}: above the {self.learner.minibatch} of a step ({unit}); lower it, or raise "
             "sampling.prompts.",
         )
         self.learner.check_decay(self.total_updates)

@@ -333,7 +333,8 @@ class FirstSettings(Section):
     def _enough_rollouts(self) -> "FirstSettings":
         require(
             self.minibatches <= self.prompts,
-            f"minibatches={self.minibatches}: a batch has only {self.prompts} rollouts; lower it, or raise prompts.",
+            f"minibatches={self.minibatches}: above prompts={self.prompts}, the rollouts of a batch; lower it, or "
+            "raise prompts.",
         )
         return self
 

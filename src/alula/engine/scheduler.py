@@ -88,6 +88,11 @@ class Scheduler:
         length, new = sequence.prompt_len + sequence.turn_start, sequence.request.sampling.max_new_tokens
         need = self.need(sequence)
         require(
+            length + new <= self.positions,
+            f"a prompt of {length} tokens with max_new_tokens={new} goes beyond the model's {self.positions} "
+            "positions; lower max_new_tokens or use shorter prompts.",
+        )
+        require(
             not need.exceeds_pool,
             f"a prompt of {length} tokens with max_new_tokens={new} needs {need.pages} pages of {self.page} tokens, "
             f"but kv_memory holds {need.max_pages}; raise kv_memory or lower max_new_tokens (or the budget).",
@@ -95,12 +100,7 @@ class Scheduler:
         require(
             not need.exceeds_length,
             f"a prompt of {length} tokens with max_new_tokens={new} may hold {need.tokens} KV tokens, more than "
-            f"max_length={need.max_tokens}; lower max_new_tokens or load the engine with a larger max_length.",
-        )
-        require(
-            length + new <= self.positions,
-            f"a prompt of {length} tokens with max_new_tokens={new} goes beyond the model's {self.positions} "
-            f"positions; lower max_new_tokens, or load the engine with max_length={length + new} if it reads that far.",
+            f"max_length={need.max_tokens}; lower max_new_tokens or raise max_length.",
         )
 
     def submit(self, request: Request) -> list[Sequence]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from alula.files import count_text
 from alula.report.runs import Run
 from alula.report.sections import run_label
 from alula.run.run_dir import parse_line
@@ -126,7 +127,7 @@ def badges(rollout: dict[str, Any], ratios: list[float | None]) -> str:
     words = [
         f'<b class="{"good" if reward > 0 else "bad"}">reward {reward:.3g}</b>',
         f"advantage {advantage:+.2f}",
-        f"{len(ratios):,} tokens",
+        count_text(len(ratios), "token"),
         f"lowest ξ {ratio_text(lowest)}",
         '<b class="bad">truncated</b>' if rollout["finish"] == "length" else escape(str(rollout["finish"])),
     ]

@@ -3,6 +3,7 @@
 from html import escape
 from typing import Any
 
+from alula.files import count_text
 from alula.report.runs import Run
 from alula.report.summary import COLUMNS, Cell, headline, phases
 from alula.report.verdict import verdicts
@@ -77,7 +78,7 @@ def note_list(runs: list[Run]) -> str:
 
 
 def progress(run: Run) -> str:
-    steps = f"{run.last_step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "") + " steps"
+    steps = (f"{run.last_step:,} of " if run.total_steps else "") + count_text(run.total_steps or run.last_step, "step")
     if run.state == "running":  # or killed; red would alarm the reader of a live view
         return f"{steps} · <b>not finished</b>"
     return steps + (f' · <b class="state">{run.state}</b>' if run.state in ("stopped", "failed") else "")

@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from alula.engine.rollout import Rollout
 from alula.errors import RunFailed
+from alula.files import count_text
 from alula.rollouts.job import Job
 from alula.rollouts.job_queue import JobQueue, Needs
 from alula.rollouts.worker import Orders, Report, Shipment
@@ -323,4 +324,5 @@ def resources() -> str:
     """The cluster's nodes, CPUs and GPUs, as text."""
     total = ray.cluster_resources()
     nodes = sum(name.startswith("node:") and "internal" not in name for name in total)
-    return f"{nodes} nodes, {total.get('CPU', 0):.0f} CPUs and {total.get('GPU', 0):.0f} GPUs"
+    cpus, gpus = (count_text(round(total.get(kind, 0)), kind) for kind in ("CPU", "GPU"))
+    return f"{count_text(nodes, 'node')}, {cpus} and {gpus}"

@@ -129,9 +129,10 @@ class Checkpoints:
         if self._folders() or (resume == "auto" and not (run / "model").exists()):
             return
         require(run.exists(), f"--resume: run folder {run} does not exist; check the name, or start without --resume.")
+        option = "--auto-resume" if resume == "auto" else "--resume"
         raise SettingError(
-            f"--resume: {run} has no checkpoint; to start anew, leave --resume out and choose another folder, or "
-            "delete this one first."
+            f"{option}: {run} has no checkpoint; to start anew, choose another folder without {option}, or delete "
+            "this one first."
         )
 
     def latest(self) -> Path | None:

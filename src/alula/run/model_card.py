@@ -9,6 +9,7 @@ import yaml
 
 import alula
 from alula.config.run import RunConfig
+from alula.files import count_text
 from alula.run.run_dir import parse_line
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -63,8 +64,8 @@ def settings(config: RunConfig) -> list[tuple[str, str]]:
     objective, learner, sampling = config.objective, config.learner, config.sampling
     rows = {
         "steps": config.steps,
-        "rollouts per step": f"{sampling.prompts} prompts × {sampling.n}",
-        "longest answer": f"{sampling.max_new_tokens} tokens",
+        "rollouts per step": f"{count_text(sampling.prompts, 'prompt')} × {sampling.n}",
+        "longest answer": count_text(sampling.max_new_tokens, "token"),
         "temperature": sampling.temperature,
         "sparsity of the rollouts": config.sparsity.describe(),
         "loss": objective.loss,

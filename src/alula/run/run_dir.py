@@ -9,9 +9,10 @@
     config.yaml        all settings; environment.json: versions, machine and command line of the last start
     learner.json       on a GPU: the learner's settings that were chosen by what fits
 
-A line is written in one call. A run that resumes from the checkpoint of step k first drops all lines after step k, and
-all lines that were written after that checkpoint: an evaluation of step k that came later is repeated. Its files then
-end like those of an uninterrupted run, except for clocks: the keys under `time/` and `speed/`.
+A line is written in one call. metrics.jsonl is there from the start, the other files of lines from their first line on.
+A run that resumes from the checkpoint of step k first drops all lines after step k, and all lines that were written
+after that checkpoint: an evaluation of step k that came later is repeated. Its files then end like those of an
+uninterrupted run, except for clocks: the keys under `time/` and `speed/`.
 """
 
 import fcntl
@@ -71,7 +72,8 @@ class MetricsWriter:
         except OSError as error:
             raise SettingError(f"out={run_dir}: cannot be created ({error.strerror}); choose another one.") from error
         paths = [self.run_dir / name for name in LINES]
-        self._files = {path.name: path.open("ab") for path in paths}
+        self._files = {paths[0].name: paths[0].open("ab")}
+        """Open files: the first, which is locked, and those with a line of this process."""
         self._lock()
         last, most = -1 if resume_from is None else resume_from, lines or {}
         self.lines = {path.name: drop_after(path, last, most.get(path.name)) for path in paths}
@@ -142,6 +144,8 @@ class MetricsWriter:
             return
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = (self.run_dir / name).open("ab")
         self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         self._files[name].flush()
         self.lines[name] += 1

@@ -12,7 +12,7 @@ from alula.config.load import to_yaml
 from alula.config.run import RunConfig
 from alula.data import Dataset
 from alula.distributed import World
-from alula.files import write_atomically
+from alula.files import count_text, write_atomically
 from alula.run.console import LiveLine
 from alula.run.environment import environment
 from alula.run.run_dir import MetricsWriter, State
@@ -74,9 +74,9 @@ class RunLogger:
         exact = sparsity.dense and not quantised
         rollouts = "dense" if exact else f"{sparsity.describe()}{quantised}, correction {preset}"
         batch = f"{c.sampling.prompts} × {c.sampling.n} rollouts"
-        self.message(f"{self.out}: {c.model.source}, {c.steps:,} steps of {batch}, {rollouts}.")
+        self.message(f"{self.out}: {c.model.source}, {count_text(c.steps, 'step')} of {batch}, {rollouts}.")
         evaluated = f", {sum(map(len, held_out)):,} to evaluate on" if held_out else ""
-        self.message(f"{training.name}: {len(training):,} prompts{evaluated}{left_out(training)}.")
+        self.message(f"{training.name}: {count_text(len(training), 'prompt')}{evaluated}{left_out(training)}.")
         for dataset in held_out:
             if dataset.dropped:
                 self.message(f"{dataset.name}: {len(dataset):,} to evaluate on{left_out(dataset)}.")

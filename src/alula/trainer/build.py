@@ -46,15 +46,15 @@ def check_shares(config: RunConfig, world: World) -> None:
     items = share * (config.sampling.n if unit == "rollouts" else 1)
     require(
         updates <= items,
-        f"learner.updates={updates}: one of the {world.size} ranks has only {items} {unit} per step; "
+        f"learner.updates={updates}: above the {unit} per step on one of the {world.size} ranks ({items}); "
         "lower it, or raise sampling.prompts.",
     )
     if config.distill and (first := config.distill.first):
         least = first.prompts // world.size
         require(
             first.minibatches <= least,
-            f"distill.first.minibatches={first.minibatches}: one of the {world.size} ranks has only {least} rollouts "
-            "per batch; lower it, or raise distill.first.prompts.",
+            f"distill.first.minibatches={first.minibatches}: above the rollouts per batch on one of the {world.size} "
+            f"ranks ({least}); lower it, or raise distill.first.prompts.",
         )
 
 
@@ -87,8 +87,8 @@ def _split(config: RunConfig) -> Data:
         return training, tuple(replace(dataset, name=name) for dataset, name in zip(sets, names))
     require(
         size < len(training),
-        f"eval.size={size}: the training data has only {len(training)} examples; lower it, name other data in "
-        "eval.data, or set eval.every=0.",
+        f"eval.size={size}: must be below the number of training examples ({len(training)}); lower it, name other "
+        "data in eval.data, or set eval.every=0.",
     )
     training, held_out = training.split(size, config.data.seed)
     return training, (held_out,)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from alula.config.run import RunConfig
 from alula.config.settings import ControlSettings
-from alula.files import size_text
+from alula.files import count_text, size_text
 from alula.rollouts.build import check_backend
 from alula.run.checkpoint import Resume
 from alula.run.console import duration, seconds
@@ -73,12 +73,12 @@ def work_table(config: RunConfig, plan: MemoryPlan, preflight: Preflight, enviro
     table = new_table("work per step")
     for name, text in (*preflight.describe_data(), *environment):
         table.add_row(name, text)
-    table.add_row("rollouts", f"{s.prompts} prompts × {s.n} = {plan.rollouts:,}")
+    table.add_row("rollouts", f"{count_text(s.prompts, 'prompt')} × {s.n} = {plan.rollouts:,}")
     table.add_row("generated tokens", f"at most {plan.most_tokens:,} ({config.most_sampled():,} each)")
     table.add_row("scoring", scoring + (" + reference (KL)" if objective.kl else ""))
     table.add_row("optimizer steps", f"{config.learner.updates}, each at most {plan.update_tokens:,} tokens")
     table.add_row("micro-batches", f"{config.learner.tokens:,} tokens")
-    table.add_row("run", f"{config.steps:,} steps, {config.steps * plan.rollouts:,} rollouts")
+    table.add_row("run", f"{count_text(config.steps, 'step')}, {config.steps * plan.rollouts:,} rollouts")
     return table
 
 
@@ -106,11 +106,12 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
     pool = config.engine.kv_memory or "twice what its rows need, if available"
     stored = f"; engine.kv_dtype: {config.engine.kv_dtype}" if config.engine.kv_dtype else ""
     table.add_row(f"KV pool (engine.kv_memory: {pool}{stored})", "")
-    table.add_row(f"  {plan.running} rollouts of {longest:,} tokens, dense", size_text(plan.kv_dense))
+    table.add_row(f"  {count_text(plan.running, 'rollout')} of {longest:,} tokens, dense", size_text(plan.kv_dense))
     if not sparsity.dense:
         table.add_row(f"  the same under {sparsity.describe()}", size_text(plan.kv_sparse))
     if plan.row_state:
-        table.add_row(f"recent queries and attention sums of {config.engine.max_rows} rows", size_text(plan.row_state))
+        rows = count_text(config.engine.max_rows, "row")
+        table.add_row(f"recent queries and attention sums of {rows}", size_text(plan.row_state))
     if plan.summary_share:
         table.add_row("page summaries", f"{100 * plan.summary_share:.1f} % of the KV pool")
     if tokenized:
@@ -136,7 +137,8 @@ def speed_table(config: RunConfig, speed: SpeedPlan, device: str) -> Table:
     table.add_row("rollouts", f"{seconds(rollouts.seconds)}, {rate}")
     table.add_row("scores", seconds(speed.score))
     table.add_row("updates", seconds(speed.update))
-    table.add_row("step", f"{seconds(speed.step)}, all {config.steps:,} steps {duration(config.steps * speed.step)}")
+    steps = count_text(config.steps, "step")
+    table.add_row("step", f"{seconds(speed.step)}, {steps} {duration(config.steps * speed.step)}")
     ratio = speed.sparse.tokens_per_second / speed.dense.tokens_per_second
     name = speed.sparsity.describe()
     table.add_row("sparse rollouts", f"{ratio:.2f} × dense with {answer:,} tokens ({name})")
@@ -155,7 +157,7 @@ def sparsity_table(config: RunConfig) -> Table:
         protected = "the whole prompt, " if evict.protect_prompt else ""
         table.add_row(
             "  evicted",
-            f"to {budget_text(evict.budget)} whenever {evict.buffer} more are cached; always kept: "
+            f"to {budget_text(evict.budget)} whenever the cache holds {evict.buffer} more; always kept: "
             f"{protected}first {evict.sinks}, last {evict.window}",
         )
     if select := sparsity.select:
@@ -168,7 +170,8 @@ def sparsity_table(config: RunConfig) -> Table:
     table.add_row("correction", config.objective.correction.preset)
     if config.control.enabled and not sparsity.dense:
         table.add_row("controller", describe_control(config.control))
-    evaluated = f"dense{' and sparse' if config.eval.sparse else ''}, every {every} steps" if every else "off"
+    interval = "step" if every == 1 else f"{every} steps"
+    evaluated = f"dense{' and sparse' if config.eval.sparse else ''}, every {interval}" if every else "off"
     table.add_row("held-out evaluation", evaluated)
     return table
 

@@ -10,6 +10,7 @@ from alula.environments.calls import Calls
 from alula.environments.conversation import as_messages
 from alula.environments.registry import load_environment
 from alula.errors import require
+from alula.files import count_text
 from alula.rollouts.build import build_conversation
 
 
@@ -20,7 +21,7 @@ def check_environment(config: RunConfig, training: Dataset | None, tokenizer: An
     if settings is None:
         return
     build = load_environment(settings.use, settings.options)
-    limits = f"at most {settings.max_turns} turns and {settings.max_tokens:,} tokens per episode"
+    limits = f"at most {count_text(settings.max_turns, 'turn')} and {settings.max_tokens:,} tokens per episode"
     yield "environment", f"{settings.use}: {limits}, {settings.timeout:g} s per call"
     if training is None:
         return

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from alula.data import PromptStream
+from alula.files import count_text
 from alula.run.run_log import RunLogger
 from alula.trainer.collector import Collector
 
@@ -18,7 +19,8 @@ def distill_first(
     first, world = distill.settings.first, collector.world
     assert first is not None
     done = len(distill.divergences)
-    logger.message(f"distilling before the first step, {first.steps - done} batches of {first.prompts} rollouts.")
+    left = count_text((first.steps - done) * first.prompts, "rollout")
+    logger.message(f"distilling before the first step, on {left}.")
     stream = PromptStream(collector.stream.dataset, ~collector.config.seed)
     stream.next(done * first.prompts)
     while distill.first_due():
@@ -30,13 +32,13 @@ def distill_first(
         record = [sparsity.evict is not None] * len(examples)
         distill.first_step(collector.rollouts(examples, sampling, sparsity, indices, record=record))
         finished_batch()
-    skipped = distill.distiller.skipped
+    trained, skipped = count_text(first.steps * first.prompts, "rollout"), distill.distiller.skipped
     logger.event(
         0,
         "distilled-first",
-        f"The adapter was trained on {first.steps} batches before the first step: divergence "
-        f"of the first {distill.divergences[0]:.4f}, of the last {distill.divergences[-1]:.4f}"
-        + (f"; {skipped} updates were not finite and were skipped." if skipped else "."),
+        f"The adapter was trained on {trained} before the first step: divergence of the first "
+        f"batch {distill.divergences[0]:.4f}, of the last {distill.divergences[-1]:.4f}"
+        + (f"; {count_text(skipped, 'update')} skipped as not finite." if skipped else "."),
         "See mismatch/veto_rate of the first step for the remaining mismatch.",
     )
 

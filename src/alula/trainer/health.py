@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from alula.errors import RunFailed
+from alula.files import count_text
 from alula.trainer.health_checks import (
     STEP_CHECKS,
     Evaluation,
@@ -175,7 +176,8 @@ class StepAlerts:
         if failed and not self.ungraded:
             reason, count = reasons.most_common(1)[0]
             message = (
-                f"{len(failed)} answers of step {step} could not be graded and count 0; {count} of them: {reason}."
+                f"{count_text(len(failed), 'answer')} of step {step} could not be graded (counted as 0); {count} of "
+                f"them: {reason}."
             )
             advice = "Check the reward function; rewards.timeout limits the time per answer."
             self.logger.event(step, "not-graded", message, advice)
@@ -186,8 +188,8 @@ class StepAlerts:
         if reasons and not self.gave_up:
             reason, count = Counter(reasons).most_common(1)[0]
             message = (
-                f"The environment failed in {len(reasons)} episodes of step {step}, which are not trained on; {count} "
-                f"of them: {reason}."
+                f"The environment failed in {count_text(len(reasons), 'episode')} of step {step}, not used for "
+                f"training; {count} of them: {reason}."
             )
             advice = (
                 "Answer wrong tool calls with a message instead of an exception; environment.timeout limits a call."

@@ -23,6 +23,7 @@ from alula.data.load_tokenizer import TASK, load_tokenizer
 from alula.engine.rollout import Sampling
 from alula.engine.schedule_plan import KVNeed
 from alula.errors import SettingError, in_section, require
+from alula.files import count_text
 from alula.models.geometry import max_positions
 from alula.models.load import SHAPE, TOKENIZER_FILES, UNREADABLE, find_pretrained, load_failure
 from alula.models.lora import Adapter, check_fits
@@ -201,7 +202,7 @@ class Preflight:
         for source, dataset in zip(self.sources, self.held_out):
             yield "held-out data", described(source, dataset, "to evaluate on")
         if self.config.eval.every and not self.sources:
-            yield "held-out data", f"{self.config.eval.size:,} examples of the same, set aside"
+            yield "held-out data", f"{count_text(self.config.eval.size, 'example')} of the same, set aside"
 
     def try_rewards(self) -> Iterator[tuple[str, str]]:
         """Grade the data itself, and describe the grades as rows of the table of work. A field that a reward lacks is
@@ -223,7 +224,7 @@ def described(source: Source, dataset: Dataset | None, purpose: str) -> str:
     if dataset is None:
         return f"{name}: on the hub, not read"
     dropped = "".join(f"; left out: {count:,} ({why})" for why, count in dataset.dropped.items())
-    return f"{name}: {len(dataset):,} examples {purpose}{dropped}"
+    return f"{name}: {count_text(len(dataset), 'example')} {purpose}{dropped}"
 
 
 def is_remote(source: Source) -> bool:
