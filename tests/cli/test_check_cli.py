@@ -69,6 +69,29 @@ def test_check_counts_in_the_singular(tmp_path, capsys):
         assert line in plan
 
 
+def test_check_says_how_rewards_grade_the_reference_answers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "a b", "answer": "{answer}"}}\n' for answer in ("7", "x", "7", "x")))
+    command = ["train", "--check", "toy", f"out={tmp_path / 'run'}", f"data={{source: {data}, chat: false}}"]
+    command += ["eval.every=0", "sampling.prompts=1", "learner.updates=1", "model.tokenizer=task:copy-last"]
+    for reward, text in (
+        ("math", "mean grade of the first 3: math 0.67"),
+        ("{name: format, options: {has: boxed}}", "format 0; none is accepted as it is, see docs/reward-stays-0.md"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            app([*command, f"rewards.use=[{reward}]"])
+        assert not ended.value.code
+        assert text in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_private_upload_needs_an_upload(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "toy", f"out={tmp_path / 'run'}", "--private"])
+    assert ended.value.code == 2
+    assert "--private: needs --push-to-hub" in capsys.readouterr().err
+
+
 FROM_A_PRESET = ["sparsity.select={method: block-topk, budget: qwen3-4b-0.86}"]
 
 

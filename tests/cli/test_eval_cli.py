@@ -47,6 +47,28 @@ def run(*arguments):
     return 0
 
 
+@pytest.mark.parametrize("always", [True, False])
+def test_answers_that_cannot_be_graded_are_reported(folder, tmp_path, monkeypatch, capsys, always):
+    (tmp_path / "grading.py").write_text(
+        "def strict(completion, example):\n"
+        f"    return {{}}['x'] if {always} or example['prompt'] == example['first'] else 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": prompt, "answer": "a", "first": "a b"} for prompt in ("a b", "b a", "c a")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "results.json"
+    command = ["eval", folder, "--data", tmp_path / "data.jsonl", "--max-new-tokens", 4, "--out", out]
+    assert run(*command, "--reward", "grading:strict") == always
+    printed = capsys.readouterr().err
+    if always:
+        assert (
+            "the reward grading:strict failed on every one of the 3 answers, most often with \"KeyError: 'x'" in printed
+        )
+    else:
+        assert "data: 1 of 3 answers could not be graded and count 0, most often: grading:strict: KeyError" in printed
+    assert sum(json.loads(out.read_text())[0]["failures"].values()) == (3 if always else 1)
+
+
 def test_several_policies_in_one_table(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
     code = run(

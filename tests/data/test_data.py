@@ -227,12 +227,14 @@ def test_long_prompts_are_dropped_and_counted(tokenizer):
         prepare(data, tokenizer, max_prompt_tokens=1)
 
 
-def test_prompts_without_a_token_are_dropped_and_counted(tokenizer):
-    tokenizer.backend_tokenizer.post_processor = processors.Sequence([])  # no <bos>
+@pytest.mark.parametrize("bos", [False, True])
+def test_empty_prompts_are_dropped_and_counted(tokenizer, bos):
+    if not bos:
+        tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
     data = Dataset(tuple(Example(prompt) for prompt in ("a b", "", "c d e", " ")))
-    kept = prepare(data, tokenizer, max_prompt_tokens=2)
+    kept = prepare(data, tokenizer, max_prompt_tokens=2 + bos)
     assert [example.prompt for example in kept] == ["a b"]
-    assert kept.dropped == {"empty prompt": 2, "prompt over 2 tokens": 1}
+    assert kept.dropped == {"empty prompt": 2, f"prompt over {2 + bos} tokens": 1}
     with pytest.raises(SettingError, match=r"all 1 prompts are empty.*data\.prompt"):
         prepare(Dataset((Example(""),)), tokenizer)
 

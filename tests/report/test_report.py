@@ -248,8 +248,8 @@ def test_headline_numbers(three):
     assert named["KV saved"] == f"{sum(row['kv/saved'] for row in rows) / len(rows):.0%}"
     assert named["Cut off"] == f"{sum(row['response/truncated'] for row in rows[-10:]) / 10:.1%}"
     assert named["Peak KV"] == size_text(max(row["kv/bytes_peak"] for row in rows))
-    assert against_dense(-(1 << 20), 0.3) == "1.0 MiB more than dense"
-    assert against_dense(1 << 31, 0.3) == "2.00 GiB less than dense"
+    assert against_dense(-(1 << 20), 0.3) == "1.0 MiB more than the same answers densely"
+    assert against_dense(1 << 31, 0.3) == "2.00 GiB less than the same answers densely"
     assert against_dense(1 << 20, 0.0) == against_dense(None, 0.3) == ""
     assert cut_off_cell(0.3) == Cell("30.0%", "above 20%", "bad")
     assert vetoed_cell(0.2, 0.0) == Cell("20.0%", "above 15%, 0.0% rejected", "bad")
@@ -426,6 +426,14 @@ def test_broken_lines_are_counted_except_a_truncated_last_line(tmp_path, capsys)
         assert f"<li>{html.escape(str(broken / name))}: {count}" in page
     assert len(printed.splitlines()) == 2
     assert len(load_run(broken, "broken").curves["reward/mean"].steps) == 17
+
+
+def test_the_page_says_why_a_run_failed(tmp_path, capsys):
+    run = write_run(tmp_path / "run", "dense", steps=5)
+    (run / "status.json").write_text('{"state": "failed", "total_steps": 9, "reason": "the reward <r> failed"}')
+    write_report([run], tmp_path / "report.html")
+    assert f"<li>{run}: the run failed: the reward &lt;r&gt; failed</li>" in (tmp_path / "report.html").read_text()
+    assert f"alula: {run}: the run failed: the reward <r> failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ def test_a_reward_that_cannot_be_loaded_stops_the_run_before_the_first_rollout(t
         app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", "rewards.use=['no_such_module:f']"])
     assert ended.value.code == 2
     assert "module 'no_such_module'" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert "module 'no_such_module'" in status["reason"]
 
 
 BROKEN = """

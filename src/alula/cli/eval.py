@@ -11,7 +11,7 @@ import typer
 from alula.cli import options as shared
 from alula.cli.common import check_output_file, shared_page, warn_other_model
 from alula.cpus import set_threads
-from alula.errors import SettingError, require
+from alula.errors import RunFailed, SettingError, require
 
 if TYPE_CHECKING:
     from alula.data import Dataset
@@ -119,11 +119,28 @@ def evaluate(
                 typer.echo(f"{model}, {dataset.name}, {policy.describe()}: {results[-1].accuracy:.1%}", err=True)
                 if out is not None:  # after each evaluation, so that nothing is lost
                     out.write_text(json.dumps([r.to_dict() for r in results], indent=1) + "\n")
+                report_failures(results[-1], name)
         engine.sleep()  # frees its memory for the next one
         del engine
         gc.collect()
         torch.cuda.empty_cache()
     print_results(results)
+
+
+def report_failures(result: "EvalResult", reward: str) -> None:
+    """Say which answers could not be graded; raise if none could."""
+    if not result.failures:
+        return
+    count, answers = sum(result.failures.values()), result.problems * result.k
+    most = max(result.failures, key=lambda reason: result.failures[reason])
+    if count >= answers:
+        raise RunFailed(
+            f"the reward {reward} failed on every one of the {answers} answers, most often with "
+            f"{most.removeprefix(f'{reward}: ')!r}; correct it."
+        )
+    typer.echo(
+        f"{result.data}: {count} of {answers} answers could not be graded and count 0, most often: {most}", err=True
+    )
 
 
 def list_entries(data: list[str], suite: str | None, given: dict[str, Any]) -> "list[Entry]":

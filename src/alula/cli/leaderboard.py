@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from alula.bench.decode import rollouts as time_rollouts
+from alula.engine.kv_cache import check_kv_dtype
 from alula.engine.measure_queries import TEXT_PROMPTS
 from alula.errors import SettingError
 from alula.files import check_same_settings, write_atomically
@@ -62,6 +63,7 @@ def run_leaderboard(
     dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
     engines.kv_dtype = None
     engine = engines.with_page(page)
+    check_kv_dtype(dtypes[-1], engine.dtype, engine.device)
     record = opened(out, engine, text)
     dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
     if statistics or families is None or any(needs_queries(family.template) for family in families):

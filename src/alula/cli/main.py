@@ -58,6 +58,7 @@ def build(called: str | None) -> typer.Typer:
         help="Reinforcement learning of reasoning LLMs with sparse rollouts.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
     )
 
     @commands.callback()

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from alula.cli.completion import complete_recipe, complete_setting
+from alula.errors import require
 
 
 def train(
@@ -49,6 +50,7 @@ def train(
     from alula.config.load import load_config
 
     config = load_config(recipe, settings or [])
+    require(push_to_hub is not None or not private, "--private: needs --push-to-hub; leave it out, or add that.")
     if push_to_hub is not None:
         from alula.run.push import check_push
 

@@ -41,10 +41,12 @@ def prepare(
     ids = tokenizer(texts, add_special_tokens=not use_chat)["input_ids"]
     if dataset.name.startswith("task:"):
         check_known_symbols(dataset, tokenizer, ids)
-    filled = [replace(example, prompt_ids=tuple(row)) for example, row in zip(dataset, ids) if row]
+    filled = [
+        replace(example, prompt_ids=tuple(row)) for example, row in zip(dataset, ids) if row and has_text(example)
+    ]
     require(
         len(filled) > 0,
-        f"data {dataset.name}: all {len(dataset)} prompts are empty (no tokens); name another field with data.prompt.",
+        f"data {dataset.name}: all {len(dataset)} prompts are empty; name another field with data.prompt.",
     )
     kept = [
         example for example in filled if max_prompt_tokens is None or len(example.prompt_ids or ()) <= max_prompt_tokens
@@ -74,6 +76,12 @@ def check_known_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence
                     "task options that the model was trained with: data.options in a recipe, --options in a command "
                     "(--option in alula eval)."
                 )
+
+
+def has_text(example: Example) -> bool:
+    """Whether a person wrote anything; a template and special tokens do not count."""
+    turns = [{"content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+    return any(str(turn.get("content") or "").strip() for turn in turns)
 
 
 def messages(example: Example, system: str | None) -> Messages:

@@ -38,7 +38,7 @@ class Run:
     settings: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """One sentence for each file that could not be read in full."""
+    """One sentence for each file that could not be read in full, and why the run failed."""
 
     def last(self, metric: str, steps: int = 10) -> float | None:
         """Mean of a metric over its last steps."""
@@ -61,6 +61,8 @@ def load_run(path: Path, name: str) -> Run:
     if notes and not curves:
         raise SettingError(f"run folder {path}: no line of metrics.jsonl can be read; restore it from a copy.")
     status = read_mapping(path / "status.json", "whether the run finished", notes)
+    if status.get("reason"):
+        notes.append(f"{path}: the run failed: {status['reason']}")
     return Run(
         name=name,
         path=path,

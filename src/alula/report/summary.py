@@ -73,10 +73,10 @@ def held_out(run: Run, policy: str) -> list[tuple[float, float]]:
 
 
 def against_dense(saved_bytes: float | None, saved: float | None) -> str:
-    """The peak compared with dense rollouts of the same answers, for a run that saved any tokens."""
+    """The peak compared with what the same answers would take densely, for a run that saved any tokens."""
     if saved_bytes is None or not saved:
         return ""
-    return f"{size_text(abs(saved_bytes))} {'less' if saved_bytes >= 0 else 'more'} than dense"
+    return f"{size_text(abs(saved_bytes))} {'less' if saved_bytes >= 0 else 'more'} than the same answers densely"
 
 
 MANY_CUT_OFF = 0.2

@@ -117,8 +117,9 @@ class MetricsWriter:
     def log_event(self, step: int, kind: str, message: str, advice: str = "") -> None:
         self._append("events.jsonl", {"step": step, "kind": kind, "message": message, "advice": advice})
 
-    def close(self, state: State = "finished") -> None:
-        self._write_status(state)
+    def close(self, state: State = "finished", reason: str | None = None) -> None:
+        """`reason`: why the run failed."""
+        self._write_status(state, reason)
         for file in self._files.values():
             file.close()
         for sink in self.sinks:
@@ -155,8 +156,8 @@ class MetricsWriter:
         for sink in self.sinks:
             sink.log(step, finite)
 
-    def _write_status(self, state: State) -> None:
-        status = {"state": state, "total_steps": self._total_steps}
+    def _write_status(self, state: State, reason: str | None = None) -> None:
+        status = {"state": state, "total_steps": self._total_steps} | ({"reason": reason} if reason else {})
         write_atomically(self.run_dir / "status.json", json.dumps(status) + "\n")
 
 

@@ -12,6 +12,7 @@ from alula.config.load import to_yaml
 from alula.config.run import RunConfig
 from alula.data import Dataset
 from alula.distributed import World
+from alula.errors import RunFailed, SettingError
 from alula.files import count_text, write_atomically
 from alula.run.console import LiveLine
 from alula.run.environment import environment
@@ -128,11 +129,17 @@ class RunLogger:
     def __enter__(self) -> "RunLogger":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.live:
             self.live.close()
         if self.writer:
-            self.writer.close("failed" if kind else self.state)
+            self.writer.close("failed" if kind else self.state, None if error is None else reason(error))
+
+
+def reason(error: BaseException) -> str:
+    """Why a run ended, in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, SettingError | RunFailed) else f"{type(error).__name__}: {text}"
 
 
 def left_out(dataset: Dataset) -> str:

@@ -29,7 +29,7 @@ from alula.models.load import SHAPE, TOKENIZER_FILES, UNREADABLE, find_pretraine
 from alula.models.lora import Adapter, check_fits
 from alula.models.shapes import SHAPES, shape
 from alula.models.supported import check_config
-from alula.rewards.scoring import try_out
+from alula.rewards.scoring import TRIAL_EXAMPLES, try_out
 from alula.rollouts.job import Job
 from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
@@ -213,8 +213,10 @@ class Preflight:
             if dataset is not None:
                 grades = try_out(self.config.rewards, [example.record() for example in dataset])
                 if grades and isinstance(dataset[0].answer, str | int | float):  # not the tests of a coding task
-                    listed = (f"{reward} grades the first with {grade:.2g}" for reward, grade in grades.items())
-                    yield name, ", ".join(listed)
+                    tried = min(TRIAL_EXAMPLES, len(dataset))
+                    listed = ", ".join(f"{reward} {grade:.2g}" for reward, grade in grades.items())
+                    hint = "" if any(grades.values()) else "; none is accepted as it is, see docs/reward-stays-0.md"
+                    yield name, f"mean grade of the first {tried}: {listed}{hint}"
 
 
 def described(source: Source, dataset: Dataset | None, purpose: str) -> str:
