@@ -130,9 +130,9 @@ def calibrate(
 
     An interrupted calibration continues where it stopped. The exit code is 1 if no policy was ever sparse.
 
-    With --verify nothing is searched: each schedule or policy generates its own rollouts. The exit code is 1 if, for
-    one of them, some bin's tail is confidently below tau, confidently more than 15 % of the rollouts contain a token
-    that the dense policy would not have sampled, or no rollout exceeded the budget, so that nothing was tested. With
+    With --verify nothing is searched: each schedule or policy generates its own rollouts. The exit code is 1 if one
+    of them fails: if some bin's tail is confidently below tau, if confidently more than 15 % of its rollouts have a
+    token below 1e-4 times its sparse probability, or if no rollout exceeded the budget. With
     --vetoed, budgets are measured in the same way, and the exit code is 1 if no method has one. With --leaderboard,
     methods are compared at equal bytes, each on its own rollouts and on the dense policy's text.
     """
