@@ -44,8 +44,8 @@ def evaluate(
     reward: Annotated[
         str | None,
         typer.Option(
-            help="Reward that grades the answers: math, code, task:NAME, package.module:function; by default math, code "
-            "for coding benchmarks, or the task's."
+            help="Reward that grades the answers: math, code, task:NAME, package.module:function. By default math, "
+            "code for coding benchmarks, or the task's."
         ),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per answer; by default 2048.")] = None,
