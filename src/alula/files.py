@@ -1,5 +1,5 @@
-"""File helpers: reading, atomic writes, permissions; the same-settings check of a continued job; sizes and counts as
-text."""
+"""File helpers: reading, atomic writes, permissions; the same-settings check of a continued job; sizes, counts and
+standard errors as text."""
 
 import os
 from collections.abc import Mapping
@@ -50,3 +50,9 @@ def size_text(size: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """A number of things as text: 1 step, 2,000 steps."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def plus_minus(error: float | None, unit: str = "%") -> str:
+    """The standard error of a share, to append to it: " ± 2.1%". Empty if the error is unknown, or 0 because all
+    answers were graded alike: that is no certainty."""
+    return f" ± {100 * error:.1f}{unit}" if error else ""
