@@ -1,8 +1,10 @@
 """File helpers: reading, atomic writes, permissions; the same-settings check of a continued job; sizes, counts and
 standard errors as text."""
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,19 @@ def check_same_settings(source: str, before: Mapping[str, Any], now: Mapping[str
     for name, value in now.items():
         if before.get(name) != value:
             raise SettingError(f"{source} was written with {name}={before.get(name)}, not {name}={value}; {hint}.")
+
+
+def read_continued(path: Path, what: str, settings: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The JSON object, with `settings` and these `keys`, of a file that a command continues. Raises for a damaged file,
+    for one of another command, and for other settings; `what` begins the error."""
+    source, record = f"{what} {path}", None
+    with suppress(json.JSONDecodeError):
+        record = json.loads(read_text(path, source))
+    if not isinstance(record, dict) or not {"settings", *keys} <= record.keys():
+        raise SettingError(f"{source}: damaged, or of another command; set another --out, or delete the file.")
+    hint = "use the same setting to continue, delete the file to start over, or set another --out"
+    check_same_settings(source, record["settings"], settings, hint)
+    return record
 
 
 def size_text(size: float) -> str:
