@@ -1,8 +1,10 @@
-"""File helpers: reading, atomic writes, permissions; the same-settings check of a continued job; sizes and counts as
-text."""
+"""File helpers: reading, atomic writes, permissions; the same-settings check of a continued job; sizes, counts and
+standard errors as text."""
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,19 @@ def check_same_settings(source: str, before: Mapping[str, Any], now: Mapping[str
             raise SettingError(f"{source} was written with {name}={before.get(name)}, not {name}={value}; {hint}.")
 
 
+def read_continued(path: Path, what: str, settings: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The JSON object, with `settings` and these `keys`, of a file that a command continues. Raises for a damaged file,
+    for one of another command, and for other settings; `what` begins the error."""
+    source, record = f"{what} {path}", None
+    with suppress(json.JSONDecodeError):
+        record = json.loads(read_text(path, source))
+    if not isinstance(record, dict) or not {"settings", *keys} <= record.keys():
+        raise SettingError(f"{source}: damaged, or of another command; set another --out, or delete the file.")
+    hint = "use the same setting to continue, delete the file to start over, or set another --out"
+    check_same_settings(source, record["settings"], settings, hint)
+    return record
+
+
 def size_text(size: float) -> str:
     """Bytes as text, in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
@@ -50,3 +65,9 @@ def size_text(size: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """A number of things as text: 1 step, 2,000 steps."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def plus_minus(error: float | None, unit: str = "%") -> str:
+    """The standard error of a share, to append to it: " ± 2.1%". Empty if the error is unknown, or 0 because all
+    answers were graded alike: that is no certainty."""
+    return f" ± {100 * error:.1f}{unit}" if error else ""

@@ -190,6 +190,8 @@ def test_tables_of_models_and_sparsities(data):
     assert lines[3] == "| M | rkv 64+16 | 50.0 ± 16.7 | 50.0 | 100.0 | - | - | 20 | 50 % | 300 |"
     other = markdown([first, dataclasses.replace(dense, model="N")]).splitlines()
     assert other[2] == "| M | dense | 100.0 | - | - | - | - | 10 | 50 % | 100 |"
+    alike = markdown([dataclasses.replace(dense, accuracy=1.0, error=0.0)]).splitlines()
+    assert alike[2].startswith("| M | dense | 100.0 | "), "no error of 0"
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table([dense, sparse, first]))
     assert "50.0 ± 16.7" in console.export_text()

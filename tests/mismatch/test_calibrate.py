@@ -347,9 +347,10 @@ def test_work_file_of_another_calibration_raises(engine, tmp_path):
     again.model.model.norm.weight.data.mul_(1.01)
     with pytest.raises(SettingError, match="weights="):
         CalibrationCache.open(path, Engine(again, page=PAGE, kv_memory="1MiB"), TEXT, BINS)
-    path.write_text("{")
-    with pytest.raises(SettingError, match=f"work file {path}: "):
-        CalibrationCache.open(path, engine, TEXT, BINS)
+    for damaged in ("{", "[]", json.dumps({"settings": {}, "text": []}), "\xff"):
+        path.write_text(damaged, encoding="latin-1")
+        with pytest.raises(SettingError, match=f"work file {path}: "):
+            CalibrationCache.open(path, engine, TEXT, BINS)
 
 
 def test_work_file_of_another_residual_stream_raises(tmp_path):

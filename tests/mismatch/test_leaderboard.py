@@ -176,8 +176,11 @@ def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):
     text = work.read_text()
     work.write_text(text[:100])
     assert alula(*more) == 2
-    assert "board.work.json: is not a leaderboard's work file; delete it." in capsys.readouterr().err
+    assert f"work file {work}: damaged" in capsys.readouterr().err
     work.write_text(text)
+    out.write_text(text)
+    assert alula(*more) == 2
+    assert f"--out {out}: damaged, or of another command" in capsys.readouterr().err
     (tmp_path / "kept.json").rename(out)
 
     def stopped(*given, **named):

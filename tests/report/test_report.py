@@ -321,7 +321,9 @@ def test_a_change_is_marked_only_if_significant():
     assert accuracy_cell([(0.40, 0.02), (0.50, 0.02)]).tone == "good"
     assert accuracy_cell([(0.40, 0.02), (0.30, 0.02)]).tone == "bad"
     assert accuracy_cell([(0.80, 0.03), (1.00, 0.00)]).detail == "▲ 20.0 ± 3.0 points", "the error of the difference"
-    assert accuracy_cell([(0.2, 0.0), (0.5, 0.0), (0.4, 0.0)]).detail == "▲ 20.0 ± 0.0 points, best 50.0%"
+    assert accuracy_cell([(0.2, 0.0), (0.5, 0.0), (0.4, 0.0)]).detail == "▲ 20.0 points, best 50.0%", "no error of 0"
+    assert accuracy_cell([(1.0, 0.0)]) == Cell("100.0%")
+    assert accuracy_cell([(0.4, 0.02)]) == Cell("40.0%", "± 2.0%")
 
 
 def test_thinning_keeps_spikes_ends_and_order():

@@ -1,7 +1,7 @@
 import pytest
 
 from alula.errors import SettingError
-from alula.files import check_same_settings, count_text, size_text, write_atomically
+from alula.files import check_same_settings, count_text, plus_minus, size_text, write_atomically
 
 
 def test_an_interrupted_write_leaves_the_old_text(tmp_path, monkeypatch):
@@ -33,3 +33,7 @@ def test_sizes(size, text):
 
 def test_counts():
     assert [count_text(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+
+
+def test_standard_errors():
+    assert [plus_minus(error) for error in (0.0214, 0.0, None)] == [" ± 2.1%", "", ""]

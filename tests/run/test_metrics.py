@@ -253,6 +253,19 @@ def test_the_first_lines_of_a_run_count_in_the_singular(tmp_path):
     assert lines[1] == "train: 1 prompt."
 
 
+def test_an_accuracy_without_a_standard_error_is_printed_alone(tmp_path):
+    stream = io.StringIO()
+    with RunLogger(toy(tmp_path / "run"), World(), stream) as logger:
+        logger.log_eval(1, "held", "dense", {"accuracy": 1.0, "stderr": 0.0, "n": 8})
+        logger.log_eval(2, "held", "dense", {"accuracy": 0.5, "stderr": 0.1, "n": 8})
+    assert stream.getvalue().splitlines() == [
+        "step 1: dense accuracy on held 100.0%",
+        "step 2: dense accuracy on held 50.0% ± 10.0%",
+    ]
+    (row, _) = rows(tmp_path / "run" / "evals.jsonl")
+    assert row["stderr"] == 0.0, "as measured"
+
+
 def test_importing_needs_no_torch():
     script = "import sys, alula.run.run_dir, alula.run.console, alula.trainer.health; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

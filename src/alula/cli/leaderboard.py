@@ -12,8 +12,7 @@ import typer
 from alula.bench.decode import rollouts as time_rollouts
 from alula.engine.kv_cache import check_kv_dtype
 from alula.engine.measure_queries import TEXT_PROMPTS
-from alula.errors import SettingError
-from alula.files import check_same_settings, write_atomically
+from alula.files import read_continued, write_atomically
 from alula.mismatch.calibrate.cache import text_from_lists, text_settings, text_to_lists
 from alula.mismatch.leaderboard.kv_bytes import KVBytes, fit_budget, kv_bytes
 from alula.mismatch.leaderboard.row import DenseText, measure_row
@@ -109,14 +108,8 @@ def dense_rollouts(work_file: Path, engine: "Engine", text: "TextSettings", prog
     """The dense policy's rollouts: those of the work file, or new ones."""
     settings = text_settings(engine, text)
     if work_file.exists():
-        try:
-            record = json.loads(work_file.read_text())
-            before, lists = record["settings"], record["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise SettingError(f"work file {work_file}: is not a leaderboard's work file; delete it.") from None
-        hint = "use the same setting to continue, delete the file to start over, or set another --out"
-        check_same_settings(f"work file {work_file}", before, settings, hint)
-        return text_from_lists(lists, text.sampling)
+        record = read_continued(work_file, "work file", settings, ("text",))
+        return text_from_lists(record["text"], text.sampling)
     typer.echo(f"dense text: {len(text.prompts) * text.samples} rollouts of up to {text.length} tokens")
     rollouts = engine.generate([list(prompt) for prompt in text.prompts], text.sampling, progress=progress)
     write_atomically(work_file, json.dumps({"settings": settings, "text": text_to_lists(rollouts)}) + "\n")
@@ -184,16 +177,10 @@ def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
         "lengths": [max(most // 8, 1), max(most // 4, 1), max(most // 2, 1)],
     }
     if out.exists():
-        try:
-            record = json.loads(out.read_text())
-            before, environments = record["settings"], record["environments"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise SettingError(f"--out {out}: is no leaderboard; choose another file.") from None
-        check_same_settings(f"--out {out}", before, settings, "use the same setting to continue, or another --out")
+        record = read_continued(out, "--out", settings, ("environments", "token_bytes", *TABLES, "left_out"))
     else:
         record = {"settings": settings, "environments": [], "token_bytes": engine.geometry.kv_token_bytes}
         record |= {table: [] for table in (*TABLES, "left_out")}
-        environments = record["environments"]
-    if (here := environment()) not in environments:
-        environments.append(here)
+    if (here := environment()) not in record["environments"]:
+        record["environments"].append(here)
     return record

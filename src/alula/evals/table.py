@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from alula.evals.metrics import mean
 from alula.evals.result import EvalResult
+from alula.files import plus_minus
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,10 +67,9 @@ def titles(name: str, k: int) -> list[str]:
 
 def accuracies(result: EvalResult) -> list[str]:
     """The cells under `titles`."""
-    error = "" if result.error is None else f" ± {100 * result.error:.1f}"
     several = (
         []
         if result.k == 1
         else ["–" if share is None else f"{100 * share:.1f}" for share in (result.maj_at_k, result.pass_at[result.k])]
     )
-    return [f"{100 * result.accuracy:.1f}{error}", *several]
+    return [f"{100 * result.accuracy:.1f}{plus_minus(result.error, unit='')}", *several]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from alula.files import size_text
+from alula.files import plus_minus, size_text
 from alula.objective.veto import TOO_MANY
 from alula.report.runs import Run
 from alula.run.console import seconds
@@ -40,11 +40,10 @@ def headline(run: Run) -> list[Cell]:
     peak = run.curves.get("kv/bytes_peak")
     speed = run.curves.get("speed/tokens_per_s")
     steps = run.curves.get("time/step")
-    sparse = held_out(run, "sparse")
     return [
         Cell() if reward is None else Cell(f"{reward:.3f}"),
         accuracy_cell(held_out(run, "dense")),
-        Cell(f"{sparse[-1][0]:.1%}", f"± {sparse[-1][1]:.1%}") if sparse else Cell(),
+        accuracy_cell(held_out(run, "sparse")[-1:]),
         Cell() if lengths is None else Cell(f"{lengths.values[:10].mean():.0f} → {lengths.values[-10:].mean():.0f}"),
         cut_off_cell(run.last("response/truncated")),
         vetoed_cell(mean(run, "mismatch/veto_rate"), mean(run, "mismatch/rejected")),
@@ -104,13 +103,13 @@ def accuracy_cell(evals: list[tuple[float, float]]) -> Cell:
         return Cell()
     (first, first_error), (last, last_error) = evals[0], evals[-1]
     if len(evals) == 1:
-        return Cell(f"{last:.1%}", f"± {last_error:.1%}")
+        return Cell(f"{last:.1%}", plus_minus(last_error).strip())
     change, error = last - first, math.hypot(first_error, last_error)
     tone = "good" if change > 2 * error else "bad" if change < -2 * error else ""
     arrow = "▲" if change > 0 else "▼" if change < 0 else "="
     best = max(accuracy for accuracy, _ in evals)
     higher = f", best {best:.1%}" if best > last else ""
-    detail = f"{arrow} {abs(100 * change):.1f} ± {100 * error:.1f} points{higher}"
+    detail = f"{arrow} {abs(100 * change):.1f}{plus_minus(error, unit='')} points{higher}"
     return Cell(f"{first:.1%} → {last:.1%}", detail, tone)
 
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from alula.files import plus_minus
 from alula.report.runs import Run
 from alula.report.summary import held_out, mean
 
@@ -31,7 +32,7 @@ def verdict(run: Run, reference: Run | None = None) -> Verdict:
     verb = "rose" if change > 2 * error else "fell" if change < -2 * error else "did not change measurably,"
     parts = [
         f"Held-out accuracy of the dense policy {verb} from {first:.1%} to {last:.1%} "
-        f"({100 * change:+.1f} ± {100 * error:.1f} points)"
+        f"({100 * change:+.1f}{plus_minus(error, unit='')} points)"
     ]
     if not is_dense(run):
         shares = (("of the KV saved", "kv/saved"), ("of rollouts vetoed", "mismatch/veto_rate"))
@@ -41,11 +42,12 @@ def verdict(run: Run, reference: Run | None = None) -> Verdict:
         return Verdict(f"{text}.", tone)
     dense, dense_error = held_out(reference, "dense")[-1]
     gap, error = last - dense, math.hypot(last_error, dense_error)
+    interval = plus_minus(error, unit="")
     if abs(gap) <= 2 * error:
-        return Verdict(f"{text}; level with {reference.name} ({100 * gap:+.1f} ± {100 * error:.1f} points).", tone)
+        return Verdict(f"{text}; level with {reference.name} ({100 * gap:+.1f}{interval} points).", tone)
     place = "below" if gap < 0 else "above"
     tone = "bad" if gap < 0 else tone
-    return Verdict(f"{text}; {100 * abs(gap):.1f} ± {100 * error:.1f} points {place} {reference.name}.", tone)
+    return Verdict(f"{text}; {100 * abs(gap):.1f}{interval} points {place} {reference.name}.", tone)
 
 
 def is_dense(run: Run) -> bool:

@@ -9,7 +9,7 @@ import yaml
 
 import alula
 from alula.config.run import RunConfig
-from alula.files import count_text
+from alula.files import count_text, plus_minus
 from alula.run.run_dir import parse_line
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -88,7 +88,7 @@ def evaluations(path: Path) -> Iterator[tuple[str, ...]]:
     """The last evaluation of each data set under each policy."""
     last = {(row["name"], row["policy"]): row for row in rows_of(path)}
     for (name, policy), row in last.items():
-        yield name, policy, str(row["step"]), str(row["n"]), f"{row['accuracy']:.1%} ± {row['stderr']:.1%}"
+        yield name, policy, str(row["step"]), str(row["n"]), f"{row['accuracy']:.1%}{plus_minus(row['stderr'])}"
 
 
 def last_metrics(path: Path) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from alula.config.run import RunConfig
 from alula.data import Dataset
 from alula.distributed import World
 from alula.errors import RunFailed, SettingError
-from alula.files import count_text, write_atomically
+from alula.files import count_text, plus_minus, write_atomically
 from alula.run.console import LiveLine
 from alula.run.environment import environment
 from alula.run.run_dir import MetricsWriter, State
@@ -104,7 +104,8 @@ class RunLogger:
         """`result` holds accuracy, stderr, n and further numbers."""
         if self.writer:
             self.writer.log_eval(step, name, policy, **result)
-        self.message(f"step {step}: {policy} accuracy on {name} {result['accuracy']:.1%} ± {result['stderr']:.1%}")
+        accuracy = f"{result['accuracy']:.1%}{plus_minus(result['stderr'])}"
+        self.message(f"step {step}: {policy} accuracy on {name} {accuracy}")
 
     def event(self, step: int, kind: str, message: str, advice: str) -> None:
         if self.writer:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout, Sampling
-from alula.errors import SettingError
-from alula.files import check_same_settings, write_atomically
+from alula.files import read_continued, write_atomically
 from alula.mismatch.calibrate.file import MeasuredPolicy, tail_from_dict, tail_to_dict
 from alula.mismatch.measure import Bins
 from alula.mismatch.tail import BinTail, Tail
@@ -21,8 +20,6 @@ from alula.sparsity.family import PolicyFamily
 
 if TYPE_CHECKING:
     from alula.mismatch.calibrate.calibrate import TextSettings
-
-VERSION = 1
 
 
 @dataclass
@@ -64,7 +61,6 @@ class CalibrationCache:
 
     def _write(self) -> None:
         data = {
-            "version": VERSION,
             "settings": self.settings,
             "text": text_to_lists(self.rollouts),
             "floor": None if self.floor is None else tail_to_dict(self.floor),
@@ -74,15 +70,7 @@ class CalibrationCache:
         write_atomically(self.path, json.dumps(data, allow_nan=False) + "\n")
 
     def _read(self) -> None:
-        try:
-            data = json.loads(self.path.read_text())
-            before = data["settings"] if data["version"] == VERSION else {}
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise SettingError(
-                f"work file {self.path}: not a calibration's work file ({error!r}); delete it."
-            ) from error
-        hint = "use the same setting to continue, delete the file to start over, or set another --out"
-        check_same_settings(f"work file {self.path}", before, self.settings, hint)
+        data = read_continued(self.path, "work file", self.settings, ("text", "floor", "measured", "bin_tails"))
         self.rollouts = text_from_lists(data["text"], self.sampling)
         self.floor = None if data["floor"] is None else tail_from_dict(data["floor"])
         for one in map(MeasuredPolicy.from_dict, data["measured"]):
