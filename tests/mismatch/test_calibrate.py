@@ -660,7 +660,6 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
         ),
         (["--no-timing"], "--no-timing: needs --leaderboard."),
         (["--timing", "--verify", "rkv:64+8"], "--timing: needs --leaderboard."),
-        (["--leaderboard", "--kv-dtype", "fp9"], "kv_dtype=fp9: must be fp8"),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),

@@ -104,8 +104,8 @@ class RunConfig(Section):
         unit = self.sampling.prompts * (self.sampling.n if self.learner.minibatch == "rollouts" else 1)
         require(
             updates <= unit,
-            f"learner.updates={updates}: above the {self.learner.minibatch} of a step ({unit}); lower it, or raise "
-            "sampling.prompts.",
+            f"learner.updates={updates}: must be at most {unit} (the {self.learner.minibatch} of a step); lower it, or "
+            "raise sampling.prompts.",
         )
         self.learner.check_decay(self.total_updates)
         block = "sparsity.select.block" if self.sparsity.select else "engine.page"

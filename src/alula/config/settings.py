@@ -333,8 +333,7 @@ class FirstSettings(Section):
     def _enough_rollouts(self) -> "FirstSettings":
         require(
             self.minibatches <= self.prompts,
-            f"minibatches={self.minibatches}: above prompts={self.prompts}, the rollouts of a batch; lower it, or "
-            "raise prompts.",
+            f"minibatches={self.minibatches}: must be at most {self.prompts} (prompts); lower it, or raise prompts.",
         )
         return self
 

@@ -46,15 +46,15 @@ def check_shares(config: RunConfig, world: World) -> None:
     items = share * (config.sampling.n if unit == "rollouts" else 1)
     require(
         updates <= items,
-        f"learner.updates={updates}: above the {unit} per step on one of the {world.size} ranks ({items}); "
+        f"learner.updates={updates}: must be at most {items} (the {unit} of a step on one of {world.size} ranks); "
         "lower it, or raise sampling.prompts.",
     )
     if config.distill and (first := config.distill.first):
         least = first.prompts // world.size
         require(
             first.minibatches <= least,
-            f"distill.first.minibatches={first.minibatches}: above the rollouts per batch on one of the {world.size} "
-            f"ranks ({least}); lower it, or raise distill.first.prompts.",
+            f"distill.first.minibatches={first.minibatches}: must be at most {least} (the rollouts of a batch on one "
+            f"of {world.size} ranks); lower it, or raise distill.first.prompts.",
         )
 
 
