@@ -1,6 +1,6 @@
 """Tables of the long beds, from their raw lines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import sqrt
 from statistics import correlation, fmean, stdev
 
@@ -217,22 +217,20 @@ def orders_table(rows: Sequence[Row]) -> str:
     """How well each predictor orders the last accuracies of a seed's sparse runs: Spearman's rank correlation."""
     runs = [run for run in rows if run["budgets"] and run["own"]["start"] and run["state"] == "finished"]
     seeds = sorted({run["seed"] for run in runs})
-    body = []
-    for name, predictor in PREDICTORS.items():
-        cells = []
-        for seed in seeds:
-            distinct = {tuple(run["budgets"]): run for run in runs if run["seed"] == seed}.values()
-            cells.append(f"{spearman([(predictor(run), judge.final(run)) for run in distinct]):.2f}")
-        body.append([name, *cells])
+    distinct = {(run["seed"], *run["budgets"]): run for run in runs}.values()
+    body = [
+        [name, *(f"{value:.2f}" for value in orders(predictor, distinct, seeds))]
+        for name, predictor in PREDICTORS.items()
+    ]
     return markdown(["known before training", *(f"seed {seed}" for seed in seeds)], body) if runs else EMPTY
 
 
 SAID: dict[str, Callable[[Row], float]] = {
-    "share of rollouts not vetoed": lambda said: -said["vetoed"],
-    "share of dense rollouts not lost": lambda said: -said["lost"],
-    "tail, own rollouts": lambda said: said["tail"],
-    "tail, dense text": lambda said: said["tail_text"],
-    "mean acceptance": lambda said: said["acceptance"],
+    "share of rollouts not vetoed": lambda run: -run["said"]["vetoed"],
+    "share of dense rollouts not lost": lambda run: -run["said"]["lost"],
+    "tail, own rollouts": lambda run: run["said"]["tail"],
+    "tail, dense text": lambda run: run["said"]["tail_text"],
+    "mean acceptance": lambda run: run["said"]["acceptance"],
 }
 """What a leaderboard says of a policy; each should grow with the last accuracy."""
 
@@ -265,12 +263,15 @@ def foretold_orders_table(rows: Sequence[Row]) -> str:
     seeds = sorted({run["seed"] for run in runs})
     body = []
     for name, predictor in SAID.items():
-        found = [
-            spearman([(predictor(run["said"]), judge.final(run)) for run in runs if run["seed"] == seed])
-            for seed in seeds
-        ]
+        found = orders(predictor, runs, seeds)
         body.append([name, *(f"{value:.2f}" for value in (*found, fmean(found)))])
     return markdown(["said before training", *(f"seed {seed}" for seed in seeds), "mean"], body) if runs else EMPTY
+
+
+def orders(predictor: Callable[[Row], float], runs: Iterable[Row], seeds: Sequence[int]) -> list[float]:
+    """Of each seed: Spearman's rank correlation of the predictor with the last accuracies."""
+    known = [(run["seed"], predictor(run), judge.final(run)) for run in runs]
+    return [spearman([(said, last) for own, said, last in known if own == seed]) for seed in seeds]
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:

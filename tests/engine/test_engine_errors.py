@@ -295,7 +295,9 @@ def test_texts_longer_than_the_positions_of_the_model_are_rejected():
     policy, prompt = Sparsity(Evict("streaming", 32, buffer=16)), [[3, 4, 5]]
     engine = Engine.load("shape:tiny-qwen3", kv_memory="4MiB", max_rows=2, max_length=96)
     positions = engine.model.config.max_position_embeddings
-    with pytest.raises(SettingError, match=f"beyond the model's {positions} positions; lower max_new_tokens"):
+    with pytest.raises(
+        SettingError, match=f"beyond the model's {positions} positions; lower max_new_tokens or use shorter"
+    ):
         engine.generate(prompt, Sampling(max_new_tokens=positions), policy)
     longer = Engine.load("shape:tiny-qwen3", kv_memory="4MiB", max_rows=2, max_length=positions + 3)
     longer.submit(longer.requests(prompt, Sampling(max_new_tokens=positions), policy)[0])

@@ -16,7 +16,6 @@ import yaml
 import toy
 from alula.cli.main import app
 from alula.config.load import load_config
-from alula.files import plus_minus
 from alula.run.model_card import model_card
 
 TOKEN = "hf_" + "x" * 34
@@ -125,7 +124,8 @@ def test_a_run_has_a_model_card_and_is_not_uploaded_by_default(tmp_path, monkeyp
     assert metadata["library_name"] == "transformers"
     assert "base_model" not in metadata, "random weights are no model of the hub"
     last = toy.rows(out, "evals.jsonl")[-1]
-    assert f"| {last['name']} | dense | 4 | 8 | {last['accuracy']:.1%}{plus_minus(last['stderr'])} |" in body
+    error = f" ± {last['stderr']:.1%}" if last["stderr"] else ""
+    assert f"| {last['name']} | dense | 4 | 8 | {last['accuracy']:.1%}{error} |" in body
     rewards = [row["reward/mean"] for row in toy.rows(out, "metrics.jsonl")]
     assert f"| `reward/mean` | {sum(rewards) / 4:.4g} |" in body
     assert "| correction | `sparse-rl` |" in body

@@ -104,6 +104,6 @@ def test_the_table_names_step_and_length(tmp_path):
     table = speed_table(config, estimate(config), "a GPU")
     cells = dict(zip(*(column._cells for column in table.columns)))
     assert "tokens/s" in cells["rollouts"]
-    assert "50 steps" in cells["step"]
+    assert "all 50 steps" in cells["step"]
     assert "× dense with 8,192 tokens (rkv:512+128" in cells["sparse rollouts"]
     assert "answer tokens on" in cells["  pay from"]

@@ -132,9 +132,9 @@ def calibrate(
 
     With --verify nothing is searched: each schedule or policy generates its own rollouts. The exit code is 1 if one
     of them fails: if some bin's tail is confidently below tau, if confidently more than 15 % of its rollouts have a
-    token below 1e-4 times its sparse probability, or if no rollout exceeded the budget. With
-    --vetoed, budgets are measured in the same way, and the exit code is 1 if no method has one. With --leaderboard,
-    methods are compared at equal bytes, each on its own rollouts and on the dense policy's text.
+    token below 1e-4 times its sparse probability, or if no rollout exceeded the budget. With --vetoed, budgets are
+    measured in the same way, and the exit code is 1 if no method has one. With --leaderboard, methods are compared at
+    equal bytes, each on its own rollouts and on the dense policy's text.
     """
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
     from alula.mismatch.calibrate.verify import parse_target

@@ -137,7 +137,7 @@ def speed_table(config: RunConfig, speed: SpeedPlan, device: str) -> Table:
     table.add_row("rollouts", f"{seconds(rollouts.seconds)}, {rate}")
     table.add_row("scores", seconds(speed.score))
     table.add_row("updates", seconds(speed.update))
-    steps = count_text(config.steps, "step")
+    steps = f"all {config.steps:,} steps" if config.steps > 1 else "1 step"
     table.add_row("step", f"{seconds(speed.step)}, {steps} {duration(config.steps * speed.step)}")
     ratio = speed.sparse.tokens_per_second / speed.dense.tokens_per_second
     name = speed.sparsity.describe()
