@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
 
 def available_cpus() -> int:
     """Cores that this process may use: its affinity, and the quota of its cgroup (as a container sets it)."""
@@ -37,18 +39,22 @@ def set_threads(model: "nn.Module", recorded: int | None = None) -> None:
         torch.set_num_threads(threads_for(sum(p.numel() for p in model.parameters()), recorded))
 
 
-def cgroup_quota(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int | None:
+def cgroup_quota(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> int | None:
     """CPUs of this process' cgroup quota, rounded up; None without one. The tightest group counts (version 2); of
     version 1 the outermost, which is a container's own."""
+    pairs = [(folder / "cpu.max",) for folder in cgroup_folders(root, process)]
+    pairs += [(root / "cpu" / "cpu.cfs_quota_us", root / "cpu" / "cpu.cfs_period_us")]  # type: ignore[list-item]
+    return min((quota for files in pairs if (quota := _quota(files)) is not None), default=None)
+
+
+def cgroup_folders(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> list[Path]:
+    """Of this process' cgroup and all around it (version 2), the innermost first."""
     try:
         group = next(line[3:] for line in process.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         group = "/"
     own = root / group.strip("/")
-    folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    pairs = [(folder / "cpu.max",) for folder in folders]
-    pairs += [(root / "cpu" / "cpu.cfs_quota_us", root / "cpu" / "cpu.cfs_period_us")]  # type: ignore[list-item]
-    return min((quota for files in pairs if (quota := _quota(files)) is not None), default=None)
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
 
 
 def _quota(files: tuple[Path, ...]) -> int | None:

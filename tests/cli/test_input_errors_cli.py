@@ -143,6 +143,7 @@ def test_check_reports_a_reward_module_that_fails(recipe, tmp_path, capsys, monk
         ("model.source=shape:nope", "model.source='shape:nope': unknown shape 'nope'; known: "),
         ("model.tokenizer=task:nope", "model.tokenizer='task:nope': unknown task 'nope'; known: "),
         ("engine.kv_memory=1XB", "engine.kv_memory='1XB': write a size "),
+        ("engine.kv_memory=inf", "engine.kv_memory='inf': write a size "),
         ("engine.swap_memory=1XB", "engine.swap_memory='1XB': write a size "),
         ("data.answer_form=nope", "data.answer_form=nope: unknown form 'nope'; known: "),
     ],

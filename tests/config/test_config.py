@@ -260,6 +260,12 @@ def test_templates_and_short_forms_of_values(recipe):
     assert (config.data.options, config.logging.sinks) == ({}, [])
     assert load(recipe, "rewards.use={name: math, weight: 2}").rewards.use[0].weight == 2
     assert 'prompt: "{field}"' in error_of(recipe, "data={source: x, prompt: {question}}")
+    assert "write it as {source: math500}" in error_of(recipe, "eval.data=[math500]", "eval.data.k=4")
+
+
+def test_only_answers_per_problem_that_are_asked_for_need_a_temperature(recipe):
+    assert load(recipe, "eval={k: 4, temperature: 0, data: [{source: x.jsonl, k: 1}]}").eval.answers(0) == 1
+    assert "k=4 with temperature=0" in error_of(recipe, "eval={k: 4, temperature: 0, data: [{source: x.jsonl}]}")
 
 
 def test_run_folder_can_be_loaded_as_a_recipe(recipe, tmp_path):

@@ -130,7 +130,7 @@ def test_first_policy_gradient_is_that_of_advantage_times_logprob(model_and_roll
 def test_loss_is_policy_loss_plus_weighted_divergence(model_and_rollouts, weight):
     loaded, rollouts = model_and_rollouts
     metrics = distiller_of(loaded.model, weight=weight).step(rollouts, torch.linspace(-1, 2, len(rollouts)))
-    assert metrics["divergence"] == metrics["kl"] > 0.01
+    assert metrics["kl"] > 0.01
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + weight * metrics["kl"], rel=1e-5)
 
 

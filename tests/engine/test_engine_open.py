@@ -384,12 +384,23 @@ def test_a_full_host_restarts_the_youngest_with_the_same_tokens(policy, swap_mem
 def test_the_default_is_a_quarter_of_what_the_container_may_use(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 800 kB\n")
-    assert available_memory(meminfo, tmp_path) == 800 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("100000\n")
-    assert available_memory(meminfo, tmp_path) == 800 * 1024
-    (tmp_path / "memory.max").write_text("300000\n")
-    assert available_memory(meminfo, tmp_path) == 200000
+    group = tmp_path / "group"
+    group.write_text("0::/slurm/job\n")
+
+    def limited(folder, limit, used):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text(f"{used}\n")
+        return available_memory(meminfo, tmp_path, group)
+
+    assert available_memory(meminfo, tmp_path, group) == 800 * 1024
+    assert limited(".", "max", 100000) == 800 * 1024
+    assert limited(".", 300000, 100000) == 200000
+    assert limited("slurm/job", 50000, 10000) == 40000, "the tightest group around the process"
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("30000\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("1000\n")
+    assert available_memory(meminfo, tmp_path, group) == 29000, "version 1"
 
 
 # -- everything at once ------------------------------------------------------------------------------------

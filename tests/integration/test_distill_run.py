@@ -352,8 +352,8 @@ def test_run_with_a_selector_and_lora(tmp_path):
         learner=RECIPE["learner"] | {"lora": {"rank": 4, "alpha": 8.0}},
         eval={"every": 0},
     )
-    assert ["distill/divergence" in row for row in rows] == [False, True], "every second step"
-    assert rows[1]["distill/divergence"] >= 0
+    assert ["distill/kl" in row for row in rows] == [False, True], "every second step"
+    assert rows[1]["distill/kl"] >= 0
     assert rows[1]["distill/drift"] < 0.5
     assert rows[1]["distill/tokens"] <= 3 * 4 * 8
 

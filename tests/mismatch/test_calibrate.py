@@ -32,7 +32,7 @@ from alula.mismatch.calibrate.find_budget import BudgetSearch, below_limit, budg
 from alula.mismatch.calibrate.search import next_budgets, spread
 from alula.mismatch.calibrate.verify import Verification, parse_target, policy_of, verify
 from alula.mismatch.measure import Bins, cut_to_bin, measure_tails, policies_per_batch, rollouts_with_acceptance
-from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, load_cost, timing_record
+from alula.mismatch.plan.cost import AnalyticCost, Hardware, load_cost, timing_record
 from alula.mismatch.plan.plan import Workload, plan
 from alula.mismatch.savings import Savings
 from alula.mismatch.tail import MIN_PROMPTS, Tail
@@ -553,17 +553,13 @@ TINY = (
     20,
     "--length",
     24,
-    "--bin",
-    12,
-    "--budgets",
-    "12,24",
-    "--pages",
-    4,
     "--kv-memory",
     "8MiB",
     "--max-rows",
     40,
 )
+WIDTH = ("--bin", 12)
+SEARCH = (*WIDTH, "--budgets", "12,24", "--pages", 4)
 
 
 def alula(*arguments) -> int:
@@ -574,7 +570,7 @@ def alula(*arguments) -> int:
 
 def test_the_command_creates_the_folder_of_its_output(tmp_path):
     out = tmp_path / "no" / "such" / "c.json"
-    assert alula(*TINY, "--out", out) == 0
+    assert alula(*TINY, *SEARCH, "--out", out) == 0
     assert len(Calibration.load(out).measured) > 0
 
 
@@ -588,7 +584,7 @@ def test_the_command_creates_the_folder_of_its_output(tmp_path):
 @pytest.mark.slow
 def test_a_policy_that_was_never_sparse_does_not_pass(tmp_path, capsys, policy, reason):
     out = tmp_path / "v.json"
-    assert alula(*TINY, "--verify", policy, "--tau", 0.5, "--out", out) == 1
+    assert alula(*TINY, *WIDTH, "--verify", policy, "--tau", 0.5, "--out", out) == 1
     printed = capsys.readouterr().out
     assert "KV saved 0.0%, KV not read 0.0%, evictions 0; sparse in 0 of 20 rollouts." in printed
     assert f"{policy} was never sparse: {reason}, so nothing was tested; " in printed
@@ -601,9 +597,9 @@ def test_a_policy_that_was_never_sparse_does_not_pass(tmp_path, capsys, policy, 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--methods", "block-topk:dense_layers=9"),
+        (*SEARCH, "--methods", "block-topk:dense_layers=9"),
         ("--verify", "block-topk:12,block=4,dense_layers=9"),
-        ("--vetoed", 0.5, "--methods", "block-topk:dense_layers=9"),
+        (*SEARCH, "--vetoed", 0.5, "--methods", "block-topk:dense_layers=9"),
         ("--leaderboard", "--methods", "block-topk:dense_layers=9"),
     ],
 )
@@ -619,7 +615,7 @@ def test_a_selector_without_layers_is_rejected_before_anything_is_generated(tmp_
 
 def test_verify_reports_kv_savings(tmp_path, capsys):
     out = tmp_path / "v.json"
-    assert alula(*TINY, "--verify", "streaming:8+2,window=2,sinks=1", "--tau", 0.01, "--out", out) in (0, 1)
+    assert alula(*TINY, *WIDTH, "--verify", "streaming:8+2,window=2,sinks=1", "--tau", 0.01, "--out", out) in (0, 1)
     kv = json.loads(out.read_text())["kv"]
     assert kv["sparse"] > 0
     assert kv["evictions"] > 0
@@ -633,13 +629,13 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
     names = ["block-topk:12,block=4,dense_layers=0", "rkv:512+128"]
     policies = [names[i] for i in order]
     out = tmp_path / "v.json"
-    assert alula(*TINY, "--verify", policies[0], "--verify", policies[1], "--tau", 0.01, "--out", out) == 1
+    assert alula(*TINY, *WIDTH, "--verify", policies[0], "--verify", policies[1], "--tau", 0.01, "--out", out) == 1
     records = json.loads(out.read_text())
     assert [one["policy"] for one in records] == policies
     assert [one["kv"]["sparse"] > 0 for one in records] == [name == names[0] for name in policies]
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line in names] == policies
-    assert alula(*TINY, "--verify", names[0], "--verify", names[0], "--tau", 0.01, "--out", out) == 0
+    assert alula(*TINY, *WIDTH, "--verify", names[0], "--verify", names[0], "--tau", 0.01, "--out", out) == 0
 
 
 @pytest.mark.parametrize(
@@ -651,15 +647,15 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
         (["--verify", "rkv:64+8", "--verify", "rvk:64+8"], "did you mean 'rkv'"),
         (["--vetoed", "1.5"], "--vetoed 1.5: must"),
         (["--vetoed", "0.1"], "without any veto the interval still reaches 16.1%; use --prompts 35 or more."),
-        (["--vetoed", "0.1", "--verify", "rkv:64+8"], "drop --verify and --tau"),
+        (["--vetoed", "0.1", "--verify", "rkv:64+8"], "--verify --vetoed: these are different measurements"),
         (["--vetoed", "0.2", "--methods", "rvk"], "did you mean 'rkv'"),
         (["--text", "both"], "--text both: write dense or own."),
-        (
-            ["--text", "own", "--verify", "rkv:64+8"],
-            "--text own: --verify, --vetoed and --leaderboard use own rollouts",
-        ),
-        (["--no-timing"], "--no-timing: needs --leaderboard."),
-        (["--timing", "--verify", "rkv:64+8"], "--timing: needs --leaderboard."),
+        (["--text", "own", "--verify", "rkv:64+8"], "--text own: --verify does not use it; drop it."),
+        (["--budgets", "64", "--verify", "rkv:64+8"], "--budgets: --verify does not use it; drop it."),
+        (["--leaderboard", "--sweep"], "--sweep: --leaderboard does not use it; drop it."),
+        (["--vetoed", "0.2", "--no-forward"], "--no-forward: --vetoed does not use it; drop it."),
+        (["--no-timing"], "--no-timing: a calibration does not use it"),
+        (["--timing", "--verify", "rkv:64+8"], "--timing: --verify does not use it"),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
         (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),
@@ -674,7 +670,8 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
 def test_bad_arguments_raise_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("alula.models.load.load_model", lambda *_, **__: pytest.fail("the work has begun"))
-    assert alula(*TINY, *arguments) == 2
+    searches = not {"--verify", "--vetoed", "--leaderboard"} & {*arguments}
+    assert alula(*TINY, *(SEARCH if searches else ()), *arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
@@ -788,7 +785,7 @@ def test_the_result_is_measured_confident_and_sparse():
 
 def test_budgets_that_were_never_sparse_do_not_hold(tmp_path, capsys):
     out = tmp_path / "v.json"
-    assert alula(*TINY, "--methods", "rkv", "--vetoed", 0.2, "--sweep", "--out", out) == 1
+    assert alula(*TINY, *SEARCH, "--methods", "rkv", "--vetoed", 0.2, "--sweep", "--out", out) == 1
     printed = capsys.readouterr().out
     assert printed.count("0.0% (0.0% to 16.1%), never sparse. KV saved 0.0%") == 2
     assert "below" not in printed
@@ -902,8 +899,6 @@ def test_timings_become_a_cost_model(tmp_path):
     fitted = load_cost(path, geometry)
     assert fitted.notes["timings"] == len(steps)
     assert fitted.notes["median_error"] < 0.02
-    fitted.save(tmp_path / "cost.json")
-    assert load_cost(tmp_path / "cost.json", geometry) == FittedCost(geometry, fitted.constants)
     with pytest.raises(SettingError, match=r"bench\.json: no decode step .* 9 layers"):
         load_cost(path, replace(geometry, layers=9))
     with pytest.raises(SettingError, match=r"timings file .*none\.json"):

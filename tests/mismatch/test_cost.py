@@ -13,7 +13,6 @@ from alula.cli.plan import cost_of
 from alula.errors import SettingError
 from alula.mismatch.plan.cost import (
     AnalyticCost,
-    FittedCost,
     Hardware,
     Timing,
     features,
@@ -125,18 +124,6 @@ def test_fit_raises_on_bad_timings():
         fit([Timing(1, 1, 1, 0, 1.0)], GEOMETRIES["4b"])
     with pytest.raises(SettingError, match="'kv_read' is missing"):
         fit([{"batch": 1, "context": 1, "pages_scored": 0, "ms": 1.0}], GEOMETRIES["4b"])
-
-
-def test_cost_file(tmp_path):
-    cost = fit(grid(GEOMETRIES["4b"], (1, 8), (1024, 4096), 0.0), GEOMETRIES["4b"], device="a GPU")
-    cost.save(tmp_path / "cost.json")
-    again = FittedCost.load(tmp_path / "cost.json", GEOMETRIES["4b"])
-    assert again == cost
-    assert again.notes == cost.notes
-    with pytest.raises(
-        SettingError, match=r"fitted for a model with .* 8 KV heads of width 128, 16-bit KV, not for one"
-    ):
-        FittedCost.load(tmp_path / "cost.json", GEOMETRIES["8b"])
 
 
 def test_analytic_equals_the_papers_totals():

@@ -201,11 +201,11 @@ def test_forced_tokens_are_scored_not_drawn():
 def literal_support(logits, temperature, top_p, top_k, banned):
     """Token ids that may be drawn, by sorting Python numbers."""
     values = {i: x / (temperature or 1) for i, x in enumerate(logits.tolist()) if i not in banned}
-    order = sorted(values, key=lambda i: (-values[i], i))
-    total = sum(np.exp(v) for v in values.values())
+    order = sorted(values, key=lambda i: (-values[i], i))[: top_k or None]
+    total = sum(np.exp(values[i]) for i in order)
     allowed, before = [], 0.0
-    for rank, i in enumerate(order):
-        if rank and ((top_k and rank >= top_k) or before >= top_p):
+    for i in order:
+        if allowed and before >= top_p:
             break
         allowed.append(i)
         before += np.exp(values[i]) / total
@@ -225,6 +225,18 @@ def test_the_support_of_top_p_and_top_k(temperature, top_p, top_k):
         allowed = set(proposal[row].isfinite().nonzero()[:, 0].tolist())
         assert allowed == literal_support(logits[row], temperature, top_p, top_k, banned[row])
         assert torch.equal(proposal[row][list(allowed)], logits[row][list(allowed)])
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 3), (0.95, 20), (0.5, 0), (1.0, 7)])
+def test_top_p_counts_what_top_k_leaves_as_in_transformers(top_p, top_k):
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(6))
+    expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+    expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected
+    none = torch.full((8, 1), -1)
+    found = proposal_logits(logits, torch.ones(8), torch.full((8,), top_p), torch.full((8,), top_k), none)
+    assert torch.equal(found.isfinite(), expected.isfinite())
 
 
 def test_samples_follow_the_filtered_distribution_but_are_scored_by_the_full_one():

@@ -400,10 +400,12 @@ def test_task_reward_exact_and_partial():
     assert partial == pytest.approx([1, 2 / 3, 0])
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("labels", [1, 3])
-def test_model_reward_equals_one_by_one_scoring(tmp_path, labels):
+def test_model_reward_equals_one_by_one_scoring(tmp_path, labels, family):
+    """BERT looks at its first token and has absolute positions, a decoder at its last one."""
     import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
+    import transformers
 
     from alula.data.tasks import build as build_task
     from alula.data.tasks.tokenizer import task_tokenizer
@@ -411,7 +413,11 @@ def test_model_reward_equals_one_by_one_scoring(tmp_path, labels):
     task = build_task("pointer")
     tokenizer = task_tokenizer(task)
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForSequenceClassification),
+        "bert": (transformers.BertConfig, transformers.BertForSequenceClassification),
+    }[family]
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
@@ -420,8 +426,9 @@ def test_model_reward_equals_one_by_one_scoring(tmp_path, labels):
         num_labels=labels,
         pad_token_id=0,
         max_position_embeddings=256,
+        initializer_range=0.3,
     )
-    model = LlamaForSequenceClassification(config).eval()
+    model = model_class(config).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     data = task.dataset(5)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from alula.config.settings import LearnerSettings, LoRASettings
 from alula.learner.learner import Learner
 from alula.models.load import load_model
-from alula.run.checkpoint import MARKER, CheckpointError, Checkpoints
+from alula.run.checkpoint import MARKER, CheckpointError, Checkpoints, best_of
 from alula.run.export import export
 
 
@@ -89,7 +89,7 @@ def test_last_and_best_are_kept(tmp_path):
     for step, score in enumerate([0.1, 0.9, 0.3, None, 0.5]):
         checkpoints.save(step, small(step), {"step": step}, score=score)
     assert [p.name for p in checkpoints.all()] == ["step-00000001", "step-00000003", "step-00000004"]
-    assert read(checkpoints, checkpoints.best()) == (1.0, {"step": 1})
+    assert read(checkpoints, best_of(checkpoints.all())) == (1.0, {"step": 1})
     assert read(checkpoints, checkpoints.latest()) == (4.0, {"step": 4})
     assert sorted(p.name for p in tmp_path.iterdir()) == [p.name for p in checkpoints.all()]
 
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, damage):
     # training goes on from step 1 and reaches step 2 again
     checkpoints.save(2, small(2), {"step": 2})
     assert read(checkpoints, checkpoints.latest()) == (2.0, {"step": 2})
-    assert checkpoints.best() is None
+    assert best_of(checkpoints.all()) is None
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -137,7 +137,7 @@ def test_damaged_later_checkpoints_do_not_take_the_place_of_new_ones(tmp_path, k
     checkpoints.save(2, small(2), {"step": 2}, score=0.4)
     again = Checkpoints(tmp_path, keep=keep)
     assert read(again, again.begin(resume=True)) == (2.0, {"step": 2})
-    assert again.best().name == "step-00000001"
+    assert best_of(again.all()).name == "step-00000001"
 
 
 def test_old_checkpoints_that_cannot_be_deleted_stop_nothing(tmp_path, monkeypatch):

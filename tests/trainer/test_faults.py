@@ -402,6 +402,14 @@ def test_several_non_finite_updates_in_a_row_stop_the_run(tmp_path, monkeypatch)
     assert again.run()
 
 
+def test_non_finite_updates_in_a_row_count_inside_a_step(tmp_path, monkeypatch):
+    run = toy.trainer(toy.quick(tmp_path / "run", "learner.updates=4", "learner.max_skipped=2"))
+    poison(monkeypatch, {1, 2})
+    with pytest.raises(TrainingFailed, match=r"step 1: .* 2 updates in a row"):
+        run.train_step()
+    assert "step 1: skipped 2 updates whose loss" in toy.printed(run)
+
+
 @pytest.mark.parametrize("kl", [0, 0.1])
 def test_a_step_with_all_rollouts_rejected_changes_nothing_and_is_reported(tmp_path, monkeypatch, kl):
     """With a KL too: it starts at the reference, where its gradient is 0."""

@@ -78,6 +78,7 @@ def test_the_first_that_fits_is_chosen(tmp_path):
     assert chosen(2000 * 16384) == (False, 16384)
     assert chosen(2000 * 16384 - 100) == (False, 8192)
     assert chosen(2000 * 5000) == (False, 4096), "the longest sequence is a micro-batch by itself"
+    assert [plan.activations_of(True, budget) for budget in (4096, 8192)] == [100 * 5000, 100 * 8192]
     assert chosen(2000 * 5000 - 100) == (True, 16384)
     assert chosen(100 * 8192) == (True, 8192)
     assert chosen(0) == (True, BUDGETS[-1])

@@ -163,7 +163,9 @@ def test_failures_are_counted_and_left_out_of_baseline_and_loss(tmp_path):
     for group in range(4):
         rest = [a for a, f in zip(advantages.tolist(), failed) if not f][group * 3 : group * 3 + 3]
         assert sum(rest) == pytest.approx(0, abs=1e-5), "the mean is that of the episodes that worked"
+    silent = sum(not part.any() for part in advantages.split(batch.n))
     row = toy.rows(tmp_path, "metrics.jsonl")[0]
+    assert row["groups/no_signal"] == silent / 4, "a failed episode's reward is no signal"
     assert row["environment/failed"] == 0.25
     assert "no database" in toy.printed(run)
 

@@ -18,10 +18,10 @@ from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.engine.sequence import Request, Sequence, kind_of
 from alula.errors import require
+from alula.mismatch.leaderboard.kv_bytes import read_bytes
 from alula.mismatch.plan.cost import timing_record
-from alula.sparsity.footprint import selecting_layers, tokens_read, trigger
+from alula.sparsity.footprint import trigger
 from alula.sparsity.policy import DENSE, Sparsity
-from alula.sparsity.select import METHODS
 
 
 def weight_bytes(engine: Engine) -> int:
@@ -30,20 +30,6 @@ def weight_bytes(engine: Engine) -> int:
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total - (table.numel() * table.element_size() if table is not head else 0)
-
-
-def kv_bytes(engine: Engine, context: int, held: int, sparsity: Sparsity) -> int:
-    """Bytes of KV and page summaries that attention reads for a row of `context` tokens, `held` of them cached."""
-    geometry = engine.geometry
-    select = sparsity.select
-    if select is None:
-        return held * geometry.kv_token_bytes
-    per_layer = geometry.kv_token_bytes // geometry.layers
-    selecting = selecting_layers(select, geometry.layers)
-    read = int(tokens_read(select, context, held))
-    vectors = 0 if read == held else pages_for(held, engine.page) * METHODS[select.method].vectors
-    summaries = vectors * geometry.kv_heads * geometry.vector_bytes
-    return (geometry.layers - selecting) * held * per_layer + selecting * (read * per_layer + summaries)
 
 
 class StepBench:
@@ -113,7 +99,9 @@ class StepBench:
         return total / chunks
 
     def floor_bytes(self) -> int:
-        return weight_bytes(self.engine) + self.batch * kv_bytes(self.engine, self.context, self.held, self.sparsity)
+        engine = self.engine
+        row = read_bytes(engine.geometry, engine.page, self.sparsity.select, self.context, self.held)
+        return weight_bytes(engine) + self.batch * int(row)
 
 
 def decode_step(engine: Engine, batch: int, context: int, sparsity: Sparsity, ceilings: Ceilings) -> dict[str, Any]:

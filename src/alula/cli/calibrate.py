@@ -146,6 +146,22 @@ def calibrate(
     check_numbers(length, bin_width, prompts, samples, temperature, tau or [], quantile, confidence)
     require(text in ("dense", "own"), f"--text {text}: write dense or own.")
     own = text == "own"
+    given = {
+        "--methods": methods is not None,
+        "--budgets": budgets is not None,
+        "--pages": pages != "16",
+        "--bin": bin_width is not None,
+        "--tau": bool(tau),
+        "--sweep": sweep,
+        "--no-forward": not forward,
+        "--text own": own,
+        "--quantile": quantile != 0.05,
+        "--confidence": confidence != 0.95,
+        "--timing": timing is True,
+        "--no-timing": timing is False,
+    }
+    modes = {"--verify": bool(verify), "--vetoed": vetoed is not None, "--leaderboard": leaderboard}
+    check_options([mode for mode, asked in modes.items() if asked], [name for name, asked in given.items() if asked])
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
     # raises before anything is loaded
@@ -153,17 +169,11 @@ def calibrate(
     require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
     ladders, grid = [], None
     families = parse_families(methods or "block-topk", numbers("pages", pages))
-    searches = not policies and not leaderboard and vetoed is None
-    require(not own or searches, "--text own: --verify, --vetoed and --leaderboard use own rollouts anyway; drop it.")
-    require(leaderboard or timing is None, f"--{'' if timing else 'no-'}timing: needs --leaderboard.")
-    if leaderboard:
-        require(not policies and not tau and vetoed is None, "--leaderboard: drop --verify, --vetoed and --tau.")
-    elif vetoed is not None:
+    if vetoed is not None:
         from alula.cli.find_budget import ladders_of
 
-        require(not policies and not tau, "--vetoed searches by vetoed rollouts; drop --verify and --tau.")
         ladders = ladders_of(families, numbers("budgets", budgets) if budgets else None, length, vetoed, prompts)
-    elif not policies:
+    elif not policies and not leaderboard:
         allowed = numbers("budgets", budgets) if budgets else default_budgets(length)
         grid = Grid(tuple(families), allowed, tuple(tau or ()), sweep, forward)
     if out is None:
@@ -211,6 +221,24 @@ def calibrate(
     assert grid is not None
     work_file = out.with_suffix(".work.json")
     write(measure_all(engines.with_page, source, grid, bins, work_file, log=typer.echo, progress=progress), out)
+
+
+TIMING, SEARCH = ("--timing", "--no-timing"), ("--no-forward", "--text own")
+UNUSED = {
+    "--verify": ("--methods", "--budgets", "--pages", "--sweep", *SEARCH, *TIMING),
+    "--vetoed": ("--tau", *SEARCH, *TIMING),
+    "--leaderboard": ("--bin", "--tau", "--sweep", *SEARCH, "--quantile", "--confidence"),
+    "a calibration": TIMING,
+}
+"""What a mode of `alula calibrate` has no use for."""
+
+
+def check_options(modes: "Sequence[str]", given: "Sequence[str]") -> None:
+    """Raise for two modes at once, and for options that the mode would ignore."""
+    require(len(modes) < 2, f"{' '.join(modes)}: these are different measurements; ask for one at a time.")
+    mode = modes[0] if modes else "a calibration"
+    for option in given:
+        require(option not in UNUSED[mode], f"{option}: {mode} does not use it; drop it.")
 
 
 def dense_answers(engine: "Engine", text: "TextSettings") -> list[list[int]]:

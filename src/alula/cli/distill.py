@@ -83,7 +83,7 @@ def distill(
         save_every,
         resume,
         {
-            "page": policy.select.block if policy.select else page,
+            "page": policy.page(page),
             "kv_dtype": kv_dtype,
             "kv_memory": kv_memory,
             "max_rows": max_rows,

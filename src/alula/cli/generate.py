@@ -65,13 +65,12 @@ def generate(
         ignore_eos=ignore_eos,
         topk_logprobs=topk_logprobs,
     )
-    page = policy.select.block if policy.select else 16
     engine = Engine.load(
         model,
         device=device,
         dtype=dtype,
         residual=residual,
-        page=page,
+        page=policy.page(),
         kv_dtype=kv_dtype,
         kv_memory=kv_memory,
         max_rows=max_rows,

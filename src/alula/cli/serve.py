@@ -55,7 +55,7 @@ def serve(
         device=device,
         dtype=dtype,
         residual=residual,
-        page=policy.select.block if policy.select else page,
+        page=policy.page(page),
         kv_dtype=kv_dtype,
         kv_memory=kv_memory,
         max_rows=max_rows,

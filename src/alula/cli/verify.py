@@ -30,7 +30,7 @@ def run_verify(
     """Measure each policy, write and print the results; the exit code is 0 if all hold."""
     code, records = 0, []
     for name, schedule, policy in named:
-        engine = engines.with_page(policy.select.block if policy.select else 16)
+        engine = engines.with_page(policy.page())
         limit = schedule.notes.get("tau") if tau is None else tau
         result = verify(
             engine, schedule, policy, text, limit, quantile=quantile, confidence=confidence, progress=progress

@@ -86,6 +86,8 @@ def override(tree: dict[str, Any], text: str) -> None:
     *sections, leaf = name.split(".")
     if sections[:2] == ["eval", "data"] and isinstance(sets := (tree.get("eval") or {}).get("data"), list):
         for one in sets:
+            if not isinstance(one, dict):
+                raise SettingError(f"override {text!r}: eval.data has {one!r}; write it as {{source: {one}}}.")
             override(one, f"{'.'.join([*sections[2:], leaf])}={value}")
         return
     node = tree

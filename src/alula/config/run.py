@@ -78,7 +78,7 @@ class RunConfig(Section):
     @property
     def page(self) -> int:
         """KV tokens per page."""
-        return self.sparsity.select.block if self.sparsity.select else self.engine.page
+        return self.sparsity.page(self.engine.page)
 
     @property
     def total_updates(self) -> int:

@@ -481,7 +481,7 @@ class EvalSettings(Section):
 
     @model_validator(mode="after")
     def _different_answers(self) -> "EvalSettings":
-        most = max([self.k, *(source.k or 1 for source in self.data)])
+        most = max([source.k or self.k for source in self.data] or [self.k])
         require(
             most == 1 or self.temperature > 0,
             f"k={most} with temperature=0: greedy answers are all equal; set eval.temperature.",

@@ -113,7 +113,6 @@ class Distiller:
             parts.append(self._update(rollouts, index, advantages, alphas))
         tokens = sum(part["tokens"] for part in parts)
         metrics = {name: sum(p[name] * p["tokens"] for p in parts) / max(tokens, 1) for name in parts[0]}
-        metrics["divergence"] = metrics["kl"]
         if alphas:
             alpha = torch.cat(alphas).cpu().numpy()
             metrics |= {"acceptance_mean": float(alpha.mean()), "acceptance_tail": lower_quantile(alpha, QUANTILE)}

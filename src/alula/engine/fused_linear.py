@@ -2,8 +2,8 @@
 
 At decode batch sizes the launch of a small product costs more than its memory traffic. The weights move into one
 buffer, and the modules' parameters become views of it, so a learner that shares the parameters reads and writes the
-same memory under the same names. Each module computes a slice of the joint product, and the compiler pass
-`merge_equal_products` merges the equal products; so this is only for compiled layers.
+same memory under the same names. In compiled layers each module computes a slice of the joint product, and the compiler
+pass `merge_equal_products` merges the equal products. The fused decoder computes the joint product itself.
 """
 
 from typing import Any

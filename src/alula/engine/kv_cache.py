@@ -147,23 +147,20 @@ def pages_in(memory: int, geometry: Geometry, page: int) -> int:
     require(
         pages >= 4,
         f"kv_memory={memory} bytes holds {pages} pages of {page} tokens ({page * geometry.kv_token_bytes} bytes each); "
-        "give it at least 4 pages.",
+        f"give it at least 4 pages, {4 * page * geometry.kv_token_bytes} bytes.",
     )
     return pages
 
 
 def parse_bytes(text: str | int | float, setting: str = "kv_memory") -> int:
     """'60GiB', '512MiB', '1.5e9' or a number of bytes."""
-    if isinstance(text, (int, float)):
-        return int(text)
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+    number, scale = str(text).strip(), 1
     for unit, factor in units.items():
-        if text.strip().endswith(unit):
-            number, scale = text.strip().removesuffix(unit), factor
+        if number.endswith(unit):
+            number, scale = number.removesuffix(unit), factor
             break
-    else:
-        number, scale = text, 1
     try:
-        return int(float(number) * scale)
-    except ValueError:
+        return int(number) * scale if number.isdigit() else int(float(number) * scale)
+    except (ValueError, OverflowError):  # of infinity
         raise SettingError(f"{setting}={text!r}: write a size such as 60GiB, 512MiB or a number of bytes.") from None

@@ -38,8 +38,8 @@ def evaluate(
 
     An answer is correct if the reward `correct` (default: the first one) reaches `threshold`. `decode` turns tokens
     into text for rollouts without text; `answer_of` extracts the answer that votes in maj@k (None: no maj@k, for
-    programs); `batch` problems are
-    generated at a time (default: all); the first `keep_samples` answers are kept for reading.
+    programs); `batch` problems are generated at a time (default: all); the first `keep_samples` answers are kept for
+    reading.
     """
     require(k >= 1, f"k={k}: ask for at least one answer per problem.")
     judge = correct or rewards.names[0]

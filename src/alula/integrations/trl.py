@@ -85,10 +85,9 @@ class SparseGRPOTrainer(GRPOTrainer):
         device = self.accelerator.device
         if device.type == "cuda" and "kv_memory" not in options:  # AdamW's moments and the gradients come later
             options["kv_memory"] = default_memory(device) - 3 * sum(p.nbytes for p in self.model.parameters())
-        page = self.sparsity.select.block if self.sparsity.select else 16
         name = self.model.config.name_or_path.rstrip("/").rpartition("/")[2]
         loaded = LoadedModel(twin, self.processing_class, name, tuple(self.eos_token_ids))
-        engine = Engine(loaded, **({"page": page} | options))
+        engine = Engine(loaded, **({"page": self.sparsity.page()} | options))
         engine.check(self.sparsity)
         engine.sleep()
         return dtype == parameter_dtype, engine

@@ -269,16 +269,17 @@ def _draw(
 
 
 def proposal_logits(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, banned: Tensor) -> Tensor:
-    """Logits with everything outside top-k and top-p at -inf, and `banned` token ids (int64 [B, S], -1 = none)."""
+    """Logits with everything outside top-k, and outside top-p of what top-k leaves, at -inf; and `banned` token ids
+    (int64 [B, S], -1 = none)."""
     vocabulary = logits.shape[-1]
     padded = pad(logits, (0, 1))  # an extra column takes the -1 entries
     padded = padded.scatter(-1, torch.where(banned < 0, vocabulary, banned), float("-inf"))
     logits = padded[:, :vocabulary]
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
     ordered, index = torch.sort(logits / scale, dim=-1, descending=True, stable=True)
-    probs = torch.softmax(ordered, -1)
     rank = torch.arange(vocabulary, device=logits.device)
-    limit = torch.where(top_k > 0, top_k, vocabulary)[:, None]
-    outside = (rank >= limit) | ((probs.cumsum(-1) - probs) >= top_p[:, None])
+    behind = rank >= torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    probs = torch.softmax(ordered.masked_fill(behind, float("-inf")), -1)
+    outside = behind | ((probs.cumsum(-1) - probs) >= top_p[:, None])
     outside[:, 0] = False
     return logits.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), float("-inf"))

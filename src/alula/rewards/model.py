@@ -51,7 +51,8 @@ class ModelReward:
         self.model = model.to(device).eval()
         self.batch_size, self.device = batch_size, device
         self.label = self._label(label)
-        self.tokenizer.padding_side = self.tokenizer.truncation_side = "left"
+        self.tokenizer.padding_side = "right"  # BERT pools its first token, and positions are counted from there
+        self.tokenizer.truncation_side = "left"
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         if self.model.config.pad_token_id is None:  # decoder classifiers use it to find the last token

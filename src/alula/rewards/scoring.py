@@ -2,12 +2,12 @@
 
 import inspect
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from alula.config.settings import RewardSettings, RewardTerm
+from alula.cpus import available_cpus
 from alula.data.answers import reference_text
 from alula.errors import SettingError, require, unknown
 from alula.rewards import graders
@@ -64,7 +64,7 @@ class Rewards:
     ) -> None:
         require(len(terms) > 0, "rewards: name at least one reward.")
         require(timeout > 0, f"reward timeout={timeout}: must be above 0 seconds.")
-        size = min(4, os.cpu_count() or 1) if workers is None else workers
+        size = min(4, available_cpus()) if workers is None else workers
         require(size >= 1, f"reward workers={workers}: must be at least 1.")
         require(memory > 0, f"reward memory={memory}: must be above 0 GiB.")
         self.terms = list(terms)

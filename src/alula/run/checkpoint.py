@@ -147,10 +147,6 @@ class Checkpoints:
             damaged.append(f"checkpoint {path} is damaged ({wrong}); using the previous one.")
         return None
 
-    def best(self) -> Path | None:
-        """The checkpoint with the highest score; of several, the newest."""
-        return best_of(self.all())
-
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         return [path for path in self._folders() if (path / MARKER).is_file()]

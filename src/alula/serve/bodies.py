@@ -145,7 +145,7 @@ class TokenSampling(SamplingFields):
 
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     skip_special_tokens: bool = True
-    """Without effect, like the next two: the answer is token ids, and the model has no experts."""
+    """Without effect, like the next two: the answer is token ids, and the chosen experts are not returned."""
     detokenize: bool = False
     routed_experts_prompt_start: int | None = None
 

@@ -190,6 +190,10 @@ class Sparsity:
     def dense(self) -> bool:
         return self.evict is None and self.select is None
 
+    def page(self, default: int = 16) -> int:
+        """KV tokens per page of an engine with this policy: a selector's block size, or else `default`."""
+        return self.select.block if self.select else default
+
     def describe(self, *, full: bool = False) -> str:
         """The text that `parse` reads back. Settings at their defaults are left out, unless `full`."""
         return " & ".join(describe(part, full=full) for part in (self.evict, self.select) if part) or "dense"

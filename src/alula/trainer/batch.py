@@ -13,6 +13,7 @@ from alula.engine.rollout import Rollout
 from alula.environments.episodes import Episode
 from alula.mismatch.control.monitor import Observation
 from alula.objective import ragged
+from alula.objective.advantages import has_signal
 from alula.rewards import RewardBatch
 
 
@@ -89,6 +90,10 @@ class RolloutBatch:
         """bool [N]: excludes episodes whose environment failed, which is not the policy's doing; None without any."""
         counted = [not (isinstance(r, Episode) and r.failure) for r in self.rollouts]
         return None if all(counted) else torch.tensor(counted, dtype=torch.bool)
+
+    def has_signal(self) -> Tensor:
+        """bool [groups]: whether the rewards of a group differ, of episodes whose environment did not fail."""
+        return has_signal(torch.tensor(self.rewards), self.group, self.counted_mask())[:: self.n]
 
     def choose(self, groups: list[int]) -> "RolloutBatch":
         """Some of the groups, in the given order."""

@@ -20,7 +20,6 @@ from alula.environments.episodes import Start
 from alula.errors import RunFailed
 from alula.learner.learner import Learner
 from alula.mismatch.control.monitor import Monitor
-from alula.objective.advantages import has_signal
 from alula.objective.correction import correct
 from alula.rewards import Answers, RewardBatch, Rewards
 from alula.rollouts.job import Job
@@ -125,7 +124,7 @@ class Collector:
 
     def _choose_groups(self, batch: RolloutBatch) -> RolloutBatch:
         """The first `sampling.prompts` groups of all ranks that have a signal, filled up with groups without."""
-        signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: batch.n].tolist()
+        signal = batch.has_signal().tolist()
         order, _ = self.world.global_order([(not has, index) for has, index in zip(signal, batch.prompt_indices)])
         return batch.choose([group for group, place in enumerate(order) if place < self.config.sampling.prompts])
 
@@ -239,8 +238,7 @@ class Collector:
         with clock.phase("reward"):
             graded, batch.grading = batch.grading(), None
             self._set_rewards(batch, graded)
-        signal = has_signal(torch.tensor(batch.rewards), batch.group)[:: batch.n]
-        batch.no_signal_groups = int((~signal).sum())
+        batch.no_signal_groups = int((~batch.has_signal()).sum())
 
     def _reroll(self, batch: RolloutBatch, seed: int, clock: Clock) -> None:
         """Continue vetoed rollouts densely. The reported mismatch stays that of the original samples."""

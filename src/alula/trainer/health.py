@@ -198,13 +198,16 @@ class StepAlerts:
         self.gave_up = bool(reasons)
 
     def _not_finite(self, step: int, updates: "list[Update]") -> None:
+        in_a_row = self.not_finite
         for update in updates:
             self.not_finite = 0 if update.taken else self.not_finite + 1
-        if self.not_finite:
-            self.logger.message(f"step {step}: skipped an update whose loss or gradient is not finite.")
-        if self.not_finite >= self.max_skipped:
+            in_a_row = max(in_a_row, self.not_finite)
+        if skipped := sum(not update.taken for update in updates):
+            what = count_text(skipped, "update")
+            self.logger.message(f"step {step}: skipped {what} whose loss or gradient is not finite.")
+        if in_a_row >= self.max_skipped:
             raise TrainingFailed(
-                f"step {step}: the loss or its gradient was not finite in {self.not_finite} updates in a row "
+                f"step {step}: the loss or its gradient was not finite in {in_a_row} updates in a row "
                 f"(learner.max_skipped={self.max_skipped}). Lower learner.lr, cap the weights "
                 "(objective.correction=tis), or use float32, and --resume: skipped updates changed nothing."
             )

@@ -12,7 +12,9 @@ STATE_BYTES = 12
 def host_rows(config: RunConfig, plan: MemoryPlan) -> list[tuple[str, str]]:
     """Host memory per node, beside the processes themselves."""
     swap, engines = config.engine.swap_memory, 1 if plan.workers else plan.ranks // plan.nodes
-    most = size_text(engines * parse_bytes(swap, "engine.swap_memory")) if swap else "a quarter of what is free"
+    most = "a quarter of what is free"
+    if swap is not None:
+        most = size_text(engines * parse_bytes(swap, "engine.swap_memory"))
     rows = [
         ("checkpoint, while it is written", size_text(STATE_BYTES * plan.trained // plan.nodes)),
         ("exported model, on the first node", size_text(plan.parameters * plan.geometry.value_bytes)),

@@ -128,10 +128,10 @@ class MemoryPlan:
         )
 
     def activations_of(self, checkpointing: bool, token_budget: int) -> int | None:
-        """Kept for the backward pass of one micro-batch; None if that is not known."""
-        if checkpointing:
-            return self.layer_inputs * token_budget
-        return None if self.all_activations is None else self.all_activations * max(token_budget, self.longest)
+        """Kept for the backward pass of one micro-batch; None if that is not known. A longer sequence is a micro-batch
+        by itself."""
+        per_token = self.layer_inputs if checkpointing else self.all_activations
+        return None if per_token is None else per_token * max(token_budget, self.longest)
 
     def generating(self, kv_memory: str | int | None) -> int:
         """Total while the run generates, after the learner has freed what only it needs; with workers, that of one."""

@@ -144,7 +144,7 @@ class BudgetController:
         n = len(schedule.budgets)
         self.max_length, self.quantile, self.samples = max_length, quantile, samples
         self.ladder = tuple(sorted(control.ladder or ()))
-        self.original, self.control, self.forward = schedule, control, kind == "evict"
+        self.original, self.control, self.evicts = schedule, control, kind == "evict"
         self.version, self.width, self.stopped = 0, schedule.width, False
         self.bins = _Bins(
             list(schedule.budgets),
@@ -273,7 +273,7 @@ class BudgetController:
 
     def _rise(self, alarms: Array) -> None:
         """Raise alarmed bins by one rung, with an evictor all earlier ones too; later ones follow to stay monotone."""
-        rising = range(int(alarms.max()) + 1) if self.forward else alarms.tolist()
+        rising = range(int(alarms.max()) + 1) if self.evicts else alarms.tolist()
         target = list(self.bins.budget)
         for j in rising:
             target[j] = self._up(target[j])
@@ -281,7 +281,7 @@ class BudgetController:
 
     def _dense(self, first: int) -> None:
         """Make bins dense from the first alarmed one; with an evictor all, since evicted tokens stay missing."""
-        first = 0 if self.forward else first
+        first = 0 if self.evicts else first
         block = self.original.block or 1
         everything = -(-self.max_length // block) * block
         self._move([max(b, everything) if j >= first else b for j, b in enumerate(self.bins.budget)])
@@ -291,7 +291,7 @@ class BudgetController:
             return []
         ready = self.high.value() >= self.bar
         ready &= np.asarray(self.bins.quiet) >= np.asarray(self.bins.hold)
-        if self.forward:  # a smaller budget acts on every later bin with tokens, so all of them must be ready
+        if self.evicts:  # a smaller budget acts on every later bin with tokens, so all of them must be ready
             agree = ready | (np.asarray(self.bins.tokens) == 0)
             ready &= np.logical_and.accumulate(agree[::-1])[::-1]
         before, target = list(self.bins.budget), list(self.bins.budget)
@@ -302,7 +302,7 @@ class BudgetController:
                 target[j] = down
                 for i in range(0 if used is None else used + 1, j):  # unused lengths must not pin this one
                     target[i] = min(target[i], down)
-                if self.forward:
+                if self.evicts:
                     break
         shares = self.shares()
         self._move(target)
@@ -320,7 +320,7 @@ class BudgetController:
                 self.bins.hold[j] *= 4
             self.bins.fell[j] = not rose
             self.bins.budget[j] = target[j]
-        stale = list(range(changed[0], len(target))) if self.forward else changed
+        stale = list(range(changed[0], len(target))) if self.evicts else changed
         for j in stale:
             self.bins.since[j], self.bins.quiet[j] = self.version, 0
             self.bins.tokens[j] = self.bins.below[j] = 0

@@ -10,6 +10,7 @@ reads and copies between two steps, and the prompt's pass.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -52,18 +53,24 @@ def _steps(geometry: Geometry, page: int, sparsity: Sparsity, prompt: int, steps
     """Bytes held and read in every decode step, the token of the step included."""
     tokens = footprint(sparsity, prompt, steps, geometry.layers).held.astype(np.int64) + 1
     pages = -(-tokens // page)
-    held, read = pages * page * geometry.kv_token_bytes, tokens * geometry.kv_token_bytes
+    held = pages * page * geometry.kv_token_bytes
     if sparsity.evict is not None:
         held = held + row_state_bytes(geometry, sparsity.evict, int(tokens.max()))
-    if select := sparsity.select:
-        summaries = pages * summary_bytes(geometry, select)
-        held = held + summaries
-        selecting = selecting_layers(select, geometry.layers)
-        chosen = tokens_read(select, np.arange(prompt, prompt + steps) + 1, tokens)
-        per_layer = geometry.kv_token_bytes // geometry.layers
-        scored = np.where(chosen < tokens, summaries // geometry.layers, 0)
-        read = (geometry.layers - selecting) * tokens * per_layer + selecting * (chosen * per_layer + scored)
-    return held, read
+    if sparsity.select:
+        held = held + pages * summary_bytes(geometry, sparsity.select)
+    return held, read_bytes(geometry, page, sparsity.select, np.arange(prompt, prompt + steps) + 1, tokens)
+
+
+def read_bytes(geometry: Geometry, page: int, select: Select | None, length: Any, tokens: Any) -> Any:
+    """Bytes of KV and page summaries that a decode step reads of a sequence of this length, `tokens` of it cached."""
+    selecting = selecting_layers(select, geometry.layers)
+    per_layer = geometry.kv_token_bytes // geometry.layers
+    everything = (geometry.layers - selecting) * tokens * per_layer
+    if select is None:
+        return everything
+    chosen = tokens_read(select, length, tokens)
+    scored = np.where(chosen < tokens, -(-tokens // page) * summary_bytes(geometry, select) // geometry.layers, 0)
+    return everything + selecting * (chosen * per_layer + scored)
 
 
 def row_state_bytes(geometry: Geometry, evict: Evict, tokens: int) -> int:

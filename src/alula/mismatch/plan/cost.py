@@ -97,22 +97,6 @@ class FittedCost:
         terms = features(self.geometry, batch, read, scored, moved)
         return np.sum([self.constants[name] * value for name, value in terms.items()], axis=0)
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps({"version": 1, **asdict(self)}, indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path, geometry: Geometry | None = None) -> "FittedCost":
-        """Load a saved cost model; raises if it was fitted for another geometry than `geometry`."""
-        data = json.loads(Path(path).read_text())
-        require(data.get("version") == 1, f"cost model {path}: version {data.get('version')!r}, not 1; fit it again.")
-        cost = cls(Geometry(**data["geometry"]), data["constants"], data["notes"])
-        if geometry is not None and geometry != cost.geometry:
-            raise SettingError(
-                f"cost model {path} was fitted for a model with {cost.geometry}, not for one with {geometry}; run "
-                "`alula bench` on that model."
-            )
-        return cost
-
 
 def fit(timings: Iterable[Timing | Mapping[str, Any]], geometry: Geometry, **notes: Any) -> FittedCost:
     """The constants that minimise Σ (predicted/measured − 1)²: short steps count as much as long ones."""
@@ -177,7 +161,7 @@ def _least_squares_inside(a: Array, b: Array, x: Array, passive: Array) -> Array
 
 
 def load_cost(path: str | Path, geometry: Geometry) -> FittedCost:
-    """The cost model for `geometry` from a file: saved by `FittedCost.save`, or fitted to the timing records in it.
+    """The cost model for `geometry`, fitted to the timing records in a file.
 
     The records may be anywhere in the JSON; records of another geometry are ignored.
     """
@@ -187,8 +171,6 @@ def load_cost(path: str | Path, geometry: Geometry) -> FittedCost:
         data = json.loads(read_text(Path(path), file))
     except json.JSONDecodeError as error:
         raise SettingError(f"{file}: not JSON ({error}).") from error
-    if isinstance(data, dict) and "constants" in data:
-        return FittedCost.load(path, geometry)
     timings = [record for record in records(data) if Geometry(**record["shape"]) == geometry]
     if not timings:
         raise SettingError(
