@@ -75,6 +75,28 @@ def test_values_come_back_as_they_are(sandbox, call, expected):
         assert passes({"expected": expected}, value)
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "@dataclass\nclass Node:\n    value: int\n    left: 'Node' = None\n\ndef f(x):\n    return Node(x).value",
+        "def g(x: int): pass\n\ndef f(x):\n    return x if g.__annotations__['x'] is int else 0",
+        "class A:\n    value = 3\n\ndef f(x):\n    return pickle.loads(pickle.dumps(A())).value",
+    ],
+)
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_programs_with_classes_and_annotations_run_as_a_module_would(sandbox, program, future):
+    imports = "import pickle\nfrom dataclasses import dataclass\n"
+    expected = "0" if future and "__annotations__" in program else "3"
+    assert outcomes(sandbox, future + imports + program, [{"call": "f(3)", "expected": expected}]) == [True]
+
+
+def test_huge_integers_are_compared_and_never_fail_the_grading(sandbox):
+    program, huge = "def f(x):\n    return 10**5000 if x else 1", "1" + 5000 * "0"
+    tests = [{"call": "f(1)", "expected": huge}, {"call": "f(1)", "expected": "1"}, {"call": "f(0)", "expected": "1"}]
+    assert outcomes(sandbox, program, tests) == [True, False, True]
+    assert build({"partial": True}, 10.0)(program, {"tests": tests}) == pytest.approx(2 / 3)
+
+
 def test_values_that_differ():
     assert not passes({"expected": "(1, 2)"}, [1, 2])
     assert not passes({"expected": "'1'"}, 1)

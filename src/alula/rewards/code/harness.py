@@ -3,10 +3,9 @@
 This file runs alone, in the sandbox's interpreter, without the rest of the package. Nothing here is trusted: the
 program can change all of it, but no expected value is here to be found. The job comes on standard input as a Python
 literal; the results go to standard output, one line of JSON per test. The modules `json`, `ast` and `typing` are not
-imported: each would take about as long as the start of the interpreter.
+imported: each would take about as long as the start of the interpreter. `from __future__ import annotations` is not
+there because what is compiled here would inherit it.
 """
-
-from __future__ import annotations
 
 import _json
 import os
@@ -49,11 +48,11 @@ def tagged(kind: str, content: str) -> str:
     return f'{{"{kind}": {content}}}'
 
 
-def encode_all(values: Iterable[object]) -> str:
+def encode_all(values: "Iterable[object]") -> str:
     return "[" + ", ".join([encode(value) for value in values]) + "]"
 
 
-def load(prelude: str, program: str, setup: str, namespace: dict[str, Any]) -> None:
+def load(prelude: str, program: str, setup: str, namespace: "dict[str, Any]") -> None:
     """Run all three. A program that is only the body of the prelude's last function continues its text."""
     try:
         code = compile(program, "program", "exec")
@@ -65,7 +64,7 @@ def load(prelude: str, program: str, setup: str, namespace: dict[str, Any]) -> N
     exec(compile(setup, "setup", "exec"), namespace)
 
 
-def attempt(action: Callable[..., object], *arguments: Any) -> str:
+def attempt(action: "Callable[..., object]", *arguments: "Any") -> str:
     """`true, <value>` or `false, "<error>"`."""
     try:
         return f"true, {encode(action(*arguments))}"
@@ -78,7 +77,9 @@ def main() -> None:
     results, null = os.dup(1), os.open("/dev/null", os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
-    namespace = {"__name__": "program"}
+    module = type(sys)("program")
+    sys.modules["program"] = module  # where dataclasses and pickle look for a class of the program
+    namespace = vars(module)
 
     def report(number: int, outcome: str) -> None:
         line = f"[{number}, {outcome}]\n".encode()

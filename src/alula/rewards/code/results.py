@@ -2,6 +2,7 @@
 
 import ast
 import json
+import sys
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -58,10 +59,20 @@ def decode(value: Any) -> Any:
     raise ValueError(f"unknown kind {kind!r}")
 
 
+def literal(text: str) -> Any:
+    """The value of a Python literal, integers of any length included."""
+    digits = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return ast.literal_eval(text)
+    finally:
+        sys.set_int_max_str_digits(digits)
+
+
 def passes(test: Test, value: Any) -> bool:
     """Whether a call's value is the expected one."""
     try:
-        expected = ast.literal_eval(test["expected"])
+        expected = literal(test["expected"])
     except (ValueError, SyntaxError) as error:
         raise ValueError(f"expected={test['expected']!r:.100} is not a Python literal") from error
     try:

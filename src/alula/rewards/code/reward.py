@@ -113,9 +113,16 @@ def read_outcomes(run: Run, tests: Sequence[Test]) -> list[Outcome]:
         if not finished:
             return Outcome(False, str(value))
         right = kind_of(test) == "check" or passes(test, value)
-        return Outcome(right, "" if right else f"returned {value!r:.200}")
+        return Outcome(right, "" if right else f"returned {shown(value)}")
 
     return [outcome(number, test) for number, test in enumerate(tests)]
+
+
+def shown(value: Any) -> str:
+    try:
+        return f"{value!r:.200}"
+    except ValueError as error:  # Python refuses to write a huge integer
+        return f"a value that cannot be shown ({error})"
 
 
 def script_outcome(run: Run, test: Test) -> Outcome:
