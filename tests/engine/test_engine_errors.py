@@ -245,6 +245,15 @@ def test_engine_stays_usable_after_an_out_of_memory_error(engine, expected, monk
     assert [r.token_ids for r in engine.generate(GOOD, Sampling(max_new_tokens=6))] == expected
 
 
+def test_a_sequence_as_long_as_a_small_pool_allows_can_run():
+    engine = Engine.load("shape:tiny-llama", kv_memory="64KiB", page=4, max_rows=2)
+    assert engine.max_length < engine.positions, "the pool is the limit"
+    [rollout] = engine.generate([[5] * 10], Sampling(max_new_tokens=engine.max_length - 10, ignore_eos=True))
+    assert len(rollout) == engine.max_length - 10
+    with pytest.raises(SettingError, match="raise kv_memory or lower max_new_tokens"):
+        engine.generate([[5] * 10], Sampling(max_new_tokens=engine.max_length - 9))
+
+
 # --- logits that are not finite ----------------------------------------------------------------------------------
 
 

@@ -59,6 +59,13 @@ def test_a_turn_that_ended_otherwise_gets_the_templates_end(tokenizer):
     assert tokenizer.decode(after_end).endswith("<|im_start|>assistant\n")
 
 
+def test_a_message_may_say_anything(tokenizer):
+    chat = conversation(tokenizer, CHATML)
+    odd = [{"role": "tool", "content": "@@ALULA-TURN@@ @@"}]
+    given = tokenizer.decode(chat.between(QUESTION, odd, tokenizer.eos_token_id))
+    assert given.startswith("\n<|im_start|>tool\n@@ALULA-TURN@@ @@<|im_end|>")
+
+
 def test_templates_that_rewrite_history_are_named(tokenizer):
     assert conversation(tokenizer, CHATML).rewrites_history() is None
     assert "thinking" in conversation(tokenizer, DROPS_THINKING).rewrites_history()

@@ -133,6 +133,13 @@ def test_abort_by_pause_and_by_name(server):
     assert one.result().json()["choices"][0]["finish_reason"] == "abort"
     assert other.result().json()["choices"][0]["finish_reason"] == "length"
     assert service.engine.pool.in_use == 0
+    client.post("/sleep")
+    held = Background(client, LONG | {"request_id": "held"})
+    wait_until(lambda: service.thread.jobs())
+    client.post("/abort_requests", json={"request_ids": ["held"]})
+    assert held.result().status_code == 400, "a client would repeat a 500"
+    assert "aborted before it started" in held.result().json()["error"]["message"]
+    client.post("/wake_up")
 
 
 def test_sleep_takes_the_pool_and_wake_up_goes_on(server):

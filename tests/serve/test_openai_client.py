@@ -35,6 +35,9 @@ def test_models(client):
     (card,) = client.models.list().data
     assert (card.id, card.max_model_len, card.sparsity) == ("tiny", 2048, "dense")
     assert card.created > 0
+    assert client.models.retrieve("tiny") == card
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny' only"):
+        client.models.retrieve("other")
 
 
 @pytest.mark.parametrize("policy", [None, POLICY])
@@ -72,7 +75,7 @@ def test_streams_equal_complete_answers(client, policy, stop):
         "extra_body": {"sparsity": policy},
     }
     complete = client.completions.create(**body)
-    top = [[], [], []]
+    top, offsets = [[], [], []], [[], [], []]
     texts, logprobs, tokens, finish, kv = [""] * 3, [[], [], []], [[], [], []], [None] * 3, [None] * 3
     chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     for chunk in chunks[:-1]:
@@ -80,12 +83,14 @@ def test_streams_equal_complete_answers(client, policy, stop):
         texts[choice.index] += choice.text
         logprobs[choice.index] += choice.logprobs.token_logprobs
         tokens[choice.index] += choice.logprobs.tokens
+        offsets[choice.index] += choice.logprobs.text_offset
         top[choice.index] += [list(entry) for entry in choice.logprobs.top_logprobs]
         finish[choice.index] = choice.finish_reason or finish[choice.index]
         kv[choice.index] = getattr(choice, "kv", None) or kv[choice.index]
     assert texts == [choice.text for choice in complete.choices]
     assert finish == [choice.finish_reason for choice in complete.choices]
     assert tokens == [choice.logprobs.tokens for choice in complete.choices]
+    assert offsets == [choice.logprobs.text_offset for choice in complete.choices]
     assert top == [[list(entry) for entry in choice.logprobs.top_logprobs] for choice in complete.choices]
     for streamed, choice in zip(logprobs, complete.choices):
         assert streamed == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)

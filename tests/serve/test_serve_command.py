@@ -21,6 +21,7 @@ COMMAND = [sys.executable, "-u", "-m", "alula", "serve", "shape:tiny-llama", "--
     [
         (["--host", "0.0.0.0"], "beyond localhost the server needs --api-key"),
         (["--api-key", ""], "--api-key: is empty"),
+        (["--api-key", "secret\n"], "has a space or a line break at an end"),
         (["--port", "70000"], "--port 70000"),
         (["--sparsity", "rvk:5"], "did you mean 'rkv'?"),
     ],
@@ -64,6 +65,54 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new():
         assert len(answer.json()["choices"][0]["token_ids"]) == 400
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{address}/health")
+    finally:
+        process.kill()
+
+
+def long_request(process, answers):
+    """A thread that waits for an answer of the server's longest kind, once it decodes."""
+    address = "http://127.0.0.1:" + re.search(r":(\d+);", process.stdout.readline())[1]
+    body = {"token_ids": [5, 9], "sampling_params": {"ignore_eos": True}}
+    with httpx.Client(base_url=address, timeout=60, transport=httpx.HTTPTransport(retries=20)) as client:
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{address}/inference/v1/generate", json=body, timeout=60))
+        )
+        thread.start()
+        while "running_rollouts 1" not in client.get("/metrics").text:
+            pass
+    return thread
+
+
+@pytest.mark.slow
+def test_what_still_runs_after_the_drain_timeout_is_answered_with_the_tokens_so_far():
+    process = subprocess.Popen(
+        [*COMMAND, "--drain-timeout", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    answers = []
+    try:
+        thread = long_request(process, answers)
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+    (choice,) = answers[0].json()["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert len(choice["token_ids"]) > 0
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once_without_a_crash():
+    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        thread = long_request(process, [])
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+        thread.join(60)
     finally:
         process.kill()
 

@@ -127,6 +127,17 @@ def test_what_does_not_extend_a_session_starts_anew(post, server):
     assert len(engine.sessions) == before + 1, "what is replaced is closed"
 
 
+def test_a_session_keeps_its_seed(post, server):
+    kept = [5, 6]
+    for seed, expected in ((1, "new"), (2, "new"), (2, "continued"), (None, "continued")):
+        params = {"max_tokens": 3, "ignore_eos": True} | ({} if seed is None else {"seed": seed})
+        (choice,) = post(kept, params, session="seeds")["choices"]
+        assert choice["kv"]["session"] == expected
+        if seed is not None:
+            assert choice["token_ids"] == post(kept, params)["choices"][0]["token_ids"]
+        kept = [*kept, *choice["token_ids"], 8]
+
+
 def test_sessions_are_closed_by_clients_and_by_time(server, post):
     address, service = server
     engine = service.engine

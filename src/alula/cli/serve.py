@@ -37,6 +37,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, dense or under any sparsity, to clients of OpenAI and vLLM."""
     require(api_key != "", "--api-key: is empty; give a long random text, or leave it out on localhost.")
+    require(
+        api_key is None or (api_key == api_key.strip() and api_key.isprintable()),
+        "--api-key (or ALULA_API_KEY): has a space or a line break at an end, which no client can send; remove it.",
+    )
     require(0 <= port < 1 << 16, f"--port {port}: must lie between 0 and 65535.")
     try:
         import starlette  # noqa: F401

@@ -113,10 +113,16 @@ def pool_pages(
     total = total_memory(device)
     require(memory <= total, f"kv_memory={kv_memory}: {device} has {size_text(total)} in all; lower it.")
     pages = pages_in(memory, geometry, page)
-    longest = min(max_length, (pages - 1) * page)
+    longest = min(max_length, longest_in(pages, page))
     if kv_memory is None:
         pages = min(pages, ample_pages(max_rows, longest, page))
     return pages, longest
+
+
+def longest_in(pages: int, page: int) -> int:
+    """The longest dense sequence that a pool can run: one page stays empty, and one is for the copy of a page that the
+    sequence shares."""
+    return (pages - 2) * page
 
 
 def ample_pages(rows: int, longest: int, page: int) -> int:

@@ -5,6 +5,7 @@ environment's messages, and the next generation prompt. The template is rendered
 message, and the text after the placeholder is taken.
 """
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,6 @@ from alula.environments.environment import Given
 from alula.errors import SettingError, require
 
 Tools = list[dict[str, Any]] | None
-PLACEHOLDER = "@@ALULA-TURN@@"
 
 
 class Conversation:
@@ -48,8 +48,9 @@ class Conversation:
         template's own end token is left out."""
         if not self.chat:
             return self._ids("\n" + "".join(message["content"] + "\n" for message in new))
-        turn = {"role": "assistant", "content": PLACEHOLDER}
-        _, found, after = self._render([*self._with_system(before), turn, *new], tools).rpartition(PLACEHOLDER)
+        placeholder = f"@@{secrets.token_hex(16)}@@"  # that no message contains
+        turn = {"role": "assistant", "content": placeholder}
+        _, found, after = self._render([*self._with_system(before), turn, *new], tools).rpartition(placeholder)
         require(bool(found), "the chat template leaves out the assistant's last message; use another one.")
         ids = self._ids(after)
         return ids[1:] if ids[:1] == [last] else ids

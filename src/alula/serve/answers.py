@@ -90,7 +90,8 @@ def usage(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 class Names:
-    """Names tokens in log-probs: by their text, or as `token_id:<id>`. A part of a character has no text."""
+    """Names tokens in log-probs: by their text, or as `token_id:<id>`. A part of a character has no text, and its bytes
+    are not given."""
 
     def __init__(self, tokenizer: Any | None, as_ids: bool) -> None:
         self.tokenizer = None if as_ids else tokenizer
@@ -108,22 +109,23 @@ class Names:
         content = []
         for i, (token, logprob) in enumerate(zip(ids, logprobs)):
             entry: dict[str, Any] = {"token": self(token), "logprob": logprob}
-            if self.tokenizer is not None:
-                entry["bytes"] = list(entry["token"].encode())
+            entry |= self.bytes_of(entry["token"])
             entry["top_logprobs"] = [
-                {"token": name, "logprob": value} | ({} if self.tokenizer is None else {"bytes": list(name.encode())})
-                for name, value in self.top(topk, i)
+                {"token": name, "logprob": value} | self.bytes_of(name) for name, value in self.top(topk, i)
             ]
             content.append(entry)
         return {"content": content}
 
-    def completion_logprobs(self, ids: list[int], logprobs: list[float], topk: Any | None, offset: int) -> dict:
-        """`logprobs` of text completions. `offset` is the length of the text before these tokens."""
+    def bytes_of(self, name: str) -> dict[str, Any]:
+        if self.tokenizer is None:
+            return {}
+        return {"bytes": None if name.startswith("token_id:") else list(name.encode())}
+
+    def completion_logprobs(
+        self, ids: list[int], logprobs: list[float], topk: Any | None, offsets: list[int]
+    ) -> dict[str, Any]:
+        """`logprobs` of text completions. `offsets` tell where the tokens begin in the text."""
         names = [self(token) for token in ids]
-        offsets = []
-        for name in names:
-            offsets.append(offset)
-            offset += len(name)
         top = None if topk is None else [dict(self.top(topk, i)) for i in range(len(ids))]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 

@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from alula.errors import RunFailed, SettingError
 from alula.serve.answers import JSONAnswer
 from alula.serve.control import Control
-from alula.serve.generation import Generation, UnknownModel
+from alula.serve.generation import Generation
 from alula.serve.metrics import Metrics
-from alula.serve.service import Busy, Service, TooLarge
+from alula.serve.service import Busy, Service, TooLarge, UnknownModel
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -33,6 +33,7 @@ def build_app(service: Service, api_key: str | None = None) -> Starlette:
     routes = [
         Route("/health", control.health),
         Route("/v1/models", control.models),
+        Route("/v1/models/{name:path}", control.model),
         Route("/metrics", control.metrics),
         Route("/inference/v1/generate", generation.tokens, methods=["POST"]),
         Route("/v1/completions", generation.completions, methods=["POST"]),

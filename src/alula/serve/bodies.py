@@ -44,7 +44,7 @@ class SamplingFields(Body):
     """Sampling settings that all routes share. Fields with a single value exist for clients that send defaults."""
 
     max_tokens: Count | None = None
-    min_tokens: int = Field(0, ge=0, le=MOST)
+    min_tokens: int | None = Field(0, ge=0, le=MOST)
     n: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -52,7 +52,7 @@ class SamplingFields(Body):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Stops = None
     stop_token_ids: list[int] | None = Field(None, max_length=256)
-    ignore_eos: bool = False
+    ignore_eos: bool | None = False
     min_p: Zero = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
@@ -66,13 +66,13 @@ class SamplingFields(Body):
         sampling = Sampling(
             n=1 if self.n is None else self.n,
             max_new_tokens=max_tokens,
-            min_new_tokens=self.min_tokens,
+            min_new_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
             seed=secrets.randbits(62) if self.seed is None else self.seed,
             stop=(*stop, *(self.stop_token_ids or ())),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             topk_logprobs=topk or 0,
         )
         require(

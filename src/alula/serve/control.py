@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import get_args
+from typing import Any, get_args
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import PlainTextResponse, Response
@@ -27,7 +27,14 @@ class Control:
         return Response(status_code=200 if healthy else 503)
 
     async def models(self, request: HTTPRequest) -> Response:
-        card = {
+        return JSONAnswer({"object": "list", "data": [self.card()]})
+
+    async def model(self, request: HTTPRequest) -> Response:
+        self.service.check_model(request.path_params["name"])
+        return JSONAnswer(self.card())
+
+    def card(self) -> dict[str, Any]:
+        return {
             "id": self.service.model,
             "object": "model",
             "created": self.started,
@@ -35,7 +42,6 @@ class Control:
             "max_model_len": self.engine.max_length,
             "sparsity": self.service.sparsity.describe(),
         }
-        return JSONAnswer({"object": "list", "data": [card]})
 
     async def metrics(self, request: HTTPRequest) -> Response:
         service, pool = self.service, self.engine.pool

@@ -53,6 +53,8 @@ class Job:
     requests: list[Request]
     stream: bool = False
     session: str | None = None
+    seeded: bool = False
+    """Whether the client chose the seed."""
     continued: bool = False
     """Whether the session's kept cache was continued."""
     events: "asyncio.Queue[Progress | Rollout | Exception]" = field(default_factory=asyncio.Queue)
@@ -108,6 +110,14 @@ class EngineThread:
             await self.call(stop)
         await asyncio.to_thread(self._thread.join)
 
+    def end(self, seconds: float) -> bool:
+        """End the thread from outside the event loop; whether it ended in time."""
+        self._stopped = True
+        self._put(lambda ended: None)  # wakes it
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     @property
     def healthy(self) -> bool:
         return self._alive and self.failures < MOST_FAILURES
@@ -155,13 +165,9 @@ class EngineThread:
             await self.call(lambda: self._when_idle.append(future))
             return await asyncio.wrap_future(future)
 
-        def pause() -> None:
-            if mode == "abort":
-                for job in self.jobs():
-                    self._cancel(job)
-            self.engine.pause()
-
-        await self.call(pause)
+        if mode == "abort":
+            await self.abort_all()
+        await self.call(self.engine.pause)
 
     async def resume(self) -> None:
         def resume() -> None:
@@ -175,6 +181,16 @@ class EngineThread:
 
     async def wake(self) -> None:
         await self.call(self.engine.wake)
+
+    async def abort_all(self) -> None:
+        """End all jobs; their rollouts come back with the tokens that they have."""
+
+        def abort() -> None:
+            for job in self.jobs():
+                self._cancel(job)
+
+        with suppress(RunFailed):  # its thread has ended, and with it all jobs
+            await self.call(abort)
 
     async def abort_all_if_stuck(self) -> None:
         """Before the server ends: a paused or sleeping engine would never finish its jobs, nor start the others."""
@@ -300,7 +316,7 @@ class EngineThread:
         """Submit a request, or continue the session it belongs to."""
         turn = self.sessions.take(job.session) if job.session is not None else None
         if turn is not None and job.session is not None:
-            given = turn.given(request)
+            given = turn.given(request, job.seeded)
             if given is not None:
                 try:
                     request_id = self.engine.extend(turn.session, given, request.sampling)
@@ -314,7 +330,7 @@ class EngineThread:
 
     def _cancel(self, job: Job) -> None:
         if job in self._held:
-            self._fail([job], RunFailed("the request was aborted before it started."))
+            self._fail([job], SettingError("the request was aborted before it started."))
         for request_id in job.live:
             self.engine.abort(request_id)
 

@@ -31,7 +31,7 @@ from alula.serve.answers import (
 from alula.serve.bodies import ChatBody, CompletionBody, OpenAIFields, RequestFields, TokensBody, chat_messages
 from alula.serve.engine_thread import Job
 from alula.serve.service import Service
-from alula.serve.streaming import EventStream, TextStream
+from alula.serve.streaming import EventStream, TextOffsets, TextStream
 
 SESSION_HEADER = "x-session-id"
 
@@ -50,7 +50,7 @@ class Generation:
         fields = body.sampling_params
         topk = None if fields.logprobs is None else fields.logprobs if fields.logprobs > 1 else 0
         sampling = fields.sampling(self.max_tokens(fields.max_tokens, [body.token_ids]), topk)
-        job = self.job(request, body, [body.token_ids], sampling, "gen")
+        job = self.job(request, body, [body.token_ids], sampling, "gen", seeded=fields.seed is not None)
         names, choices = Names(None, as_ids=True), []
         turns = await self.turns(request, job)
         for turn in turns:
@@ -87,7 +87,8 @@ class Generation:
     async def openai(
         self, request: HTTPRequest, body: OpenAIFields, prompts: list[list[int]], sampling: Sampling, form: "Form"
     ) -> Response:
-        job = self.job(request, body, prompts, sampling, form.prefix, bool(body.stream))
+        seeded = body.seed is not None
+        job = self.job(request, body, prompts, sampling, form.prefix, stream=bool(body.stream), seeded=seeded)
         stops = self.engine.inputs.stops(sampling)[1]
         if job.stream:
             events = self.stream(request, body, job, form, stops)
@@ -106,6 +107,7 @@ class Generation:
         """Chunks of an answer: text and log-probs as they come, `finish_reason` and `kv` at each choice's end."""
         sampling, model = job.requests[0].sampling, self.service.model
         texts: dict[int, TextStream] = {}
+        places: dict[int, TextOffsets] = {}
         turns = []
         try:
             async with aclosing(self.service.events(request, job)) as events:
@@ -114,10 +116,10 @@ class Generation:
                     text = texts.get(index)
                     choice: dict[str, Any] = {"index": index, "finish_reason": None}
                     if text is None:
-                        text = texts[index] = TextStream(form.tokenizer, stops)
+                        text, places[index] = TextStream(form.tokenizer, stops), TextOffsets(form.tokenizer)
+                        texts[index] = text
                         for opening in form.opening():
                             yield envelope(form.chunk, job.name, model, [choice | opening], None)
-                    offset = text.sent
                     if isinstance(event, Rollout):
                         turn = Turn.of(event)
                         turns.append(turn)
@@ -131,7 +133,7 @@ class Generation:
                         ids, logprobs, topk = event.token_ids, event.logprobs, event.topk
                         piece = text.add(ids)
                     if piece or isinstance(event, Rollout) or form.needs_tokens:
-                        choice |= form.piece(piece, ids, logprobs, topk, offset)
+                        choice |= form.piece(piece, ids, logprobs, topk, places[index])
                         choice |= {"token_ids": ids} if body.return_token_ids else {}
                         yield envelope(form.chunk, job.name, model, [choice], None)
         except RunFailed as error:
@@ -157,22 +159,26 @@ class Generation:
         prompts: list[list[int]],
         sampling: Sampling,
         prefix: str,
+        *,
         stream: bool = False,
+        seeded: bool,
     ) -> Job:
         """Validated work for the engine; raises for what it cannot do."""
-        model = self.service.model
-        if body.model not in (None, model):
-            raise UnknownModel(f"model={body.model!r}: this server has {model!r} only.")
+        if body.model is not None:
+            self.service.check_model(body.model)
         session = request.headers.get(SESSION_HEADER)
         if session is not None:
-            require(0 < len(session) <= 256, "X-Session-ID: must have between 1 and 256 characters.")
+            require(
+                0 < len(session) <= 256 and session.isascii(),
+                "X-Session-ID: must have between 1 and 256 ASCII characters.",
+            )
             require(
                 len(prompts) == 1 and sampling.n == 1,
                 "X-Session-ID: a session has one prompt and n=1; leave the header out.",
             )
         policy = body.policy(self.service.sparsity)
         requests = self.engine.requests(prompts, sampling, policy, session=session is not None)
-        return Job(body.request_id or f"{prefix}-{secrets.token_hex(12)}", requests, stream, session)
+        return Job(body.request_id or f"{prefix}-{secrets.token_hex(12)}", requests, stream, session, seeded)
 
     def choice(self, job: Job, turn: Turn, sampling: Sampling) -> dict[str, Any]:
         """What the choices of all routes have in common."""
@@ -216,10 +222,6 @@ class Generation:
             raise SettingError(f"messages: the model's chat template rejected them ({error}).") from None
 
 
-class UnknownModel(SettingError):
-    """A model name that is not served."""
-
-
 async def chain(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any]]:
     async with aclosing(rest) as events:
         yield first
@@ -247,7 +249,9 @@ class Form:
     def complete(self, turn: Turn, stops: StopStrings | None) -> dict[str, Any]:
         raise NotImplementedError
 
-    def piece(self, text: str, ids: list[int], logprobs: list[float] | None, topk: Any, offset: int) -> dict[str, Any]:
+    def piece(
+        self, text: str, ids: list[int], logprobs: list[float] | None, topk: Any, places: TextOffsets
+    ) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -255,10 +259,13 @@ class Completions(Form):
     prefix, kind, chunk = "cmpl", "text_completion", "text_completion"
 
     def complete(self, turn: Turn, stops: StopStrings | None) -> dict[str, Any]:
-        return self.piece(turn.text(stops, self.tokenizer), turn.token_ids, turn.logprobs, turn.topk, 0)
+        text, places = turn.text(stops, self.tokenizer), TextOffsets(self.tokenizer)
+        return self.piece(text, turn.token_ids, turn.logprobs, turn.topk, places)
 
-    def piece(self, text: str, ids: list[int], logprobs: list[float] | None, topk: Any, offset: int) -> dict[str, Any]:
-        shown = self.names.completion_logprobs(ids, logprobs or [], topk, offset) if self.logprobs else None
+    def piece(
+        self, text: str, ids: list[int], logprobs: list[float] | None, topk: Any, places: TextOffsets
+    ) -> dict[str, Any]:
+        shown = self.names.completion_logprobs(ids, logprobs or [], topk, places.of(ids)) if self.logprobs else None
         return {"text": text, "logprobs": shown}
 
 
@@ -272,7 +279,9 @@ class Chat(Form):
         message = {"role": "assistant", "content": turn.text(stops, self.tokenizer)}
         return {"message": message, "logprobs": self.shown(turn.token_ids, turn.logprobs, turn.topk)}
 
-    def piece(self, text: str, ids: list[int], logprobs: list[float] | None, topk: Any, offset: int) -> dict[str, Any]:
+    def piece(
+        self, text: str, ids: list[int], logprobs: list[float] | None, topk: Any, places: TextOffsets
+    ) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}, "logprobs": self.shown(ids, logprobs, topk)}
 
     def shown(self, ids: list[int], logprobs: list[float] | None, topk: Any) -> dict[str, Any] | None:

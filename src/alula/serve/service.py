@@ -12,7 +12,7 @@ from starlette.requests import Request as HTTPRequest
 
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
-from alula.errors import require
+from alula.errors import SettingError, require
 from alula.serve.answers import FINISH, Turn, session_state
 from alula.serve.bodies import Body, parse_body
 from alula.serve.engine_thread import EngineThread, Job, Progress
@@ -20,6 +20,10 @@ from alula.serve.metrics import Metrics
 from alula.sparsity.policy import DENSE, Sparsity
 
 B = TypeVar("B", bound=Body)
+
+
+class UnknownModel(SettingError):
+    """A model name that is not served."""
 
 
 class TooLarge(Exception):
@@ -68,6 +72,10 @@ class Service:
                 raise TooLarge(f"the body has more than {self.max_body} bytes; send less, or raise --max-body.")
             chunks.append(chunk)
         return b"".join(chunks)
+
+    def check_model(self, name: str) -> None:
+        if name != self.model:
+            raise UnknownModel(f"model={name!r}: this server has {self.model!r} only.")
 
     def check_count(self, rollouts: int) -> None:
         require(

@@ -18,13 +18,15 @@ class KeptTurn:
     tokens: list[int]
     """Prompt, sampled and given tokens of all turns."""
     request: Request
-    """The first turn's request: a session keeps its policy and its kind of sampling."""
+    """The first turn's request: a session keeps its policy, its seed and its kind of sampling."""
 
-    def given(self, request: Request) -> list[int] | None:
-        """The tokens that `request` adds to this history; None if it does not extend it exactly."""
+    def given(self, request: Request, seeded: bool) -> list[int] | None:
+        """The tokens that `request` adds to this history; None if it does not extend it exactly, or asks for something
+        else. `seeded`: whether the client chose its seed."""
         history, prompt, first = self.tokens, request.prompt_ids, self.request
         same = (
             request.sparsity == first.sparsity
+            and (not seeded or request.sampling.seed == first.sampling.seed)
             and request.sampling.filtered == first.sampling.filtered
             and request.sampling.topk_logprobs == first.sampling.topk_logprobs
         )

@@ -51,6 +51,21 @@ class TextStream:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+class TextOffsets:
+    """Where the tokens of one answer begin in its text; parts of a character begin where it does."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._text = TextStream(tokenizer, None)
+
+    def of(self, tokens: list[int]) -> list[int]:
+        """Of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text.sent)
+            self._text.add([token])
+        return offsets
+
+
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -16,7 +16,7 @@ from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.engine import default_lookahead
-from alula.engine.kv_cache import check_kv_dtype, pages_in, parse_bytes
+from alula.engine.kv_cache import check_kv_dtype, longest_in, pages_in, parse_bytes
 from alula.engine.schedule_plan import KVNeed
 from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import Request, Sequence
@@ -284,7 +284,7 @@ def planned_need(config: RunConfig, pages: int, longest: int) -> KVNeedOf:
         BlockManager(pages),
         page=page,
         rows=rows,
-        width=pages_for(min(e.max_length or longest, (pages - 1) * page), page),
+        width=pages_for(min(e.max_length or longest, longest_in(pages, page)), page),
         lookahead=e.lookahead or default_lookahead(rows, cuda=device_type(config) == "cuda"),
     )
 
