@@ -414,3 +414,19 @@ def test_settings_of_several_sources_go_to_those_that_take_them(tmp_path):
         {"options": {"a": 1}},
     ]
     assert shared([str(file), "task:pointer"], {"data_dir": "D"}) == [{"data_dir": "D"}] * 2, "they raise"
+
+
+def test_rows_with_tests_need_no_answer(tmp_path):
+    path = tmp_path / "code.jsonl"
+    rows = [
+        {"prompt": "one", "tests": [{"call": "f(1)", "expected": "1"}]},
+        {"prompt": "two", "tests": [], "answer": "2"},
+        {"prompt": "three", "tests": [{"check": "pass"}], "answer": ""},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = load(str(path))
+    assert [(example.prompt, example.answer) for example in data] == [("one", None), ("two", "2")]
+    assert data.dropped == {"no answer": 1}, "an answer that is there and empty is a gap"
+    path.write_text(json.dumps({"prompt": "one", "tests": []}) + "\n")
+    with pytest.raises(SettingError, match="unknown field 'answer'"):
+        load(str(path))
