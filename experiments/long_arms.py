@@ -59,6 +59,14 @@ def in_8_bits(arm: Arm) -> Arm:
     return replace(arm, label=f"{arm.label}, fp8", extra=extra, tag="-".join(filter(None, [arm.tag, "fp8"])))
 
 
+def with_prompts(arm: Arm, prompts: int) -> Arm:
+    """The same arm with another number of prompts per step."""
+    extra, tag = (*arm.extra, f"sampling.prompts={prompts}"), f"{prompts}-prompts"
+    return replace(
+        arm, label=f"{arm.label}, {prompts} prompts", extra=extra, tag="-".join(filter(None, [arm.tag, tag]))
+    )
+
+
 def dense_arm(rate: float | None) -> Arm:
     """Dense with a learning rate of its own."""
     return Arm(DENSE.label, DENSE.sparsity, DENSE.correction, () if rate is None else (f"learner.lr={rate}",))
@@ -112,6 +120,7 @@ def main() -> None:
     parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
     parser.add_argument("--held", type=int, help="a controller holds this per cent of vetoed rollouts, in sparse arms")
     parser.add_argument("--fp8", action="store_true", help="sparse arms, and dense once more, with KV in 8 bits")
+    parser.add_argument("--prompts", type=int, help="prompts per step, in all arms; by default the recipe's")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
     parser.add_argument("--question", default=QUESTION, help="folder of the results")
@@ -121,7 +130,7 @@ def main() -> None:
     bed, work, extra = LONG_BEDS[options.bed], options.work / options.bed, tuple(options.settings)
     (work / "logs").mkdir(parents=True, exist_ok=True)
     given = dict(setting.partition("=")[::2] for setting in extra)
-    prompts = int(given.get("sampling.prompts", recipe_settings(bed)["sampling"]["prompts"]))
+    prompts = options.prompts or int(given.get("sampling.prompts", recipe_settings(bed)["sampling"]["prompts"]))
     begun: list[Run] = []
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
@@ -129,7 +138,10 @@ def main() -> None:
         sparse = sparse_arms(bed, options.method, options.budget, options.corrections.split(","), options.held)
         if options.fp8:
             sparse = [in_8_bits(arm) for arm in (*sparse, dense)]
-        runs = [Run(bed, arm, seed, work, extra) for arm in (*sparse, dense)]
+        arms = (*sparse, dense)
+        if options.prompts:
+            arms = tuple(with_prompts(arm, options.prompts) for arm in arms)
+        runs = [Run(bed, arm, seed, work, extra) for arm in arms]
         for _ in range(2):  # the control needs a finished `strict`
             control = fewer(bed, runs, dense, prompts)
             found = [*runs, Run(bed, control, seed, work, extra)] if control else runs
