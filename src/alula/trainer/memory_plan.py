@@ -33,7 +33,7 @@ from alula.models.residual import widen_residual
 from alula.rewards.scoring import check as check_rewards
 from alula.rollouts.job import Job
 from alula.sparsity.footprint import most_held
-from alula.sparsity.policy import check_schedules
+from alula.sparsity.policy import Sparsity, check_schedules
 from alula.trainer.build import Data
 from alula.trainer.preflight import (
     KVNeedOf,
@@ -157,17 +157,8 @@ def plan_memory(
 
     Also raises whatever the start of the run would reject. `data` is given if tokenized.
     """
-    try:
-        with in_section("rewards", "rewards.use"):
-            check_rewards(config.rewards.use)
-    except SettingError:
-        raise
-    except Exception as error:  # from the module of a reward
-        raise SettingError(f"rewards.use: {type(error).__name__} in a reward's module: {error}; correct it.") from error
-    sparsity = config.sparsity
-    for policy in config.policies():
-        check_schedules(policy, short_name(config.model.source))
-    model_config = load_model_config(config.model.source)
+    check_settings(config)
+    sparsity, model_config = config.sparsity, load_model_config(config.model.source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     adapter = load_first_adapter(config, model)
@@ -176,8 +167,6 @@ def plan_memory(
     trained = lora_parameters(model, lora.rank, ["all"]) if lora else parameters
     text = model_config.get_text_config()
     check_positions(config, model_config, data)
-    with in_section("engine"):
-        check_kv_dtype(config.engine.kv_dtype, getattr(torch, dtype_of(config)))
     width = 4 if dtype_of(config) == "float32" else 2
     geometry = replace(Geometry.of(model, config.engine.kv_dtype), value_bytes=width)
     kv_token = geometry.kv_token_bytes
@@ -190,13 +179,7 @@ def plan_memory(
     longest = prompt + config.most_generated(prompt)
     held = most_held(sparsity.evict, prompt, longest)
     monitor = Monitor(config.monitor, sparsity, lambda rollouts: [], longest, config.control)
-    if config.engine.kv_memory:
-        with in_section("engine"):
-            pages = pages_in(parse_bytes(config.engine.kv_memory), geometry, config.page)
-        if data is not None:
-            need_of = planned_need(config, pages, longest_sequence(config, model_config, *data))
-            candidate = config.policies()[1:]
-            check_kv_pool(config, need_of, Policies(sparsity, monitor.densest, *candidate), *data)
+    check_pool(config, model_config, geometry, monitor.densest, data)
     shares_weights = ranks == 1 and lora is None and config.rollouts.backend == "local"
     has_copy = config.distill is not None if workers else not shares_weights  # the distiller needs whole weights
     is_master = width == 4
@@ -241,6 +224,33 @@ def plan_memory(
     )
     learner = config.learner
     return replace(plan, activations=plan.activations_of(learner.checkpoints_activations, learner.tokens) or 0)
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raise for rewards, schedules and a KV dtype that the run could not use."""
+    try:
+        with in_section("rewards", "rewards.use"):
+            check_rewards(config.rewards.use)
+    except SettingError:
+        raise
+    except Exception as error:  # from the module of a reward
+        raise SettingError(f"rewards.use: {type(error).__name__} in a reward's module: {error}; correct it.") from error
+    for policy in config.policies():
+        check_schedules(policy, short_name(config.model.source))
+    with in_section("engine"):
+        check_kv_dtype(config.engine.kv_dtype, getattr(torch, dtype_of(config)))
+
+
+def check_pool(config: RunConfig, model_config: Any, geometry: Geometry, densest: Sparsity, data: Data | None) -> None:
+    """Raise for a KV pool of a given size that cannot hold the run's longest sequences."""
+    if not config.engine.kv_memory:
+        return
+    with in_section("engine"):
+        pages = pages_in(parse_bytes(config.engine.kv_memory), geometry, config.page)
+    if data is not None:
+        need_of = planned_need(config, pages, longest_sequence(config, model_config, *data))
+        candidate = config.policies()[1:]
+        check_kv_pool(config, need_of, Policies(config.sparsity, densest, *candidate), *data)
 
 
 def separate_workers(config: RunConfig) -> int:
