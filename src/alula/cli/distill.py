@@ -1,6 +1,7 @@
 """`alula distill`: train the sparse policy's adapter on a fixed model, from prompts."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,6 @@ from alula.errors import require
 from alula.files import count_text
 
 if TYPE_CHECKING:
-    from alula.config.settings import DistillSettings
     from alula.distill.distiller import Acceptance
     from alula.sparsity.policy import Sparsity
 
@@ -71,60 +71,6 @@ def distill(
         minibatches=minibatches,
         token_budget=token_budget,
     )
-    run(
-        policy,
-        settings,
-        model,
-        adapter,
-        steps,
-        held_out,
-        width,
-        out,
-        save_every,
-        resume,
-        {
-            "page": policy.page(page),
-            "kv_dtype": kv_dtype,
-            "kv_memory": kv_memory,
-            "max_rows": max_rows,
-        },
-        {
-            "data": data,
-            "split": split,
-            "data_dir": data_dir,
-            "prompt": prompt,
-            "chat": chat,
-            "options": options,
-            "device": device,
-            "dtype": dtype,
-            "residual": residual,
-            "seed": seed,
-        },
-        {
-            "prompts": prompts,
-            "samples": samples,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "seed": seed,
-        },
-    )
-
-
-def run(
-    policy: "Sparsity",
-    settings: "DistillSettings",
-    model: str,
-    adapter: Path | None,
-    steps: int,
-    held_out: int,
-    width: int,
-    out: Path,
-    save_every: int,
-    resume: bool,
-    engine_options: dict[str, Any],
-    input_options: dict[str, Any],
-    rollout_options: dict[str, Any],
-) -> None:
     from alula.cli.common import load_model_and_prompts
     from alula.distill.distiller import Distiller
     from alula.distill.standalone import RolloutOptions, distill_prompts, measure
@@ -134,31 +80,39 @@ def run(
     from alula.models.lora import Adapter
     from alula.run.checkpoint import Checkpoints
     from alula.run.run_dir import MetricsWriter, check_folder
-    from alula.sparsity.schedule import Schedule
 
+    rollouts = RolloutOptions(prompts, samples, max_new_tokens, temperature, seed)
+    made_with = {
+        "model": model,
+        "sparsity": policy.describe(full=True),
+        "schedules": schedules_of(policy),
+        "held_out": held_out,
+        "bin": width,
+        **asdict(rollouts),
+        "data": ", ".join(data),
+        "data_dir": path_text(data_dir),
+        "split": split,
+        "prompt": prompt,
+        "chat": chat,
+        "options": options,
+        "residual": residual,
+        "rank": rank,
+        "alpha": settings.alpha,
+        "targets": ",".join(settings.targets),
+        "adapter": path_text(adapter),
+        "kv_dtype": kv_dtype,
+    }
     check_folder(out, new=not resume, option="--out FOLDER")
-    loaded, dataset = load_model_and_prompts(model, **input_options)
-    training, test_set = dataset.split(held_out, settings.seed)
+    loaded, dataset = load_model_and_prompts(
+        model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed
+    )
+    training, test_set = dataset.split(held_out, seed)
     test = [list(example.prompt_ids or ()) for example in test_set]
     initial = None if adapter is None else Adapter.load(adapter)
     distiller = Distiller(loaded.model, settings, adapter=initial, base_model=model)
     left_out = unadapted_experts(expert_parameters(loaded.model), loaded.model.num_parameters(), "alula distill")
     if left_out:
         typer.echo(" ".join(left_out), err=True)
-    budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
-    made_with = {
-        "model": model,
-        "sparsity": policy.describe(full=True),
-        "schedules": [[list(b.budgets), b.width] for b in budgets if isinstance(b, Schedule)],
-        "held_out": held_out,
-        "bin": width,
-        **rollout_options,
-    }
-    made_with |= {name: input_options[name] for name in ("split", "prompt", "chat", "options", "residual")}
-    made_with |= {name: getattr(settings, name) for name in ("rank", "alpha")}
-    made_with |= {"data": ", ".join(input_options["data"]), "data_dir": path_text(input_options["data_dir"])}
-    made_with |= {"targets": ",".join(settings.targets)}
-    made_with |= {"adapter": path_text(adapter), "kv_dtype": engine_options["kv_dtype"]}
     checkpoints = Checkpoints(out / "checkpoints", keep=1)
     last = checkpoints.begin(resume)
     done, before = 0, None
@@ -170,9 +124,15 @@ def run(
         distiller.resume(state["distiller"])
         done, before = state["step"], state["before"]
         typer.echo(f"continuing after step {done}", err=True)
-    engine = Engine(loaded, **engine_options, sparse_adapter=distiller.adapter())
+    engine = Engine(
+        loaded,
+        page=policy.page(page),
+        kv_dtype=kv_dtype,
+        kv_memory=kv_memory,
+        max_rows=max_rows,
+        sparse_adapter=distiller.adapter(),
+    )
     engine.check(policy)
-    rollouts = RolloutOptions(**rollout_options)
 
     def log(step: int, row: dict[str, float]) -> None:
         writer.log(step, row)
@@ -196,6 +156,14 @@ def run(
         f"Adapter written to {out / 'adapter'}. Use it with distill.adapter={out / 'adapter'} in a run, "
         "--sparse-adapter in alula calibrate, eval and serve, or Engine.load(..., sparse_adapter=...) in Python."
     )
+
+
+def schedules_of(policy: "Sparsity") -> list[list[Any]]:
+    """Budgets and bin width of the policy's schedules, whose text is only a name."""
+    from alula.sparsity.schedule import Schedule
+
+    budgets = [part.budget for part in (policy.evict, policy.select) if part is not None]
+    return [[list(budget.budgets), budget.width] for budget in budgets if isinstance(budget, Schedule)]
 
 
 def path_text(path: Path | None) -> str | None:
