@@ -263,6 +263,12 @@ def test_templates_and_short_forms_of_values(recipe):
     assert "write it as {source: math500}" in error_of(recipe, "eval.data=[math500]", "eval.data.k=4")
 
 
+def test_a_home_folder_and_sinks_named_twice(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load(recipe, "out=~/runs/a").out == "/home/someone/runs/a"
+    assert load(recipe, "logging.sinks=[tensorboard, tensorboard]").logging.sinks == ["tensorboard"]
+
+
 def test_only_answers_per_problem_that_are_asked_for_need_a_temperature(recipe):
     assert load(recipe, "eval={k: 4, temperature: 0, data: [{source: x.jsonl, k: 1}]}").eval.answers(0) == 1
     assert "k=4 with temperature=0" in error_of(recipe, "eval={k: 4, temperature: 0, data: [{source: x.jsonl}]}")

@@ -295,8 +295,10 @@ def watched(rollouts, advantages=None, minibatches=None):
         shares.append([rollout.prompt_ids for rollout in rollouts])
         now = theta()
         still.append(all(torch.equal(value, now[name]) for name, value in begun.items()))
-    return step(rollouts, advantages, minibatches)
-distiller.step = watched
+    metrics = step(rollouts, advantages, minibatches)
+    measured.append([metrics["acceptance_mean"], metrics["acceptance_tail"]])
+    return metrics
+distiller.step, measured = watched, []
 
 checks, first = {}, run.distill_first
 def distill_first(stage):
@@ -313,6 +315,7 @@ for which in ("model", "sparse_model"):
     checks[f"engine's {which}"] = same_everywhere(dict(getattr(run.rollouts.engine, which).named_parameters()))
 report = {"checks": checks, "shares": world.all_gather(shares)}
 report["divergences"] = world.all_gather(run.distill.divergences)
+report["acceptances"] = world.all_gather(measured)
 if world.rank == 0:
     (out / "report.json").write_text(json.dumps(report))
 torch.distributed.destroy_process_group()
@@ -336,6 +339,8 @@ def test_distill_first_on_two_ranks(tmp_path):
     one, other = report["divergences"]
     assert one == other
     assert len(one) == 3
+    one, other = report["acceptances"]
+    assert one == other, "of all ranks' tokens"
     event = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
     assert (event["step"], event["kind"]) == (0, "distilled-first")
 

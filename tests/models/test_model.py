@@ -451,3 +451,18 @@ def test_the_bar_of_gguf_conversion_is_silent_in_a_pipe_too(capsys: pytest.Captu
         with nullcontext() if shown else no_progress_bars():
             assert list(modeling_gguf_pytorch_utils.tqdm(range(3), desc="tensors")) == [0, 1, 2]
         assert ("tensors" in capsys.readouterr().err) == shown
+
+
+def test_the_pad_tokens_embedding_learns(tmp_path: Path) -> None:
+    """transformers drops its gradient, but a packed sequence has no padding: the token is one of the text."""
+    source = load_model("shape:tiny-llama").model
+    source.config.pad_token_id = 0
+    source.save_pretrained(tmp_path)
+    norms = []
+    for model in (loaded := load_model(tmp_path).model, share_weights(loaded), source):
+        model.zero_grad()
+        torch.log_softmax(model(input_ids=torch.tensor([[3, 0, 4, 5, 6]])).logits, -1)[0, -1, 4].backward()
+        norms.append(model.get_input_embeddings().weight.grad[0].norm().item())
+    assert loaded.config.pad_token_id == 0
+    assert norms[0] == pytest.approx(norms[2], rel=1e-5)
+    assert norms[1] == pytest.approx(norms[2], rel=1e-5)

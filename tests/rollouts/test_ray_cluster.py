@@ -7,6 +7,7 @@ runs under every evictor instead of one (test_worker.py compares the rollouts of
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -264,14 +265,25 @@ def test_an_address_where_nobody_answers(address):
     assert time.monotonic() < began + 30, "not after Ray's own minutes"
 
 
-def test_too_many_workers_for_the_cluster(cluster):
+def test_too_many_workers_for_the_cluster(cluster, monkeypatch):
     actor = ray.remote(OddWorker).options(num_cpus=0, num_gpus=1)
-    pool = WorkerPool(lambda: actor.remote("waits"), 3, 3, timeout=4, rows=8)
+    pool, said = WorkerPool(lambda: actor.remote("waits"), 3, 3, timeout=4, rows=8), []
+    monkeypatch.setattr("alula.rollouts.worker_pool.PATIENCE", 1.0)
     try:
         with pytest.raises(RunFailed, match=r"rollouts\.workers=3: [0-2] were ready .* CPUs and 2 GPUs"):
-            pool.wait_until_ready(lambda: None)
+            pool.wait_until_ready(lambda: None, said.append)
+        assert len(said) == 1
+        assert said[0].startswith("waiting for rollout workers: ")
     finally:
         pool.close()
+
+
+def test_workers_that_a_cluster_on_this_machine_can_never_start(tmp_path):
+    command = [sys.executable, "-m", "alula", "train", "toy", f"out={tmp_path / 'run'}", "rollouts.backend=ray"]
+    settings = ["rollouts.address=local", "rollouts.gpus_per_worker=9"]
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "rollouts.gpus_per_worker=9: 1 worker would need 9 GPUs, but Ray finds 0 on this machine" in done.stderr
 
 
 def test_recipes_stay_local_by_default():

@@ -4,7 +4,10 @@ Checks that need a registry or several sections are here. The text of every sett
 docs/training.md lists them all.
 """
 
-from pydantic import model_validator
+import os
+from typing import Annotated
+
+from pydantic import AfterValidator, model_validator
 
 from alula.config.settings import (
     CheckpointSettings,
@@ -35,7 +38,7 @@ from alula.sparsity.policy import DENSE, Sparsity
 
 
 class RunConfig(Section):
-    out: str
+    out: Annotated[str, AfterValidator(os.path.expanduser)]
     """The run's folder."""
     steps: Count = 100
     """Batches of rollouts to train on."""

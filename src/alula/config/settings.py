@@ -8,7 +8,7 @@ import re
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
@@ -540,7 +540,11 @@ class CheckpointSettings(Section):
 
 
 class LoggingSettings(Section):
-    sinks: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_as_list)] = []
+    sinks: Annotated[
+        list[Literal["tensorboard", "wandb", "trackio"]],
+        BeforeValidator(_as_list),
+        AfterValidator(lambda names: list(dict.fromkeys(names))),
+    ] = []
     """Where metrics go in addition to the run's folder: `tensorboard`, `wandb`, `trackio`, or a list of them."""
     completions: Natural = 4
     """Sampled completions written per step."""

@@ -99,7 +99,7 @@ class Distiller:
         """Train the adapter on sparse rollouts, with one advantage each; without advantages, on the KL alone.
 
         `minibatches` replaces the settings' number of optimizer steps. The metrics come from the training forward, so
-        they describe the adapter before its update; acceptance is that of this rank's rollouts.
+        they describe the adapter before its update.
         """
         started = perf_counter()
         minibatches = minibatches or self.settings.minibatches
@@ -113,8 +113,9 @@ class Distiller:
             parts.append(self._update(rollouts, index, advantages, alphas))
         tokens = sum(part["tokens"] for part in parts)
         metrics = {name: sum(p[name] * p["tokens"] for p in parts) / max(tokens, 1) for name in parts[0]}
-        if alphas:
-            alpha = torch.cat(alphas).cpu().numpy()
+        found = [alpha for rank in self.world.all_gather([alpha.cpu() for alpha in alphas]) for alpha in rank]
+        if found:
+            alpha = torch.cat(found).numpy()
             metrics |= {"acceptance_mean": float(alpha.mean()), "acceptance_tail": lower_quantile(alpha, QUANTILE)}
         return metrics | {"tokens": tokens, "time": perf_counter() - started}
 

@@ -78,11 +78,19 @@ def load_model(
         model, tokenizer = _pretrained(source, dtype)
         model = model.to(device=device)  # type: ignore[call-arg]
     model.eval()
+    learn_padding(model)
     check_dry_run(model, share_weights(model))
     if residual is not None:
         widen_residual(model)
     eos_ids = stop_token_ids(model.generation_config, model.config, tokenizer=tokenizer)
     return LoadedModel(model, tokenizer, short_name(source), eos_ids)
+
+
+def learn_padding(model: PreTrainedModel) -> None:
+    """Let gradients reach the embedding of the pad token. Sequences are packed, so one that occurs is a token as any
+    other: chat templates often end a turn with it."""
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.padding_idx = None
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -98,6 +106,7 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         _set_module_attribute(twin, name, buffer.clone())
     twin.generation_config = copy.deepcopy(model.generation_config)
+    learn_padding(twin)
     widen_like(model, twin)
     return twin.train(model.training)
 

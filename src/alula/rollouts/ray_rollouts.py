@@ -17,7 +17,8 @@ from alula.config.run import RunConfig
 from alula.distributed import World
 from alula.engine.rollout import Rollout
 from alula.engine.schedule_plan import KVNeed
-from alula.errors import SettingError
+from alula.errors import SettingError, require
+from alula.files import count_text
 from alula.learner.learner import Learner
 from alula.models.lora import Adapter
 from alula.rollouts.job import Job
@@ -68,20 +69,27 @@ class RayRollouts(Rollouts):
             on_failure.pop_all()
 
     def _start(self, config: RunConfig, longest: int) -> None:
-        settings = config.rollouts
+        settings, address = config.rollouts, config.rollouts.address or os.environ.get("RAY_ADDRESS")
         if not ray.is_initialized():
             self.started_ray = True
-            connect(settings.address or os.environ.get("RAY_ADDRESS"))
+            connect(address)
         gpus = settings.gpus_per_worker
         if gpus is None:
             gpus = float(self.world.device.type == "cuda")
+        if self.started_ray and address == "local":  # this cluster does not grow
+            there, needed = ray.cluster_resources().get("GPU", 0.0), gpus * settings.min_workers
+            require(
+                needed <= there,
+                f"rollouts.gpus_per_worker={gpus:g}: {count_text(settings.min_workers, 'worker')} would need "
+                f"{needed:g} GPUs, but Ray finds {there:g} on this machine; lower it, or name a cluster in rollouts.address.",
+            )
         actor = ray.remote(RolloutWorker).options(num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD")
         arguments = (config, longest, torch.get_num_threads(), ray.get, [os.getcwd()])
         timeout = max(settings.timeout, 2 * config.environment.timeout if config.environment else 0.0)
         self.pool = WorkerPool(
             lambda: actor.remote(*arguments), settings.workers, settings.min_workers, timeout, config.engine.max_rows
         )
-        ready = self.pool.wait_until_ready(self.check_stop)
+        ready = self.pool.wait_until_ready(self.check_stop, self.say)
         self.say(f"{ready} of {settings.workers} rollout workers are ready.")
 
     # -- rollouts -----------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from alula.rollouts.job_queue import JobQueue, Needs
 from alula.rollouts.worker import Orders, Report, Shipment
 
 POLL = 0.05
+PATIENCE = 10.0
+"""Seconds after which a person is told what the run waits for."""
 """Seconds between two looks at calls that were made meanwhile."""
 MOST_FAILED_STARTS = 3
 """Workers that may die one after the other before any has started."""
@@ -121,15 +123,22 @@ class WorkerPool:
             self._dispatch()
             self._changed.notify_all()
 
-    def wait_until_ready(self, check_stop: Callable[[], None]) -> int:
+    def wait_until_ready(self, check_stop: Callable[[], None], say: Callable[[str], None]) -> int:
         """Wait for all workers, or for `least` of them after the timeout; returns how many are ready."""
-        end = time.monotonic() + self.timeout
+        start, told = time.monotonic(), False
         while True:
             check_stop()
             with self._changed:
                 self._raise_error()
                 ready = len(self._ready())
-                late = time.monotonic() > end
+                waited = time.monotonic() - start
+                late = waited > self.timeout
+                if waited > PATIENCE and not told:
+                    told = True
+                    say(
+                        f"waiting for rollout workers: {ready} of {self.size} are ready. The cluster has "
+                        f"{resources()}; rollouts.timeout={self.timeout:g} s limits the wait."
+                    )
                 if ready == self.size or (late and ready >= self.least):
                     return ready
                 if late:

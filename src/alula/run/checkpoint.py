@@ -42,6 +42,10 @@ class CheckpointError(RunFailed):
     """A checkpoint that could not be written or read."""
 
 
+class Misfit(CheckpointError):
+    """A checkpoint of another model or adapter."""
+
+
 class Checkpoints:
     """The checkpoints of one run in one folder: the last `keep`, and the best."""
 
@@ -168,7 +172,7 @@ class Checkpoints:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(dict(tensors), storage_reader=reader, no_dist=not self.world.is_distributed)
         except (RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
-            raise CheckpointError(
+            raise Misfit(
                 f"checkpoint {path} does not fit this model: {_reason(error)}. Resume with the same model, lora and "
                 "distill settings."
             ) from error

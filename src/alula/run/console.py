@@ -93,7 +93,7 @@ class LiveLine:
 def describe(metrics: Mapping[str, float], width: int | None = None) -> str:
     """The main numbers of one step as one line of at most `width` characters; missing ones are left out."""
     shown = (
-        ("reward", "reward/mean", lambda value: f"{value:.3f}"),
+        ("reward", "reward/mean", lambda value: f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"),
         ("length", "response/length_mean", lambda value: f"{value:.0f}"),
         ("turns", "environment/turns", lambda value: f"{value:.1f}"),
         ("vetoed", "mismatch/veto_rate", lambda value: f"{value:.1%}"),

@@ -155,6 +155,19 @@ def changed_settings(before: str, now: RunConfig) -> list[str]:
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
+def check_same_shape(before: Path, now: RunConfig, checkpoint: Path) -> None:
+    """Raise if settings that decide what a checkpoint holds differ from a run's config.yaml."""
+    if not before.exists():
+        return
+    shape = ("model.", "learner.lora", "distill")
+    changed = [name for name in changed_settings(before.read_text(), now) if name.startswith(shape)]
+    if changed:
+        raise SettingError(
+            f"{', '.join(changed)}: changed since the run began, so the checkpoint {checkpoint} does not fit; use the "
+            f"settings in {before}, or start in another folder."
+        )
+
+
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """A tree of settings as one mapping of dotted names."""
     if not isinstance(tree, dict):

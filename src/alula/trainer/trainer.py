@@ -24,11 +24,11 @@ from alula.models.experts import expert_parameters
 from alula.models.geometry import Geometry
 from alula.rewards import Rewards
 from alula.rollouts.build import load_policy
-from alula.run.checkpoint import CheckpointError, Checkpoints, Resume
+from alula.run.checkpoint import CheckpointError, Checkpoints, Misfit, Resume
 from alula.run.environment import recorded_threads
 from alula.run.export import export
 from alula.run.model_card import model_card
-from alula.run.run_log import RunLogger, printer
+from alula.run.run_log import RunLogger, check_same_shape, printer
 from alula.trainer.batch import RolloutBatch
 from alula.trainer.build import (
     build_learner,
@@ -364,7 +364,11 @@ class Trainer:
         return self.learner.tensors() | (self.distill.tensors() if self.distill else {})
 
     def _load(self, path: Path) -> None:
-        state = self.checkpoints.load(path, self._tensors())
+        try:
+            state = self.checkpoints.load(path, self._tensors())
+        except Misfit as error:
+            check_same_shape(self.out / "config.yaml", self.config, path)
+            raise error
         try:
             self._restore(state)
         except SettingError:
