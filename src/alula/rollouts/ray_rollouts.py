@@ -81,7 +81,8 @@ class RayRollouts(Rollouts):
             require(
                 needed <= there,
                 f"rollouts.gpus_per_worker={gpus:g}: {count_text(settings.min_workers, 'worker')} would need "
-                f"{needed:g} GPUs, but Ray finds {there:g} on this machine; lower it, or name a cluster in rollouts.address.",
+                f"{needed:g} GPUs, but Ray finds {there:g} on this machine; lower it, or name a cluster in "
+                "rollouts.address.",
             )
         actor = ray.remote(RolloutWorker).options(num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD")
         arguments = (config, longest, torch.get_num_threads(), ray.get, [os.getcwd()])
