@@ -29,6 +29,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
     return SettingError(f"unknown {kind} {name!r}; {hint}")
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says first, without colours and a final period; its type if it says nothing."""
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
+    return next((line.strip().rstrip(".") for line in lines if line.strip()), type(error).__name__)
+
+
 def require(condition: bool, message: str) -> None:
     """Raise `SettingError(message)` unless `condition` holds."""
     if not condition:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from alula.data.load import is_path
-from alula.errors import SettingError, require
+from alula.errors import SettingError, first_line, require
 from alula.models.load import LoadedModel
 from alula.models.stop_tokens import stop_token_ids
 
@@ -29,7 +29,7 @@ def load_tokenizer(name: str, options: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise SettingError(f"model.tokenizer={name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise SettingError(f"model.tokenizer={name!r} cannot be loaded: {first_line(error)}.") from error
 
 
 def attach_tokenizer(loaded: LoadedModel, tokenizer: Any, *, resize: bool) -> LoadedModel:

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from alula.distributed import resolve_device
-from alula.errors import SettingError, require
+from alula.errors import SettingError, first_line, require
 from alula.hub import offline_if_unreachable
 from alula.models.residual import widen_like, widen_residual
 from alula.models.shapes import shape
@@ -203,7 +203,7 @@ def _pretrained(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any |
         except SettingError:
             raise
         except ImportError as error:
-            raise SettingError(f"model {source!r} needs a package: {_first_line(error)}") from error
+            raise SettingError(f"model {source!r} needs a package: {first_line(error)}.") from error
         except (*UNREADABLE, SafetensorError) as error:
             raise SettingError(f"model {source!r} cannot be loaded: {load_failure(error, source)}") from error
     # transformers would continue with random values for these weights
@@ -284,13 +284,9 @@ def short_name(source: str) -> str:
 
 def load_failure(error: Exception, source: str) -> str:
     """Why a model's files cannot be read, as one sentence."""
-    reason = _first_line(error).rstrip(".")
+    reason = first_line(error)
     truncated = source.endswith(".gguf") and not isinstance(error, OSError) and "magic" not in reason
     return f"{reason}; the file is probably incomplete, so fetch it again." if truncated else f"{reason}."
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alula.errors import require
+from alula.errors import first_line, require
 
 _MARK = "alula_wide_residual"
 
@@ -87,7 +87,7 @@ def _check_dry_run(model: PreTrainedModel) -> None:
         output = decoder(input_ids=positions % model.config.vocab_size, position_ids=positions, use_cache=False)
         need(output.last_hidden_state.dtype == model.dtype, "does not end in a norm")
     except RuntimeError as error:  # an operator that needs all operands in one dtype
-        need(False, f"cannot read it ({str(error).splitlines()[0]})")
+        need(False, f"cannot read it ({first_line(error)})")
     finally:
         for probe in probes:
             probe.remove()

@@ -1,6 +1,5 @@
 """The pool of rollout workers on a Ray cluster. A thread keeps them busy and replaces those that are lost."""
 
-import re
 import threading
 import time
 from collections import deque
@@ -13,7 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from alula.engine.rollout import Rollout
-from alula.errors import RunFailed
+from alula.errors import RunFailed, first_line
 from alula.files import count_text
 from alula.rollouts.job import Job
 from alula.rollouts.job_queue import JobQueue, Needs
@@ -322,11 +321,6 @@ class WorkerPool:
 def end(worker: Worker) -> None:
     with suppress(RayError):  # raised for an actor whose node was lost while it started
         ray.kill(worker.actor)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of Ray's message, without its colours."""
-    return re.sub(r"\x1b\[\d*m", "", str(error)).strip().partition("\n")[0]
 
 
 def resources() -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import alula
-from alula.errors import RunFailed, SettingError
+from alula.errors import RunFailed, SettingError, first_line
 
 
 def check_push(repo: str) -> None:
@@ -41,7 +41,3 @@ def push(folder: Path, repo: str, private: bool) -> str:
             f"upload it with `hf upload {repo} {folder}`."
         ) from error
     return str(address)
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
