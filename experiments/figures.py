@@ -219,7 +219,7 @@ def survival(question: str, bed: str) -> dict[str, str]:
 
 def equal_accuracy(question: str, bed: str) -> dict[str, str]:
     """Accuracy over steps, generated tokens and seconds of the first seed, without evaluations and checkpoints; seconds
-    of the runs that had the device for themselves, the first step, which compiles, as long as the second."""
+    of the runs that had the device for themselves."""
     runs = [run for run in raw(question, bed) if run["seed"] == 0]
     axes: dict[str, tuple[str, Callable[[Row], Sequence[float]]]] = {
         "steps": ("step", lambda run: [1.0] * len(generated(run))),
@@ -236,7 +236,7 @@ def equal_accuracy(question: str, bed: str) -> dict[str, str]:
 
 
 def without_compilation(run: Row) -> list[float]:
-    """Seconds of each step."""
+    """Seconds of each step; the first, which compiles, counts as long as the second."""
     _, second, *later = run["steps"]["time/step"]
     return [second, second, *later]
 

@@ -50,21 +50,23 @@ def sparse_arms(
     if held is None:
         return arms
     control = f"control={{enabled: true, on_violation: adapt, vetoed: {held / 100}}}"
-    return [replace(arm, label=f"{arm.label}, held at {held} %", extra=(control,), tag=f"held-{held}") for arm in arms]
+    return [extended(arm, f"held at {held} %", control, f"held-{held}") for arm in arms]
+
+
+def extended(arm: Arm, label: str, setting: str, tag: str) -> Arm:
+    """The same arm with one setting more."""
+    tags = "-".join(filter(None, [arm.tag, tag]))
+    return replace(arm, label=f"{arm.label}, {label}", extra=(*arm.extra, setting), tag=tags)
 
 
 def in_8_bits(arm: Arm) -> Arm:
     """The same arm, its rollouts with KV in fp8."""
-    extra = (*arm.extra, "engine.kv_dtype=fp8")
-    return replace(arm, label=f"{arm.label}, fp8", extra=extra, tag="-".join(filter(None, [arm.tag, "fp8"])))
+    return extended(arm, "fp8", "engine.kv_dtype=fp8", "fp8")
 
 
 def with_prompts(arm: Arm, prompts: int) -> Arm:
     """The same arm with another number of prompts per step."""
-    extra, tag = (*arm.extra, f"sampling.prompts={prompts}"), f"{prompts}-prompts"
-    return replace(
-        arm, label=f"{arm.label}, {prompts} prompts", extra=extra, tag="-".join(filter(None, [arm.tag, tag]))
-    )
+    return extended(arm, f"{prompts} prompts", f"sampling.prompts={prompts}", f"{prompts}-prompts")
 
 
 def dense_arm(rate: float | None) -> Arm:

@@ -269,7 +269,7 @@ def foretold_orders_table(rows: Sequence[Row]) -> str:
 
 
 def orders(predictor: Callable[[Row], float], runs: Iterable[Row], seeds: Sequence[int]) -> list[float]:
-    """Of each seed: Spearman's rank correlation of the predictor with the last accuracies."""
+    """Spearman's rank correlation of the predictor with the last accuracies, for each seed."""
     known = [(run["seed"], predictor(run), judge.final(run)) for run in runs]
     return [spearman([(said, last) for own, said, last in known if own == seed]) for seed in seeds]
 

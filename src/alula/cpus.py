@@ -47,8 +47,8 @@ def cgroup_quota(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> int | None
     return min((quota for files in pairs if (quota := _quota(files)) is not None), default=None)
 
 
-def cgroup_folders(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> list[Path]:
-    """Of this process' cgroup and all around it (version 2), the innermost first."""
+def cgroup_folders(root: Path, process: Path) -> list[Path]:
+    """The folders of this process' cgroup and of all around it (version 2), the innermost first."""
     try:
         group = next(line[3:] for line in process.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):

@@ -49,16 +49,17 @@ class FieldMapping:
 
     def example(self, row: Mapping[str, Any]) -> Example:
         prompt, answer = fill(self.prompt, row, "prompt"), None
-        if self.wants_answer(row):
-            answer = ANSWER_FORMS[self.answer_form](fill(self.answer or "", row, "answer"))
-        if not self.wants_answer(row) or not empty(answer):  # `apply` drops the others
+        template = self.answer_template(row)
+        if template is not None:
+            answer = ANSWER_FORMS[self.answer_form](fill(template, row, "answer"))
+        if template is None or not empty(answer):  # `apply` drops the others
             check_prompt(prompt)
         return Example(prompt, answer, dict(row))
 
-    def wants_answer(self, row: Mapping[str, Any]) -> bool:
-        """Tests grade the row of a coding task that has no `answer`."""
-        by_tests = self.answer == FieldMapping.answer and "answer" not in row and bool(row.get("tests"))
-        return self.answer is not None and not by_tests
+    def answer_template(self, row: Mapping[str, Any]) -> str | None:
+        """`answer`, or None for a coding task's row without one: its tests grade it."""
+        by_tests = self.answer == FieldMapping.answer and "answer" not in row and row.get("tests")
+        return None if by_tests else self.answer
 
     def apply(
         self, rows: Iterable[Mapping[str, Any]], name: str, source: str | None = None, section: str = "data"
@@ -84,7 +85,7 @@ class FieldMapping:
                     f"{where}, row {len(examples) + 1}: {error}; correct the row, or name another field with "
                     f"{section}.prompt."
                 ) from None
-        kept = [e for e in examples if not self.wants_answer(e.fields) or not empty(e.answer)]
+        kept = [e for e in examples if self.answer_template(e.fields) is None or not empty(e.answer)]
         dropped = {"no answer": len(examples) - len(kept)} if len(kept) < len(examples) else {}
         require(len(examples) > 0, f"{where}: no usable rows (read 0): the data is empty.")
         require(

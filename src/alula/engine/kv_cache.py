@@ -167,6 +167,6 @@ def parse_bytes(text: str | int | float, setting: str = "kv_memory") -> int:
             number, scale = number.removesuffix(unit), factor
             break
     try:
-        return int(number) * scale if number.isdigit() else int(float(number) * scale)
+        return int(float(number) * scale)
     except (ValueError, OverflowError):  # of infinity
         raise SettingError(f"{setting}={text!r}: write a size such as 60GiB, 512MiB or a number of bytes.") from None

@@ -19,9 +19,9 @@ from alula.rollouts.job_queue import JobQueue, Needs
 from alula.rollouts.worker import Orders, Report, Shipment
 
 POLL = 0.05
+"""Seconds between two looks at calls that were made meanwhile."""
 PATIENCE = 10.0
 """Seconds after which a person is told what the run waits for."""
-"""Seconds between two looks at calls that were made meanwhile."""
 MOST_FAILED_STARTS = 3
 """Workers that may die one after the other before any has started."""
 

@@ -165,9 +165,12 @@ class EngineThread:
             await self.call(lambda: self._when_idle.append(future))
             return await asyncio.wrap_future(future)
 
-        if mode == "abort":
-            await self.abort_all()
-        await self.call(self.engine.pause)
+        def pause() -> None:
+            if mode == "abort":
+                self._cancel_all()
+            self.engine.pause()
+
+        await self.call(pause)
 
     async def resume(self) -> None:
         def resume() -> None:
@@ -184,13 +187,8 @@ class EngineThread:
 
     async def abort_all(self) -> None:
         """End all jobs; their rollouts come back with the tokens that they have."""
-
-        def abort() -> None:
-            for job in self.jobs():
-                self._cancel(job)
-
         with suppress(RunFailed):  # its thread has ended, and with it all jobs
-            await self.call(abort)
+            await self.call(self._cancel_all)
 
     async def abort_all_if_stuck(self) -> None:
         """Before the server ends: a paused or sleeping engine would never finish its jobs, nor start the others."""
@@ -333,6 +331,10 @@ class EngineThread:
             self._fail([job], SettingError("the request was aborted before it started."))
         for request_id in job.live:
             self.engine.abort(request_id)
+
+    def _cancel_all(self) -> None:
+        for job in self.jobs():
+            self._cancel(job)
 
     def _fail(self, jobs: list[Job], error: Exception) -> None:
         """End jobs with an error."""

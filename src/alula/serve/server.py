@@ -17,6 +17,7 @@ from alula.serve.service import Service
 WRITE_SECONDS = 2
 """For the answers of rollouts that were cut off."""
 LAST_STEP_SECONDS = 2.0
+"""For the engine's step in progress at a second Ctrl-C."""
 
 
 class Server(uvicorn.Server):

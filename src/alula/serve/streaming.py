@@ -58,7 +58,7 @@ class TextOffsets:
         self._text = TextStream(tokenizer, None)
 
     def of(self, tokens: list[int]) -> list[int]:
-        """Of the next tokens."""
+        """The offsets of the next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._text.sent)

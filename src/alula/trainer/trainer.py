@@ -366,9 +366,9 @@ class Trainer:
     def _load(self, path: Path) -> None:
         try:
             state = self.checkpoints.load(path, self._tensors())
-        except Misfit as error:
+        except Misfit:
             check_same_shape(self.out / "config.yaml", self.config, path)
-            raise error
+            raise
         try:
             self._restore(state)
         except SettingError:
