@@ -74,6 +74,11 @@ def dense_arm(rate: float | None) -> Arm:
     return Arm(DENSE.label, DENSE.sparsity, DENSE.correction, () if rate is None else (f"learner.lr={rate}",))
 
 
+def corrected(dense: Arm, correction: str) -> Arm:
+    """The dense arm with a correction, which its rollouts need where they are not the learner's policy."""
+    return dense if correction == dense.correction else replace(dense, label=f"dense, {correction}", correction=correction)
+
+
 def fewer(bed: LongBed, runs: Sequence[Run], dense: Arm, prompts: int) -> Arm | None:
     """The control of `strict`: dense with the prompts per step that it kept on average; None before it has ended."""
     strict = next((run for run in runs if run.arm.correction == "strict"), None)
@@ -122,6 +127,7 @@ def main() -> None:
     parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
     parser.add_argument("--held", type=int, help="a controller holds this per cent of vetoed rollouts, in sparse arms")
     parser.add_argument("--fp8", action="store_true", help="sparse arms, and dense once more, with KV in 8 bits")
+    parser.add_argument("--dense-correction", default=DENSE.correction, help="of the dense arm with KV in 8 bits")
     parser.add_argument("--prompts", type=int, help="prompts per step, in all arms; by default the recipe's")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
     parser.add_argument("--finals", action="store_true", help="ask all held-out problems at the end")
@@ -139,7 +145,7 @@ def main() -> None:
         dense = dense_arm(options.dense_lr)
         sparse = sparse_arms(bed, options.method, options.budget, options.corrections.split(","), options.held)
         if options.fp8:
-            sparse = [in_8_bits(arm) for arm in (*sparse, dense)]
+            sparse = [in_8_bits(arm) for arm in (*sparse, corrected(dense, options.dense_correction))]
         arms = (*sparse, dense)
         if options.prompts:
             arms = tuple(with_prompts(arm, options.prompts) for arm in arms)
