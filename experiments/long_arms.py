@@ -76,7 +76,9 @@ def dense_arm(rate: float | None) -> Arm:
 
 def corrected(dense: Arm, correction: str) -> Arm:
     """The dense arm with a correction, which its rollouts need where they are not the learner's policy."""
-    return dense if correction == dense.correction else replace(dense, label=f"dense, {correction}", correction=correction)
+    if correction == dense.correction:
+        return dense
+    return replace(dense, label=f"{dense.label}, {correction}", correction=correction)
 
 
 def fewer(bed: LongBed, runs: Sequence[Run], dense: Arm, prompts: int) -> Arm | None:
