@@ -112,7 +112,7 @@ def kernel(ceilings: Ceilings) -> Iterator[dict]:
 
 
 def timed_kernel(ceilings: Ceilings, fp8: bool) -> dict:
-    from alula.ops.fp8 import quantise
+    from alula.ops.eight_bits import quantise
     from alula.ops.paged_attention import paged_attention
 
     batch, context, page, q_heads, kv_heads, dim = 64, 8192, 16, 16, 8, 128

@@ -14,7 +14,7 @@ from alula.engine import swapping
 from alula.engine.block_manager import pages_for
 from alula.engine.scheduler import Scheduler
 
-TOKEN = {None: 2 * 2 * 2 * 12 * 4, "fp8": 2 * 2 * 2 * 13}  # bytes: two layers, two KV heads, by KV dtype
+TOKEN = {None: 2 * 2 * 2 * 12 * 4, "int8": 2 * 2 * 2 * 13}  # bytes: two layers, two KV heads, by KV dtype
 
 
 class Watched(Scheduler):
@@ -141,7 +141,7 @@ def test_results_are_independent_of_batch_composition_under_random_load(data, lo
     page = data.draw(st.sampled_from([2, 4]))
     wanted = data.draw(requests(page))
     pages = data.draw(st.integers(110 // page, 240 // page))
-    rows, dtype = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([None, "fp8"]))
+    rows, dtype = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([None, "int8"]))
     engine = small_engine(
         loaded,
         pages,

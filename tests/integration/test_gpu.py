@@ -48,17 +48,18 @@ def test_captured_and_compiled_steps_equal_eager_ones_and_the_cpu(name):
     assert_same(eager, rollouts("cpu", POLICIES[name], prompts, 300))
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_captured_steps_on_quantised_kv_equal_eager_ones(name):
+def test_captured_steps_on_quantised_kv_equal_eager_ones(name, kv_dtype):
     """The same kernels read the same bytes. The CPU and compiled layers differ in last bits, which may round a value to
     its other neighbour: they are compared by what a replay says of the same tokens."""
     prompts = [[3, 4, 5], list(range(2, 90))]
-    eager = rollouts("cuda", POLICIES[name], prompts, 300, graphs=False, compiled=False, kv_dtype="fp8")
-    captured = rollouts("cuda", POLICIES[name], prompts, 300, compiled=False, kv_dtype="fp8")
+    eager = rollouts("cuda", POLICIES[name], prompts, 300, graphs=False, compiled=False, kv_dtype=kv_dtype)
+    captured = rollouts("cuda", POLICIES[name], prompts, 300, compiled=False, kv_dtype=kv_dtype)
     for a, b in zip(eager, captured, strict=True):
         assert a.token_ids == b.token_ids
         assert torch.equal(a.logprobs, b.logprobs)
-    cpu = Engine(load_model("shape:tiny-qwen3", dtype="float32"), kv_memory="512MiB", kv_dtype="fp8")
+    cpu = Engine(load_model("shape:tiny-qwen3", dtype="float32"), kv_memory="512MiB", kv_dtype=kv_dtype)
     replayed = torch.cat([score.logprobs for score in cpu.score(eager, POLICIES[name])])
     assert (replayed - torch.cat([r.logprobs for r in eager])).abs().median() < 1e-3
 

@@ -191,21 +191,21 @@ def test_pieces_grow_with_rows_and_with_a_rows_own_length():
     assert Pieces.of(127).whole == 128
     assert Pieces.of(128).whole == 1024
     assert Pieces.of(9999, selected=True).whole == 128
-    assert Pieces.of(1023, fp8=True).whole == 128
-    assert Pieces.of(1024, fp8=True).whole == 1024
-    assert Pieces.of(280, fp8=True).length(4096) == 1024
-    assert Pieces.of(280, fp8=True).length(2048) == 512
+    assert Pieces.of(1023, quantised=True).whole == 128
+    assert Pieces.of(1024, quantised=True).whole == 1024
+    assert Pieces.of(280, quantised=True).length(4096) == 1024
+    assert Pieces.of(280, quantised=True).length(2048) == 512
 
 
 @given(
     row_heads=st.integers(1, 5000),
     most=st.integers(1, 300_000),
     selected=st.booleans(),
-    fp8=st.booleans(),
+    quantised=st.booleans(),
     data=st.data(),
 )
-def test_no_context_has_more_pieces_than_the_launch(row_heads, most, selected, fp8, data):
-    pieces = Pieces.of(row_heads, selected, fp8)
+def test_no_context_has_more_pieces_than_the_launch(row_heads, most, selected, quantised, data):
+    pieces = Pieces.of(row_heads, selected, quantised)
     count = data.draw(st.integers(1, most) | st.sampled_from([most, min(most, pieces.whole + 1)]))
     assert -(-count // pieces.length(count)) <= pieces.most(most)
     borders = range(128, min(most, 300_000) + 1, 128)  # pieces change their length at multiples of the shortest

@@ -8,8 +8,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from alula.ops.append import append
+from alula.ops.eight_bits import DTYPES as STORED
+from alula.ops.eight_bits import dequantise
 from alula.ops.few_rows_linear import gated_linear, partial_linear, parts_of
-from alula.ops.fp8 import dequantise
 from alula.ops.paged_attention import NewTokens, paged_attention_triton
 from alula.ops.rms_norm import add_norm
 from alula.ops.rotary import Rotary, rotate
@@ -146,9 +147,9 @@ def test_packed_tokens_are_rotated_as_the_modules_do(normed, dtype, kernels):
 
 @DTYPES
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms"])
-@pytest.mark.parametrize("quantised", [False, True], ids=["kv", "fp8"])
+@pytest.mark.parametrize("stored_as", [None, *STORED.values()], ids=["kv", *STORED])
 @pytest.mark.parametrize("group", [1, 3])
-def test_appended_tokens_are_rotated_first(group, quantised, normed, dtype, kernels):
+def test_appended_tokens_are_rotated_first(group, stored_as, normed, dtype, kernels):
     """What `append` writes of a joint product is what it writes of queries and keys that the modules rotated."""
     rows, dim, page, selector = 4, 24, 4, METHODS["quest"]
     joint = noise(rows, 2 * group + 4, dim, dtype=dtype)
@@ -166,8 +167,8 @@ def test_appended_tokens_are_rotated_first(group, quantised, normed, dtype, kern
     for new, rotation in (((q, k, v), rotary), ((*turned, v), None)):
         keys, values = (noise(rows * 2 + 1, 2, page, dim, seed=s, dtype=dtype) for s in (5, 6))
         scales = None
-        if quantised:
-            keys, values = keys.to(torch.float8_e4m3fn), values.to(torch.float8_e4m3fn)
+        if stored_as:
+            keys, values = keys.to(stored_as), values.to(stored_as)
             scales = torch.full((2, rows * 2 + 1, 2, page), 127, dtype=torch.uint8, device=DEVICE)
         ring = noise(rows, 2 * group, 3, dim, seed=7, dtype=dtype)
         summaries = noise(rows * 2 + 1, 2, 2, dim, seed=8, dtype=dtype)
@@ -179,7 +180,7 @@ def test_appended_tokens_are_rotated_first(group, quantised, normed, dtype, kern
             held = [dequantise(x, scale[1:], dtype) for x, scale in zip(held, scales)]
         results.append([query, ring, *held, summaries[1:]])
     for i, (actual, expected) in enumerate(zip(*results)):
-        if quantised and i > 1:  # a last bit may move a key to its other neighbour of three bits
+        if stored_as and i > 1:  # a last bit may move a key to its other neighbour
             torch.testing.assert_close(actual, expected, rtol=0.13, atol=0.05)
         else:
             close(actual, expected, 2**-5)  # after a norm and a rotation

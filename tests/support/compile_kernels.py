@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from alula.ops.few_rows_linear import _few_rows
 from alula.ops.paged_attention import _merge, _split
-from alula.ops.paged_attention_fp8 import HEADROOM, _assembly, _split_fp8
+from alula.ops.paged_attention_8_bits import HEADROOM, _assembly, _split_8_bits
 from alula.ops.pieces import Pieces
 from alula.ops.rkv_score import _find_last
 from alula.ops.select_pages import _choose_pages
@@ -74,13 +74,13 @@ def main() -> None:
     few = {"BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_M": 64}
     wide, small = heads | split | {"DIM_POW2": 128, "BLOCK_N": 64}, narrow | split | {"DIM_POW2": 64, "BLOCK_N": 32}
     quantised = heads | factor | pieces | {"HALF": 64, "BLOCK_G": 8, "BLOCK_N": 32, "PRECISION": "tf32"}
+    stored = {"maxnreg": 128, "values": "*i16", "scales": "*u8", "value_scales": "i64"}
     made = {
         "attention": resources(_split, wide | apart, 2, 5),
         "attention that appends": resources(_split, small | appending, 1, 3),
         "merge": resources(_merge, {"GROUP": 2, "DIM": 128, "DIM_POW2": 128, "BLOCK_S": 16, **pieces}, 2, 3),
-        "attention, fp8": resources(
-            _split_fp8, quantised, 1, 2, maxnreg=128, keys="*fp8e4nv", values="*i16", scales="*u8", value_scales="i64"
-        ),
+        "attention, int8": resources(_split_8_bits, quantised | {"INT8": True}, 1, 2, keys="*i8", **stored),
+        "attention, fp8": resources(_split_8_bits, quantised | {"INT8": False}, 1, 2, keys="*fp8e4nv", **stored),
         "gated product": resources(_few_rows, {"GATED": True, "PARTS": 1, **few}, 4, 6),
         "product in parts": resources(_few_rows, {"GATED": False, "PARTS": 8, **few}, 4, 6, out="*fp32"),
         "scan of R-KV": resources(

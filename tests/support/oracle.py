@@ -23,8 +23,8 @@ class Pass:
     """One forward pass: `visible` bool [layer, kv_head, query, key] goes in, the rest comes out."""
 
     visible: Tensor
-    quantised: bool = False
-    """whether keys and values are rounded to e4m3, vector by vector"""
+    kv_dtype: str | None = None
+    """how keys and values are rounded, vector by vector"""
     logits: Tensor | None = None
     queries: list[Tensor] = field(default_factory=list)
     """per layer [Hq, T, D], rotated"""
@@ -43,8 +43,8 @@ def masked_attention(module, query, key, value, mask, scaling, **_):
     """softmax(scaling · q kᵀ, where visible) v: one query head at a time."""
     now = _pass[-1]
     visible = now.visible[module.layer_idx]
-    if now.quantised:
-        key, value = e4m3(key), e4m3(value)
+    if now.kv_dtype:
+        key, value = in_8_bits(key, now.kv_dtype), in_8_bits(value, now.kv_dtype)
     now.queries.append(query[0])
     now.keys.append(key[0])
     now.values.append(value[0])
@@ -65,19 +65,21 @@ E4M3 = SUBNORMAL + NORMAL
 """All values of the format that are not negative, in the order of their codes."""
 
 
-def e4m3(x: Tensor) -> Tensor:
-    """Each vector of the last dimension, rounded to the nearest values of e4m3 times a power of two of its own."""
-    return torch.tensor([rounded(vector) for vector in x.reshape(-1, x.shape[-1]).tolist()]).view(x.shape).to(x.dtype)
+def in_8_bits(x: Tensor, kv_dtype: str) -> Tensor:
+    """Each vector of the last dimension, rounded to integers or values of e4m3 times a power of two of its own."""
+    vectors = [rounded(vector, kv_dtype) for vector in x.reshape(-1, x.shape[-1]).tolist()]
+    return torch.tensor(vectors).view(x.shape).to(x.dtype)
 
 
-def rounded(vector: list[float]) -> list[float]:
+def rounded(vector: list[float], kv_dtype: str) -> list[float]:
+    most, closest = {"int8": (127, round), "fp8": (448, nearest_e4m3)}[kv_dtype]
     scale, largest = 2.0**-126, max(map(abs, vector))
-    while largest > 448 * scale:
+    while largest > most * scale:
         scale *= 2
-    return [math.copysign(scale * nearest(abs(value) / scale), value) for value in vector]
+    return [math.copysign(scale * closest(abs(value) / scale), value) for value in vector]
 
 
-def nearest(value: float) -> float:
+def nearest_e4m3(value: float) -> float:
     """The nearest value of e4m3; of two equally near ones that with an even code."""
     above = bisect.bisect_left(E4M3, value)
     codes = [code for code in (above - 1, above) if 0 <= code < len(E4M3)]
@@ -85,8 +87,8 @@ def nearest(value: float) -> float:
 
 
 @torch.no_grad()
-def forward(model: PreTrainedModel, ids: list[int], visible: Tensor, *, quantised: bool = False) -> Pass:
-    now = Pass(visible, quantised)
+def forward(model: PreTrainedModel, ids: list[int], visible: Tensor, *, kv_dtype: str | None = None) -> Pass:
+    now = Pass(visible, kv_dtype)
     _pass.append(now)
     with attention(model, "oracle"):
         now.logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
@@ -122,10 +124,10 @@ def visible_keys(rollout: Rollout, layers: int, kv_heads: int, page: int) -> Ten
     return visible
 
 
-def replay(model: PreTrainedModel, rollout: Rollout, page: int = 1, *, quantised: bool = False) -> Pass:
+def replay(model: PreTrainedModel, rollout: Rollout, page: int = 1, *, kv_dtype: str | None = None) -> Pass:
     config = model.config
     visible = visible_keys(rollout, config.num_hidden_layers, config.num_key_value_heads, page)
-    return forward(model, rollout.prompt_ids + rollout.token_ids, visible, quantised=quantised)
+    return forward(model, rollout.prompt_ids + rollout.token_ids, visible, kv_dtype=kv_dtype)
 
 
 def logprobs(seen: Pass, rollout: Rollout, temperature: float | None = None) -> Tensor:

@@ -12,7 +12,7 @@ Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
 ]
 Residual = Annotated[str | None, typer.Option(help="float32 keeps the residual stream of a 16-bit model in float32.")]
-KVDtype = Annotated[str | None, typer.Option(help="fp8 stores KV in 8 bits; by default the dtype of the model.")]
+KVDtype = Annotated[str | None, typer.Option(help="int8 or fp8 stores KV in 8 bits; by default the model's dtype.")]
 KVMemory = Annotated[str | None, typer.Option(help="Size of the KV pool, such as 20GiB; by default it fits the rows.")]
 MaxRows = Annotated[int, typer.Option(help="Maximum number of sequences that decode together.")]
 Page = Annotated[int, typer.Option(help="KV tokens per page; a selector's block size takes precedence.")]

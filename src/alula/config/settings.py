@@ -402,9 +402,10 @@ class EngineSettings(Section):
     """Size of the KV pool, for example `60GiB`; by default twice what `max_rows` dense sequences of `max_length` need
     (an evicting sequence compacts next to the prompt it shares), but at most 80 % of the free memory on a GPU and 1 GiB
     on the CPU."""
-    kv_dtype: Literal["fp8"] | None = None
-    """`fp8` stores KV in 8 bits: nearly twice the tokens of bfloat16 in the same memory, for rollouts, rerolls and
-    evaluations alike. The learner stays exact, and the correction sees the difference. By default the model's dtype."""
+    kv_dtype: Literal["int8", "fp8"] | None = None
+    """KV in 8 bits: nearly twice the tokens of bfloat16 in the same memory, for rollouts, rerolls and evaluations.
+    `int8` is closer to the dense policy than `fp8`. The learner stays exact, and the correction sees the difference. By
+    default the model's dtype."""
     max_rows: Count = 256
     """Sequences that decode together."""
     max_length: Count | None = None

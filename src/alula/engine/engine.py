@@ -41,7 +41,8 @@ class Engine(EngineCore):
     - `page`: KV tokens per page; a selector's block has this size.
     - `kv_memory`: size of the KV pool. Default: twice what `max_rows` dense sequences of `max_length` need, at most 80
       % of the free memory on a GPU, at most 1 GiB on the CPU.
-    - `kv_dtype`: `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one included.
+    - `kv_dtype`: `int8` or `fp8` stores KV in 8 bits with a scale per token and head, for all policies, the dense one
+      included.
     - `max_rows`: number of sequences that decode together.
     - `max_length`: most KV tokens of one sequence. Default: the model's limit, at most what the pool holds. Texts may
       be as long as the model's limit, or as `max_length` if that is more.

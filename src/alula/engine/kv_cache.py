@@ -10,7 +10,7 @@ from alula.engine.virtual_memory import ReleasableBuffers
 from alula.errors import SettingError, require
 from alula.files import size_text
 from alula.models.geometry import Geometry
-from alula.ops import fp8
+from alula.ops import eight_bits
 from alula.ops.compact import PagedKeys
 from alula.ops.summarise_pages import summarise_pages
 from alula.ops.write_tokens import write_tokens
@@ -21,8 +21,9 @@ from alula.sparsity.select import METHODS as SELECTORS
 class KVCache:
     """keys, values [layer, page, kv_head, slot, head_dim]. Every (layer, head) keeps its own tokens, but the same
     number of them, so one page table serves all. `summaries` [layer, page, kv_head, 1|2, head_dim], by selector, are
-    allocated when a request first needs them. With `geometry.kv_dtype` keys and values are quantised (`alula.ops.fp8`),
-    and `scales` uint8 [2, layer, page, kv_head, slot] are those of keys and of values; `dtype` stays the model's.
+    allocated when a request first needs them. With `geometry.kv_dtype` keys and values are quantised
+    (`alula.ops.eight_bits`), and `scales` uint8 [2, layer, page, kv_head, slot] are those of keys and of values;
+    `dtype` stays the model's.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class KVCache:
         self.page, self.device = page, device
         layout = (geometry.layers, pages, geometry.kv_heads, page, geometry.head_dim)
         self.buffers = ReleasableBuffers(device)
-        both = self.buffers.allocate("kv", (2, *layout), dtype if geometry.kv_dtype is None else fp8.DTYPE)
+        stored = dtype if geometry.kv_dtype is None else eight_bits.DTYPES[geometry.kv_dtype]
+        both = self.buffers.allocate("kv", (2, *layout), stored)
         self.keys, self.values = both[0], both[1]
         self.scales: Tensor | None = None
         self.parts = [self.keys, self.values]
@@ -77,8 +79,8 @@ class KVCache:
         if self.scales is None:
             return found[0], found[1]
         key, value, *exponents = found
-        stored = (key.view(fp8.DTYPE), value.view(fp8.DTYPE))
-        read = [fp8.dequantise(x, exponent, self.dtype) for x, exponent in zip(stored, exponents)]
+        stored = (key.view(self.keys.dtype), value.view(self.values.dtype))
+        read = [eight_bits.dequantise(x, exponent, self.dtype) for x, exponent in zip(stored, exponents)]
         return read[0], read[1]
 
     def paged(self, which: int, table: Tensor, n: int) -> PagedKeys:
@@ -93,15 +95,20 @@ class KVCache:
 
 def check_kv_dtype(kv_dtype: str | None, dtype: torch.dtype, device: torch.device | None = None) -> None:
     """Raise for a KV dtype that the model's dtype or the device does not allow."""
-    require(kv_dtype in (None, "fp8"), f"kv_dtype={kv_dtype}: must be fp8, or left out for the model's dtype.")
+    names = " or ".join(eight_bits.DTYPES)
+    require(
+        kv_dtype is None or kv_dtype in eight_bits.DTYPES,
+        f"kv_dtype={kv_dtype}: must be {names}, or left out for the model's dtype.",
+    )
     if kv_dtype is not None:
         require(
             dtype != torch.float16,
             f"kv_dtype={kv_dtype}: its scales exceed the range of a float16 model; load it with dtype=bfloat16.",
         )
+    if kv_dtype == "fp8":
         require(
             device is None or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9),
-            f"kv_dtype={kv_dtype}: this GPU has no 8-bit floats (compute capability 8.9 or above); leave it out.",
+            f"kv_dtype={kv_dtype}: this GPU has no 8-bit floats (compute capability 8.9 or above); use int8.",
         )
 
 

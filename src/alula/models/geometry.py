@@ -15,7 +15,7 @@ class Geometry:
     value_bytes: int = 2
     """Bytes of one weight, and of one value in the KV cache unless it is quantised."""
     kv_dtype: str | None = None
-    """`fp8` for a quantised KV cache: one byte per value, and one per vector for its scale."""
+    """`int8` or `fp8` for a quantised KV cache: one byte per value, and one per vector for its scale."""
 
     def __str__(self) -> str:
         kv = self.kv_dtype or f"{8 * self.value_bytes}-bit"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import power_of_two, power_of_two_triton
+from alula.ops.eight_bits import power_of_two, power_of_two_triton
 
 
 def accumulate_attention(
@@ -47,7 +47,7 @@ def accumulate_attention(
             DIM_POW2=triton.next_power_of_2(dim),
             PAGE=page,
             BLOCK_N=block,
-            FP8=scales is not None,
+            QUANTISED=scales is not None,
             num_warps=4,
         )
     else:
@@ -104,7 +104,7 @@ def _accumulate(
     DIM_POW2: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tokens + row * tokens_row)
@@ -119,7 +119,7 @@ def _accumulate(
         line = slot * DIM
         key = tl.load(keys + line[:, None] + d[None, :], mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
         key = key.to(tl.float32)
-        if FP8:
+        if QUANTISED:
             key *= power_of_two_triton(tl.load(scales + slot, mask=valid, other=0))[:, None]
         weights = tl.zeros([BLOCK_N], tl.float32)
         for g in tl.static_range(GROUP):

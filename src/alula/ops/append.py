@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import dequantise, power_of_two_triton, quantise, quantise_vector
+from alula.ops.eight_bits import dequantise, power_of_two_triton, quantise, quantise_vector
 from alula.ops.rotary import Rotary, rotate_torch, rotated_vector
 
 
@@ -41,7 +41,8 @@ def append(
     """q [B, Hq, D], k/v [B, Hkv, D] go to slot kv_len[b] of row b; inactive rows write to the scratch page 0. ring
     [B, Hq, W, D] keeps the last ring_size[b] <= W queries at position % ring_size; summaries
     [P, Hkv, vectors, D], as `selector` summarises a full page. With `scales` uint8 [2, P, Hkv, page] (of keys and
-    of values) the token is quantised (`alula.ops.fp8`). With `rotary` q and k are rotated first. Returns the queries.
+    of values) the token is quantised (`alula.ops.eight_bits`). With `rotary` q and k are rotated first. Returns the
+    queries.
     """
     if use_triton(q):
         fused = summaries if selector is not None and selector.fused else None
@@ -83,7 +84,8 @@ def append_torch(
     page = torch.where(alive, table[rows, listed].long(), 0)
     slot = at % page_size
     if scales is not None:
-        (k, scales[0, page, :, slot]), (v, scales[1, page, :, slot]) = quantise(k), quantise(v)
+        k, scales[0, page, :, slot] = quantise(k, keys.dtype)
+        v, scales[1, page, :, slot] = quantise(v, values.dtype)
     keys[page, :, slot] = k
     values[page, :, slot] = v
     if ring is not None:
@@ -179,7 +181,7 @@ def append_triton(
         PAGE_POW2=triton.next_power_of_2(page),
         RING=ring is not None,
         VECTORS=summaries.shape[2] if summaries is not None else 0,
-        FP8=scales is not None,
+        QUANTISED=scales is not None,
         ROTATE=rotary is not None,
         NORM=normed,
         EPSILON=rotary.epsilon if rotary is not None else 0.0,
@@ -226,7 +228,7 @@ def _append(
     PAGE_POW2: tl.constexpr,
     RING: tl.constexpr,
     VECTORS: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -248,9 +250,9 @@ def _append(
     else:
         key = tl.load(new_key + d, mask=inside, other=0.0)
     value = tl.load(v + row * v_row + head * v_head + d, mask=inside, other=0.0)
-    if FP8:
-        key, key_scale = quantise_vector(key)
-        value, value_scale = quantise_vector(value)
+    if QUANTISED:
+        key, key_scale = quantise_vector(key, keys.dtype.element_ty == tl.int8)
+        value, value_scale = quantise_vector(value, values.dtype.element_ty == tl.int8)
         home = (page * HEADS + head) * PAGE + slot
         tl.store(scales + home, key_scale)
         tl.store(scales + value_scales + home, value_scale)
@@ -278,7 +280,7 @@ def _append(
             before = (s < PAGE - 1)[:, None] & inside[None, :]
             old = tl.load(keys + base + s[:, None] * DIM + d[None, :], mask=before, other=0.0).to(tl.float32)
             new = key.to(tl.float32)
-            if FP8:
+            if QUANTISED:
                 scale = tl.load(scales + (page * HEADS + head) * PAGE + s, mask=s < PAGE - 1, other=0)
                 old *= power_of_two_triton(scale)[:, None]
                 new *= power_of_two_triton(key_scale)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import dequantise, power_of_two_triton
+from alula.ops.eight_bits import dequantise, power_of_two_triton
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def gather_keys(
             VALUES=False,
             PAGED_OUT=False,
             INDEXED=False,
-            FP8=scales is not None,
+            QUANTISED=scales is not None,
             num_warps=4,
         )
         return out
@@ -118,7 +118,7 @@ def compact(keys: Tensor, values: Tensor, kept: Tensor, old: Tensor, new: Tensor
             VALUES=True,
             PAGED_OUT=True,
             INDEXED=True,
-            FP8=scales is not None,
+            QUANTISED=scales is not None,
             num_warps=4,
         )
         return
@@ -192,7 +192,7 @@ def _copy(
     VALUES: tl.constexpr,
     PAGED_OUT: tl.constexpr,
     INDEXED: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     block, row_layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = row_layer // LAYERS
@@ -210,7 +210,7 @@ def _copy(
         page_out = tl.load(new + row * new_row + i // PAGE, mask=valid, other=0).to(tl.int64)
         slot_out = (page_out * HEADS + head) * PAGE + i % PAGE
         end = layer * layer_stride + slot_out * DIM
-        if FP8:
+        if QUANTISED:
             scales += layer * scales_layer
             tl.store(scales + slot_out, tl.load(scales + slot, mask=valid, other=0), mask=valid)
             scale = tl.load(scales + value_scales + slot, mask=valid, other=0)
@@ -218,7 +218,7 @@ def _copy(
     else:
         end = (line + i) * DIM
     data = tl.load(keys + start[:, None] + d[None, :], mask=mask, other=0.0)
-    if FP8 and not PAGED_OUT:
+    if QUANTISED and not PAGED_OUT:
         scale = tl.load(scales + layer * scales_layer + slot, mask=valid, other=0)
         data = (data.to(tl.float32) * power_of_two_triton(scale)[:, None]).to(keys_out.dtype.element_ty)
     tl.store(keys_out + end[:, None] + d[None, :], data, mask=mask)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alula.ops.compact import PagedKeys
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import power_of_two_triton
+from alula.ops.eight_bits import power_of_two_triton
 
 
 def frequency_score(keys: PagedKeys, query: Tensor, weights: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def frequency_score_triton(keys: PagedKeys, query: Tensor, weights: Tensor) -> T
         HALF=dim // 2,
         HALF_POW2=max(16, triton.next_power_of_2(dim // 2)),
         BLOCK=block,
-        FP8=scales is not None,
+        QUANTISED=scales is not None,
         num_warps=4,
     )
     return out
@@ -82,7 +82,7 @@ def _frequency_score_kernel(
     HALF: tl.constexpr,
     HALF_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     """BLOCK keys of one KV head of one sequence and layer, for all queries of its group."""
     line = tl.program_id(1).to(tl.int64)
@@ -104,7 +104,7 @@ def _frequency_score_kernel(
     score = tl.dot(q_first, first, input_precision="ieee")
     score = tl.dot(q_second, second, score, input_precision="ieee")
     score = tl.dot(weight, tl.sqrt(first * first + second * second), score, input_precision="ieee")
-    if FP8:  # both terms are linear in the key's scale
+    if QUANTISED:  # both terms are linear in the key's scale
         scale = tl.load(scales + row % LAYERS * scales_layer + slot, mask=j < n, other=0)
         score *= power_of_two_triton(scale)[None, :]
     tl.store(out + member[:, None] * n + j[None, :], score, mask=(g < GROUP)[:, None] & (j < n)[None, :])

@@ -14,7 +14,7 @@ from torch.nn.functional import max_pool1d, pad
 
 from alula.ops.compact import PagedKeys
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import power_of_two_triton
+from alula.ops.eight_bits import power_of_two_triton
 
 TILE_BYTES = 32768
 """Shared memory for the queries (window × group) of one program; a longer window is split over programs."""
@@ -77,7 +77,7 @@ def mean_attention_triton(queries: Tensor, keys: PagedKeys, scaling: float, wind
         DIM=dim,
         DIM_POW2=dim_pow2,
         BLOCK=64 if tile == 128 else 32,
-        FP8=scales is not None,
+        QUANTISED=scales is not None,
         num_warps=4 if group_pow2 * block_w <= 64 else 8,
     )
     return out[0] if parts == 1 else out.sum(0)
@@ -100,7 +100,7 @@ def _group_logits(
     BLOCK: tl.constexpr,
     GROUP_POW2: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     """max over the group of the logits of BLOCK keys: [BLOCK_W, BLOCK], −inf from key `seen` on."""
     j = first + tl.arange(0, BLOCK)
@@ -110,10 +110,10 @@ def _group_logits(
     slot = (page * HEADS + head) * PAGE + j % PAGE
     line = slot * DIM
     key = tl.load(keys + line[None, :] + d[:, None], mask=inside, other=0.0)
-    if FP8:
+    if QUANTISED:
         key = key.to(query.dtype)
     logits = tl.max(tl.reshape(tl.dot(query, key, input_precision="ieee"), [GROUP_POW2, BLOCK_W, BLOCK]), 0)
-    if FP8:  # scales are positive: the largest stays the largest
+    if QUANTISED:  # scales are positive: the largest stays the largest
         logits *= power_of_two_triton(tl.load(scales + slot, mask=j < seen, other=0))[None, :]
     return tl.where((j < seen)[None, :], logits * scaling, float("-inf"))
 
@@ -141,13 +141,13 @@ def _mean_attention_kernel(
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     """One KV head, up to BLOCK_W queries: the softmax's normaliser first, then the mean probability."""
     line = tl.program_id(0).to(tl.int64)
     head = line % HEADS
     keys += (line // HEADS) % LAYERS * layer_stride
-    if FP8:
+    if QUANTISED:
         scales += (line // HEADS) % LAYERS * scales_layer
     table += line // (HEADS * LAYERS) * table_row
     row = tl.arange(0, GROUP_POW2 * BLOCK_W)
@@ -177,7 +177,7 @@ def _mean_attention_kernel(
             BLOCK,
             GROUP_POW2,
             BLOCK_W,
-            FP8,
+            QUANTISED,
         )
         higher = tl.maximum(peak, tl.max(logits, 1))
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(logits - higher[:, None]), 1)
@@ -203,7 +203,7 @@ def _mean_attention_kernel(
             BLOCK,
             GROUP_POW2,
             BLOCK_W,
-            FP8,
+            QUANTISED,
         )
         mean = tl.sum(tl.exp(logits - peak[:, None]) * weight[:, None], 0)
         j = first + tl.arange(0, BLOCK)

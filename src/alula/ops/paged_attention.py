@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import power_of_two
-from alula.ops.paged_attention_fp8 import split_fp8
+from alula.ops.eight_bits import power_of_two
+from alula.ops.paged_attention_8_bits import split_8_bits
 from alula.ops.pieces import MANY, Pieces, piece_length
 from alula.ops.rotary import Rotary, rotated_tile, rotated_vector
 
@@ -52,7 +52,7 @@ def paged_attention(
     """q [B, Hq, D], keys/values [P, Hkv, page, D] -> (out [B, Hq, D], logsumexp fp32 [B, Hq]).
 
     `most_tokens` is an upper bound of `tokens` known to the host: it sizes the launch without a device sync. `scales`
-    uint8 [2, P, Hkv, page] are those of quantised keys and values (`alula.ops.fp8`).
+    uint8 [2, P, Hkv, page] are those of quantised keys and values (`alula.ops.eight_bits`).
     """
     if use_triton(q):
         return paged_attention_triton(q, keys, values, table, tokens, scaling, most_tokens, scales)
@@ -137,7 +137,7 @@ def paged_attention_triton(
     batch, q_heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     group = q_heads // kv_heads
-    pieces = Pieces.of(batch * kv_heads, selected=tokens.shape[1] > 1, fp8=scales is not None)
+    pieces = Pieces.of(batch * kv_heads, selected=tokens.shape[1] > 1, quantised=scales is not None)
     splits = pieces.most(most_tokens)
     out = torch.empty(batch, q_heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
@@ -150,7 +150,7 @@ def paged_attention_triton(
     tokens_head = tokens.stride(1) if tokens.shape[1] > 1 else 0
     dim_pow2 = triton.next_power_of_2(dim)
     if scales is not None:
-        split_fp8(q, keys, values, scales, table, tokens, part, part_lse, scaling, pieces)
+        split_8_bits(q, keys, values, scales, table, tokens, part, part_lse, scaling, pieces)
     else:
         block, warps, stages = tile(pieces.row_heads, dim * keys.dtype.itemsize)
         _split[(batch, kv_heads, splits)](

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from alula.ops.dispatch import tl, triton
 
 SHORTEST, LONGEST = 128, 1024
-PROGRAMS, PROGRAMS_FP8 = 512, 1024
-MANY, MANY_FP8 = 128, 1024
+PROGRAMS, PROGRAMS_QUANTISED = 512, 1024
+MANY, MANY_QUANTISED = 128, 1024
 """rows × KV heads that are many"""
 
 
@@ -24,9 +24,9 @@ class Pieces(NamedTuple):
     """that occupy a device"""
 
     @classmethod
-    def of(cls, row_heads: int, selected: bool = False, fp8: bool = False) -> "Pieces":
+    def of(cls, row_heads: int, selected: bool = False, quantised: bool = False) -> "Pieces":
         """Where pages are selected, other rows may read more of them, and there is something to merge in any case."""
-        many, programs = (MANY_FP8, PROGRAMS_FP8) if fp8 else (MANY, PROGRAMS)
+        many, programs = (MANY_QUANTISED, PROGRAMS_QUANTISED) if quantised else (MANY, PROGRAMS)
         return cls(row_heads, LONGEST if row_heads >= many and not selected else SHORTEST, programs)
 
     @property

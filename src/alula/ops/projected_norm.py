@@ -5,7 +5,7 @@ from torch import Tensor
 
 from alula.ops.compact import PagedKeys
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import power_of_two_triton
+from alula.ops.eight_bits import power_of_two_triton
 
 
 def projected_norm(paged: PagedKeys, directions: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def projected_norm_triton(paged: PagedKeys, directions: Tensor) -> Tensor:
         COUNT=count,
         COUNT_POW2=max(16, triton.next_power_of_2(count)),
         BLOCK=block,
-        FP8=scales is not None,
+        QUANTISED=scales is not None,
         num_warps=4,
     )
     return out
@@ -70,7 +70,7 @@ def _projected_norm(
     COUNT: tl.constexpr,
     COUNT_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     """BLOCK tokens of one head of one sequence and layer."""
     line = tl.program_id(1).to(tl.int64)
@@ -85,7 +85,7 @@ def _projected_norm(
     inside = (d < DIM)[:, None] & (i < COUNT)[None, :]
     g = tl.load(directions + (row * DIM + d[:, None]) * COUNT + i[None, :], mask=inside, other=0.0)
     projected = tl.dot(x.to(tl.float32), g, input_precision="ieee")
-    if FP8:
+    if QUANTISED:
         projected *= power_of_two_triton(tl.load(scales + row % LAYERS * scales_layer + slot, mask=j < n, other=0))[
             :, None
         ]

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from alula.ops.append import Summariser
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import dequantise, power_of_two_triton
+from alula.ops.eight_bits import dequantise, power_of_two_triton
 
 TORCH_BYTES = 1 << 28
 """torch makes copies of the keys: it summarises at most this many bytes of them at a time."""
@@ -57,7 +57,7 @@ def summarise_pages_triton(
         DIM_POW2=dim_pow2,
         VECTORS=summaries.shape[3],
         BLOCK=block,
-        FP8=scales is not None,
+        QUANTISED=scales is not None,
         num_warps=2 if block * dim <= 2048 else 4,
     )
 
@@ -78,7 +78,7 @@ def _summarise_pages(
     DIM_POW2: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     layer = tl.program_id(2).to(tl.int64)
     line = tl.load(pages + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
@@ -91,7 +91,7 @@ def _summarise_pages(
         slot = line * PAGE + first + tl.arange(0, BLOCK)
         start = keys + layer * keys_layer + slot * DIM
         key = tl.load(start[:, None] + d[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        if FP8:
+        if QUANTISED:
             key *= power_of_two_triton(tl.load(scales + layer * scales_layer + slot))[:, None]
         if VECTORS == 1:
             total += tl.sum(key, 0)

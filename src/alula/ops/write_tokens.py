@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import tl, triton, use_triton
-from alula.ops.fp8 import dequantise, power_of_two_triton, quantise, quantise_vector
+from alula.ops.eight_bits import dequantise, power_of_two_triton, quantise, quantise_vector
 
 
 def write_tokens(
@@ -12,7 +12,7 @@ def write_tokens(
 ) -> tuple[Tensor, Tensor]:
     """key/value [T, Hkv, D] go to slot `slot[t]` of page `page[t]` of keys/values [P, Hkv, page, D]; returns them as
     they will be read. With `scales` uint8 [2, P, Hkv, page] (of keys and of values) they are quantised
-    (`alula.ops.fp8`)."""
+    (`alula.ops.eight_bits`)."""
     write = write_tokens_triton if use_triton(key) else write_tokens_torch
     return write(key, value, page, slot, keys, values, scales)
 
@@ -26,7 +26,7 @@ def write_tokens_torch(
         return key, value
     read = []
     for x, pool, exponents in zip((key, value), (keys, values), scales):
-        stored, exponent = quantise(x)
+        stored, exponent = quantise(x, pool.dtype)
         pool.view(torch.uint8)[page, :, slot], exponents[page, :, slot] = stored.view(torch.uint8), exponent
         read.append(dequantise(stored, exponent, x.dtype))
     return read[0], read[1]
@@ -59,7 +59,7 @@ def write_tokens_triton(
         DIM=dim,
         DIM_POW2=triton.next_power_of_2(dim),
         PAGE=keys.shape[2],
-        FP8=scales is not None,
+        QUANTISED=scales is not None,
         num_warps=1,
     )
     return read_key, read_value
@@ -85,7 +85,7 @@ def _write_tokens(
     DIM: tl.constexpr,
     DIM_POW2: tl.constexpr,
     PAGE: tl.constexpr,
-    FP8: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DIM_POW2)
@@ -95,9 +95,9 @@ def _write_tokens(
         place = first + head * PAGE
         k = tl.load(key + row * key_row + head * key_head + d, mask=inside, other=0.0)
         v = tl.load(value + row * value_row + head * value_head + d, mask=inside, other=0.0)
-        if FP8:
-            k, key_scale = quantise_vector(k)
-            v, value_scale = quantise_vector(v)
+        if QUANTISED:
+            k, key_scale = quantise_vector(k, keys.dtype.element_ty == tl.int8)
+            v, value_scale = quantise_vector(v, values.dtype.element_ty == tl.int8)
             tl.store(scales + place, key_scale)
             tl.store(scales + value_scales + place, value_scale)
             line = (row * HEADS + head) * DIM + d

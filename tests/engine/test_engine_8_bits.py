@@ -11,6 +11,7 @@ from alula.engine.kv_cache import pages_in
 from alula.errors import SettingError
 from alula.models.geometry import Geometry
 from alula.models.load import load_model
+from alula.ops.eight_bits import DTYPES
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.policy import DENSE
 
@@ -32,18 +33,19 @@ def loaded():
 
 
 def engine_of(loaded, **options):
-    settings = {"page": 4, "kv_memory": "2MiB", "kv_dtype": "fp8", "max_rows": 16, "lookahead": 3}
+    settings = {"page": 4, "kv_memory": "2MiB", "kv_dtype": "int8", "max_rows": 16, "lookahead": 3}
     return Engine(loaded, **(settings | options))
 
 
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_agrees_with_the_oracle(name, loaded):
+def test_every_policy_agrees_with_the_oracle(name, kv_dtype, loaded):
     """The oracle's keys differ from the engine's in the last bits, so that now and then a value is rounded to the
-    other side, by one part in sixteen. It counts how often."""
-    sparsity, engine, flipped = POLICIES[name], engine_of(loaded), 0
+    other side, with e4m3 by one part in sixteen. It counts how often."""
+    sparsity, engine, flipped = POLICIES[name], engine_of(loaded, kv_dtype=kv_dtype), 0
     rollouts = engine.generate(PROMPTS, SAMPLING, sparsity, record=True)
     for rollout in rollouts[::3]:
-        seen = oracle.replay(loaded.model, rollout, 4, quantised=True)
+        seen = oracle.replay(loaded.model, rollout, 4, kv_dtype=kv_dtype)
         seen.statistics = engine.query_statistics
         error = (rollout.logprobs - oracle.logprobs(seen, rollout)).abs().max()
         assert error < 0.1
@@ -60,7 +62,7 @@ def test_every_policy_agrees_with_the_oracle(name, loaded):
 
 def test_a_pool_holds_nearly_twice_the_tokens_of_16_bits():
     sixteen = Geometry(0, 28, 16, 8, 128, value_bytes=2)
-    eight = Geometry(0, 28, 16, 8, 128, value_bytes=2, kv_dtype="fp8")
+    eight = Geometry(0, 28, 16, 8, 128, value_bytes=2, kv_dtype="int8")
     assert eight.kv_token_bytes == 28 * 2 * 8 * (128 + 1)
     assert pages_in(60 << 30, eight, 16) >= 1.98 * pages_in(60 << 30, sixteen, 16)
 
@@ -139,8 +141,9 @@ def test_scores_tell_the_dense_policy_from_what_was_sampled(loaded):
     assert torch.cat(exact.acceptance(rollouts, DENSE)).min() > 0.9999
 
 
-def test_values_that_are_not_finite_end_their_own_rollout(loaded):
-    engine = engine_of(loaded)
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_values_that_are_not_finite_end_their_own_rollout(kv_dtype, loaded):
+    engine = engine_of(loaded, kv_dtype=kv_dtype)
     layer = engine.model.base_model.layers[0].self_attn.k_proj
     before = layer.weight.data.clone()
     try:
@@ -153,10 +156,10 @@ def test_values_that_are_not_finite_end_their_own_rollout(loaded):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"kv_dtype": "int4"}, ("kv_dtype=int4", "fp8")), ({"dtype": "float16"}, ("kv_dtype=fp8", "bfloat16"))],
+    [({"kv_dtype": "int4"}, ("kv_dtype=int4", "int8 or fp8")), ({"dtype": "float16"}, ("kv_dtype=int8", "bfloat16"))],
 )
 def test_what_cannot_be_quantised_is_rejected(options, named):
     model = load_model("shape:tiny-llama", dtype=options.get("dtype"))
     with pytest.raises(SettingError) as raised:
-        engine_of(model, **{"kv_dtype": options.get("kv_dtype", "fp8")})
+        engine_of(model, **{"kv_dtype": options.get("kv_dtype", "int8")})
     assert all(text in str(raised.value) for text in named)

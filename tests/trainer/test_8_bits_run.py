@@ -18,7 +18,7 @@ from alula.trainer.check import print_plan
 from alula.trainer.memory_plan import plan_memory
 from toy import DENSE, printed, quick, rows, toy, trainer
 
-FP8 = "engine.kv_dtype=fp8"
+QUANTISED = "engine.kv_dtype=int8"
 SHORT = ("steps=1", "eval.every=1", "checkpoint.every=0")
 
 
@@ -32,21 +32,23 @@ def alula(capsys, *arguments):
 def test_a_dense_run_is_watched_and_corrected_as_a_mismatch(tmp_path):
     """Nothing is evicted, but the policy that samples is not the one that learns."""
     found = {}
-    for name, setting in (("exact", "engine.kv_dtype=null"), ("fp8", FP8)):
+    for name, setting in (("exact", "engine.kv_dtype=null"), ("int8", QUANTISED)):
         run = trainer(quick(tmp_path / name, DENSE, *SHORT, setting))
         run.run()
         [found[name]] = rows(tmp_path / name, "metrics.jsonl")
         assert len(rows(tmp_path / name, "evals.jsonl")) == 2
-        assert ("fp8 KV" in printed(run)) == (name == "fp8")
-    assert found["fp8"]["mismatch/kl_k3"] > 100 * found["exact"]["mismatch/kl_k3"]
+        assert ("int8 KV" in printed(run)) == (name == "int8")
+    assert found["int8"]["mismatch/kl_k3"] > 100 * found["exact"]["mismatch/kl_k3"]
     assert "mismatch/alpha_p05" not in found["exact"]
-    assert 0.5 < found["fp8"]["mismatch/alpha_p05"] < 0.9999
-    assert not any(metric.startswith("schedule/") for metric in found["fp8"])
+    assert 0.5 < found["int8"]["mismatch/alpha_p05"] < 0.9999
+    assert not any(metric.startswith("schedule/") for metric in found["int8"])
 
 
 def test_rerolls_continue_with_quantised_kv(tmp_path):
     """Both halves have the log-probs of what sampled them."""
-    config = quick(tmp_path, DENSE, *SHORT, FP8, "objective.correction={preset: reroll, veto: 0.98}", "eval.every=0")
+    config = quick(
+        tmp_path, DENSE, *SHORT, QUANTISED, "objective.correction={preset: reroll, veto: 0.98}", "eval.every=0"
+    )
     run = trainer(config)
     run.run()
     [row] = rows(tmp_path, "metrics.jsonl")
@@ -54,13 +56,13 @@ def test_rerolls_continue_with_quantised_kv(tmp_path):
 
 
 def test_the_memory_plan_counts_bytes_and_scales(tmp_path, capsys):
-    sixteen, eight = (plan_memory(toy(tmp_path / "x", "model.dtype=bfloat16", *more)) for more in ((), (FP8,)))
+    sixteen, eight = (plan_memory(toy(tmp_path / "x", "model.dtype=bfloat16", *more)) for more in ((), (QUANTISED,)))
     width = sixteen.geometry.head_dim
     assert eight.kv_dense * 2 * width == sixteen.kv_dense * (width + 1)
-    print_plan(toy(tmp_path / "x", FP8))
-    assert "fp8" in capsys.readouterr().out
-    with pytest.raises(SettingError, match=r"kv_dtype=fp8.*bfloat16"):
-        plan_memory(toy(tmp_path / "x", "model.dtype=float16", FP8))
+    print_plan(toy(tmp_path / "x", QUANTISED))
+    assert "int8" in capsys.readouterr().out
+    with pytest.raises(SettingError, match=r"kv_dtype=int8.*bfloat16"):
+        plan_memory(toy(tmp_path / "x", "model.dtype=float16", QUANTISED))
     with pytest.raises(SettingError, match=r"engine.kv_dtype='int4'"):
         toy(tmp_path, "engine.kv_dtype=int4")
 

@@ -1,10 +1,10 @@
-"""The pieces of paged attention over quantised KV (`alula.ops.fp8`); `alula.ops.paged_attention` merges them.
+"""The pieces of paged attention over quantised KV (`alula.ops.eight_bits`); `alula.ops.paged_attention` merges them.
 
-A 16-bit model multiplies in float16, which holds e4m3 exactly and into which a GPU converts it two at a time; a
-conversion to bfloat16 takes longer than reading the KV. Powers of two keep the other factors inside float16's range:
-each query is divided by one of its own, weights and scales of values by that of the largest scale so far. Two values of
-a token are read as one 16-bit word, which the tensor cores' loads can transpose: even and odd dimensions are summed
-apart.
+A 16-bit model multiplies in float16, which holds integers of 8 bits and e4m3 exactly and into which a GPU converts e4m3
+two at a time; a conversion to bfloat16 takes longer than reading the KV. Powers of two keep the other factors inside
+float16's range: each query is divided by one of its own, weights and scales of values by that of the largest scale so
+far. Two values of a token are read as one 16-bit word, which the tensor cores' loads can transpose: even and odd
+dimensions are summed apart.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from alula.ops.dispatch import interpreted, tl, triton
-from alula.ops.fp8 import power_of_two_triton
+from alula.ops.eight_bits import power_of_two_triton
 from alula.ops.pieces import Pieces, piece_length
 
 HEADROOM = 14
 """The largest factor is scaled to 2^14 … 2^15, so that those 2^28 times smaller are normal numbers of float16."""
 
 
-def split_fp8(
+def split_8_bits(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -37,7 +37,7 @@ def split_fp8(
     _, kv_heads, page, _ = keys.shape
     group, splits = q_heads // kv_heads, part.shape[2]
     factor = tl.float32 if q.dtype == torch.float32 else tl.float16
-    _split_fp8[(batch, kv_heads, splits)](
+    _split_8_bits[(batch, kv_heads, splits)](
         q,
         keys,
         values.view(torch.int16),
@@ -66,6 +66,7 @@ def split_fp8(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         HEADROOM=HEADROOM,
         FACTOR=factor,
+        INT8=keys.dtype == torch.int8,
         EVEN=_assembly("20", factor),
         ODD=_assembly("31", factor),
         num_warps=1,
@@ -89,9 +90,11 @@ def _assembly(selected: str, factor: Any) -> str | None:
 
 
 @triton.jit
-def _e4m3(pair, SHIFT: tl.constexpr, ASSEMBLY: tl.constexpr, FACTOR: tl.constexpr):
+def _value(pair, SHIFT: tl.constexpr, INT8: tl.constexpr, ASSEMBLY: tl.constexpr, FACTOR: tl.constexpr):
     """The values of the bytes at bit `SHIFT` of 16-bit words."""
-    if ASSEMBLY is not None:
+    if INT8:  # 0x6400 is 1024 in float16, whose last bit is then 1; flipping an integer's sign bit adds 128
+        return ((((pair >> SHIFT) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0).to(FACTOR)
+    elif ASSEMBLY is not None:
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2)
     else:
         return (pair >> SHIFT).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(FACTOR)
@@ -106,7 +109,7 @@ def _slots(pages, t, end, head, HEADS: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["splits", "row_heads"])
-def _split_fp8(
+def _split_8_bits(
     q,
     keys,
     values,
@@ -139,6 +142,7 @@ def _split_fp8(
     PRECISION: tl.constexpr,
     HEADROOM: tl.constexpr,
     FACTOR: tl.constexpr,
+    INT8: tl.constexpr,
     EVEN: tl.constexpr,
     ODD: tl.constexpr,
 ):
@@ -195,14 +199,14 @@ def _split_fp8(
             most = larger
             below = tl.maximum(scale - most + 127 + HEADROOM, 0)
             weights = (weights * power_of_two_triton(below)[:, None]).to(FACTOR)
-            value = _e4m3(pair, 0, EVEN, FACTOR)
+            value = _value(pair, 0, INT8, EVEN, FACTOR)
             even = tl.dot(value, weights, even * rescale[None, :], input_precision=PRECISION)
-            value = _e4m3(pair, 8, ODD, FACTOR)
+            value = _value(pair, 8, INT8, ODD, FACTOR)
             odd = tl.dot(value, weights, odd * rescale[None, :], input_precision=PRECISION)
             top = peak
         total = tl.sum(totals, 0)
         line_out = (row * (HEADS * GROUP) + q_heads) * splits + split
-        unit = power_of_two_triton(most - HEADROOM)
+        unit = power_of_two_triton(tl.where(most == 255, 255, most - HEADROOM))
         out = part + line_out[None, :].to(tl.int64) * DIM + 2 * h[:, None]
         inside = (g < GROUP)[None, :] & (h < DIM // 2)[:, None]
         tl.store(out, (even * unit / total[None, :]).to(part.dtype.element_ty), mask=inside)
