@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "alula"
 RECIPE = Path(__file__).parents[1] / "recipes" / "toy.yaml"
 
 LAYERS = (
-    ("errors", "terminal", "charts", "cpus", "heap", "hub", "malloc"),
-    ("files", "imports"),
+    ("errors", "terminal", "cgroups", "charts", "heap", "hub", "malloc"),
+    ("cpus", "files", "imports"),
     ("config.settings",),
     ("distributed",),
     ("ops",),
