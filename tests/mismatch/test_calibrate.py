@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import default_budgets, numbers, short_enough, write
+from alula.cli.calibrate import numbers, short_enough
 from alula.cli.find_budget import remarks
 from alula.cli.find_budget import verdict as vetoed_verdict
 from alula.cli.main import app
+from alula.cli.tails import default_budgets, write
 from alula.cli.verify import undecided, verdict
 from alula.data.dataset import Dataset, Example
 from alula.data.load_tokenizer import attach_tokenizer
