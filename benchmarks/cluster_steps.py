@@ -25,13 +25,13 @@ import ray
 import torch
 
 from alula.config.load import load_config
-from alula.config.settings import SamplingSettings
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.plan.cost import CostModel
 from alula.rollouts.job import Job
 from alula.rollouts.worker import SLICE, Orders, Report, Shipment
 from alula.rollouts.worker_pool import WorkerPool
 from alula.run.environment import environment
+from alula.settings import SamplingSettings
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
 from alula.trainer.rollout_simulation import CHUNK, answer_lengths

@@ -21,7 +21,6 @@ import tips
 import torch
 from lines import write_lines
 
-from alula.config.settings import LearnerSettings
 from alula.data import Dataset, prepare
 from alula.data.dataset import Example
 from alula.data.tasks.pointer import Pointer
@@ -33,6 +32,7 @@ from alula.learner.learner import Learner
 from alula.learner.sft import Trace, warm_up
 from alula.models.load import load_model
 from alula.run.export import export
+from alula.settings import LearnerSettings
 
 HERE = Path(__file__).parent
 

@@ -277,6 +277,6 @@ def test_unreadable_metrics_leave_an_existing_report_alone(tmp_path, capsys):
 
 
 def test_one_sink_needs_no_list():
-    from alula.config.settings import LoggingSettings
+    from alula.settings import LoggingSettings
 
     assert LoggingSettings(sinks="tensorboard").sinks == ["tensorboard"]

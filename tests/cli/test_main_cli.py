@@ -18,7 +18,7 @@ def test_help_and_settings_need_no_torch():
     code = (
         "import sys\n"
         "from alula.cli.main import app\n"
-        "import alula.config.load, alula.config.settings\n"
+        "import alula.config.load, alula.settings\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"

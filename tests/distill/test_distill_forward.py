@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Select, Sparsity
-from alula.config.settings import DistillSettings
 from alula.distill.attention.attention import kernel_attention, masked_attention, sparse_attention
 from alula.distill.attention.page_choice import choose, pages_read
 from alula.distill.attention.tiles import layer_visibility
@@ -27,6 +26,7 @@ from alula.learner.learner import Learner
 from alula.learner.packing import collate
 from alula.models.load import load_model
 from alula.models.lora import Adapter, init_adapter
+from alula.settings import DistillSettings
 from alula.sparsity.evict import METHODS as EVICTORS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

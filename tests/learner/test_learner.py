@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import OPTConfig, OPTForCausalLM
 
-from alula.config.settings import LearnerSettings, LoRASettings
 from alula.errors import SettingError
 from alula.learner.forward import checkpoint_activations
 from alula.learner.learner import Learner, learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.models.load import load_model, share_weights
+from alula.settings import LearnerSettings, LoRASettings
 
 SHAPES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-qwen3-moe"]
 

@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Sparsity
 from alula.cli.main import app
-from alula.config.settings import ControlSettings, MonitorSettings
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.engine.rollout import Span
@@ -20,6 +19,7 @@ from alula.errors import SettingError
 from alula.mismatch.control.controller import BudgetController
 from alula.mismatch.control.monitor import Monitor, resolve_control
 from alula.objective.veto import vetoed
+from alula.settings import ControlSettings, MonitorSettings
 
 PROMPTS, SAMPLES, LIMIT = 32, 8, 0.1
 LADDER = (16, 32, 64, 128)

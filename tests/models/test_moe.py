@@ -7,12 +7,12 @@ import oracle
 import toy
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.cli.main import app
-from alula.config.settings import LearnerSettings
 from alula.errors import SettingError
 from alula.learner.learner import Learner, training_flops
 from alula.models.experts import active_share, check_graphs, expert_parameters, is_experts
 from alula.models.load import load_model
 from alula.models.lora import linears
+from alula.settings import LearnerSettings
 
 MOE = "shape:tiny-qwen3-moe"
 PROMPTS = [list(range(5, 12)), [9, 8, 60] * 8, [7]]

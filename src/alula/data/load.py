@@ -7,12 +7,12 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from alula.config.settings import Source
 from alula.data import sources
 from alula.data.benchmarks import BENCHMARKS, Benchmark, hub_split
 from alula.data.dataset import Dataset
 from alula.data.mapping import FieldMapping
 from alula.errors import SettingError, in_section, require, unknown
+from alula.settings import Source
 
 GENERATED = 1000
 """Number of generated examples if no size is given."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from alula.config.settings import LearnerSettings
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.demo.problems import HintedPointer
 from alula.learner.learner import Learner
 from alula.learner.sft import Trace, warm_up
 from alula.run.export import export
+from alula.settings import LearnerSettings
 
 Progress = Callable[[str, int, int, float], None]
 """(stage, step, maximum number of steps, loss)"""

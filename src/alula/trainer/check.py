@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from alula.config.run import RunConfig
-from alula.config.settings import ControlSettings
 from alula.files import count_text, size_text
 from alula.rollouts.build import check_backend
 from alula.run.checkpoint import Resume
 from alula.run.console import duration, seconds
 from alula.run.sinks import check_sinks
+from alula.settings import ControlSettings
 from alula.sparsity.policy import DENSE, Budget
 from alula.trainer.check_environment import check_environment
 from alula.trainer.host_plan import host_rows, traffic_rows

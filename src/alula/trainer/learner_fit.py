@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from alula.config.run import RunConfig
-from alula.config.settings import LearnerSettings
 from alula.distributed import World
 from alula.files import write_atomically
+from alula.settings import LearnerSettings
 from alula.trainer.build import Data
 from alula.trainer.memory_plan import USABLE, MemoryPlan, plan_memory, separate_workers
 

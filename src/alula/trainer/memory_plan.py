@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from alula.config.run import RunConfig
-from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.engine import default_lookahead
@@ -32,6 +31,7 @@ from alula.models.lora import Adapter, linears, targeted
 from alula.models.residual import widen_residual
 from alula.rewards.scoring import check as check_rewards
 from alula.rollouts.job import Job
+from alula.settings import DistillSettings
 from alula.sparsity.footprint import most_held
 from alula.sparsity.policy import Sparsity, check_schedules
 from alula.trainer.build import Data

@@ -16,7 +16,6 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from alula.config.run import RunConfig
-from alula.config.settings import Source
 from alula.data import Dataset
 from alula.data.load import is_path, load_source, on_hub
 from alula.data.load_tokenizer import TASK, load_tokenizer
@@ -33,6 +32,7 @@ from alula.rewards.scoring import TRIAL_EXAMPLES, try_out
 from alula.rollouts.job import Job
 from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
+from alula.settings import Source
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.trainer.build import Data, first_adapter, load_held_out, split_data, tokenized
 
