@@ -17,7 +17,6 @@ from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
 from alula.cli.calibrate import numbers, short_enough
 from alula.cli.find_budget import remarks
 from alula.cli.find_budget import verdict as vetoed_verdict
-from alula.cli.main import app
 from alula.cli.tails import default_budgets, write
 from alula.cli.verify import undecided, verdict
 from alula.data.dataset import Dataset, Example
@@ -44,6 +43,7 @@ from alula.objective.veto import Share
 from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.family import PolicyFamily, parse_families
 from alula.sparsity.policy import DENSE
+from command_line import alula
 
 PAGE = 4
 PROMPTS = tuple(tuple(int(t) for t in row) for row in np.random.default_rng(0).integers(2, 96, (32, 6)))
@@ -561,12 +561,6 @@ TINY = (
 )
 WIDTH = ("--bin", 12)
 SEARCH = (*WIDTH, "--budgets", "12,24", "--pages", 4)
-
-
-def alula(*arguments) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app([*map(str, arguments)])
-    return ended.value.code or 0
 
 
 def test_the_command_creates_the_folder_of_its_output(tmp_path):
