@@ -86,7 +86,7 @@ class TimedWorker:
         return Report(finished, [], self.shipments, self.progress, time.monotonic() - began, 0.0, 0)
 
     def _seconds(self, rows: list[Row]) -> float:
-        """Of the next `CHUNK` decode steps, with rows that end in between."""
+        """Seconds of the next `CHUNK` decode steps, with rows that end in between."""
         steps = np.array([row.done for row in rows])[:, None] + np.arange(CHUNK)
         active = steps < np.array([row.length for row in rows])[:, None]
         batch = active.sum(0)

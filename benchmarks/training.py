@@ -37,7 +37,7 @@ from alula.trainer.trainer import Trainer
 
 DEVICE = torch.device("cuda")
 LENGTHS = [1024, 4096, 2048, 3072, 1536, 2560, 1024, 1024]
-"""Of packed sequences: 16k tokens."""
+"""Lengths of packed sequences: 16k tokens."""
 
 
 def random_sequences(rng: np.random.Generator, vocabulary: int, lengths: list[int]) -> list[Rollout]:

@@ -67,7 +67,7 @@ class Bed:
     distill: tuple[str, ...]
     """Settings of the arms that distil."""
     distill_first: str
-    """Of those that also do before their first step."""
+    """The setting of arms that also distil before their first step."""
 
     @property
     def recipe(self) -> Path:

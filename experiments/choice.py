@@ -21,7 +21,7 @@ TAU = 0.977
 
 
 def chosen_budgets(bed: Bed, seed: int, work: Path, budget: int | None = None) -> dict[str, int]:
-    """Of every evictor that was probed the largest budget that tempts the seed's model; where none does, the smallest.
+    """The largest budget of every probed evictor that tempts the seed's model; where none does, the smallest.
 
     Models of different seeds spread their attention differently: at one budget chains may break in one and hold in
     another, so it is the temptation that is held equal, not the budget. A bed without a shortcut tempts nobody: there

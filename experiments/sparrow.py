@@ -42,7 +42,7 @@ from alula.sparsity.schedule import Schedule
 
 ARMS = ("a", "b", "c", "d")
 Budgets = tuple[int, ...]
-"""Of every length bin; one for all of them if there is only one."""
+"""One per length bin, or a single one for all bins."""
 
 
 @dataclass(frozen=True)

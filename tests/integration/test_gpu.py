@@ -66,7 +66,7 @@ def test_captured_steps_on_quantised_kv_equal_eager_ones(name):
 @pytest.mark.parametrize("residual", [None, "float32"])
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral"])
 def test_fused_steps_in_bfloat16_say_what_the_modules_say(shape, residual):
-    """Of the same tokens; products of other sizes may round the other way."""
+    """The tokens are the same; products of other sizes may round the other way."""
     policy = Sparsity(evict=Evict("streaming", budget=48, buffer=16))
     loaded = load_model(f"shape:{shape}", device="cuda", dtype="bfloat16", residual=residual)
     modules, fused = (Engine(loaded, kv_memory="512MiB", max_rows=8, compiled=c) for c in (False, True))

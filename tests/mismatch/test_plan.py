@@ -494,7 +494,7 @@ def test_the_legend_of_many_long_policies_fits_and_is_distinct():
 
 
 def luminance(colour: str) -> float:
-    """Of WCAG 2."""
+    """Relative luminance by WCAG 2."""
     shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

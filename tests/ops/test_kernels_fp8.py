@@ -132,7 +132,7 @@ def test_append_quantises(selector, dtype, kernels):
 @pytest.mark.parametrize("selector", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize(("page", "dim"), [(1, 8), (16, 24), (64, 80), (256, 96)])
 def test_summaries_of_full_pages(page, dim, selector, dtype):
-    """Of quantised and of plain keys, in some pages of every layer; the others stay."""
+    """Quantised and plain keys, in some pages of every layer; the others stay."""
     stored, exponent, values = quantised(2, 7, 3, page, dim, seed=1, spread=1.0)
     pages = torch.tensor([5, 1, 4], device=DEVICE)
     for keys, scales in ((stored, exponent), (values.to(dtype), None)):
