@@ -29,7 +29,7 @@ def rollouts(device: str, policy: Sparsity, prompts: list[list[int]], new_tokens
         prompts, Sampling(n=3, max_new_tokens=new_tokens, ignore_eos=True), policy, progress=False
     )
     assert engine.pool.in_use == 0
-    captured = [graph for graph in engine.runner._graphs.values() if isinstance(graph, CapturedEviction)]
+    captured = [graph for graph in engine.runner.graphs.values() if isinstance(graph, CapturedEviction)]
     assert bool(captured) == bool(policy.evict and engine.runner.use_graphs)
     return rollouts
 
@@ -112,11 +112,11 @@ def test_sleep_gives_the_memory_back_and_graphs_survive_it():
     engine = Engine(loaded, kv_memory="4GiB", max_rows=8, compiled=False)
     ask = ([[1, 2, 3]], Sampling(max_new_tokens=120, ignore_eos=True), POLICIES["rkv"])
     before = engine.generate(*ask, progress=False)
-    assert any(isinstance(graph, CapturedEviction) for graph in engine.runner._graphs.values())
-    graphs = len(engine.runner._graphs)
+    assert any(isinstance(graph, CapturedEviction) for graph in engine.runner.graphs.values())
+    graphs = len(engine.runner.graphs)
     free = torch.cuda.mem_get_info()[0]
     engine.sleep()
     assert torch.cuda.mem_get_info()[0] - free >= 4 << 30
     engine.wake()
     assert_same(before, engine.generate(*ask, progress=False))
-    assert len(engine.runner._graphs) == graphs
+    assert len(engine.runner.graphs) == graphs
