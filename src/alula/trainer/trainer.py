@@ -45,7 +45,8 @@ from alula.trainer.distillation import distill_first, try_move
 from alula.trainer.evaluation import HeldOutEvaluation, describe_score
 from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
 from alula.trainer.learner_fit import describe_choice, fit_learner
-from alula.trainer.preflight import LongestPrompt, Policies, check_kv_pool, check_steps_left, longest_sequence
+from alula.trainer.longest_sequences import LongestPrompt, Policies, check_kv_pool, longest_sequence
+from alula.trainer.preflight import check_steps_left
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.staleness import staleness_metrics
 from alula.trainer.start_warnings import start_warnings
