@@ -14,7 +14,7 @@ def cpu_quota(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> int | None:
     return min((quota for files in pairs if (quota := _quota(files)) is not None), default=None)
 
 
-def free_memory(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> int | None:
+def memory_left(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> int | None:
     """Bytes that the process may still allocate within its limits; None without one."""
     pairs = [(folder / "memory.max", folder / "memory.current") for folder in groups_around(root, process)]
     pairs.append((root / "memory" / "memory.limit_in_bytes", root / "memory" / "memory.usage_in_bytes"))

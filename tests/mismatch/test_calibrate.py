@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import numbers, short_enough
+from alula.cli.calibrate import parse_numbers, short_enough
 from alula.cli.find_budget import remarks
 from alula.cli.find_budget import verdict as vetoed_verdict
 from alula.cli.tails import default_budgets, write
@@ -464,10 +464,10 @@ def test_text_too_short_for_any_bin(engine, tmp_path):
 
 
 def test_numbers_on_the_command_line():
-    assert numbers("budgets", "512, 1k") == (512, 1024)
+    assert parse_numbers("budgets", "512, 1k") == (512, 1024)
     with pytest.raises(SettingError, match="--budgets 'a'"):
-        numbers("budgets", "a")
-    assert numbers("budgets", "1k, 64,1024,64") == (1024, 64), "each once"
+        parse_numbers("budgets", "a")
+    assert parse_numbers("budgets", "1k, 64,1024,64") == (1024, 64), "each once"
     assert default_budgets(1200) == (512, 768, 1024)
     with pytest.raises(SettingError, match=r"--length 300.*512"):
         default_budgets(300)

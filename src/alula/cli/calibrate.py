@@ -170,7 +170,7 @@ def calibrate(
     # what the mode measures, checked before anything is loaded
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
-    page_sizes, allowed = numbers("pages", pages), numbers("budgets", budgets) if budgets else None
+    page_sizes, allowed = parse_numbers("pages", pages), parse_numbers("budgets", budgets) if budgets else None
     families = parse_families(methods or "block-topk", page_sizes)
     measured = [family.template for family in families]
     run: Callable[..., int]
@@ -184,10 +184,10 @@ def calibrate(
         limit = tau[0] if tau else None
         run = partial(run_verify, named=policies, tau=limit, quantile=quantile, confidence=confidence)
     elif vetoed is not None:
-        from alula.cli.find_budget import ladders_of, run_vetoed
+        from alula.cli.find_budget import ladders_of, run_find_budget
 
         ladders = ladders_of(families, allowed, length, vetoed, prompts)
-        run = partial(run_vetoed, ladders=ladders, limit=vetoed, bins=bins, sweep=sweep)
+        run = partial(run_find_budget, ladders=ladders, limit=vetoed, bins=bins, sweep=sweep)
     elif leaderboard:
         from alula.cli.leaderboard import run_leaderboard
 
@@ -218,7 +218,7 @@ def calibrate(
     dataset = short_enough(dataset, length, prompts)
     engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, sparse_adapter)
     other_prompts = bool(verify) or vetoed is not None
-    chosen = choose(dataset, prompts, seed, from_end=other_prompts)
+    chosen = choose_prompts(dataset, prompts, seed, from_end=other_prompts)
     source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own)
     if not leaderboard and (statistics or any(map(needs_queries, measured))):  # a leaderboard has a text to measure on
         engines.measure_queries(statistics, partial(dense_answers, text=source))
@@ -306,7 +306,7 @@ def short_enough(dataset: "Dataset", length: int, count: int) -> "Dataset":
     return replace(dataset, examples=kept)
 
 
-def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
+def choose_prompts(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
     """`count` prompts of a seeded order: the first ones, or the last ones to check on other prompts."""
     order = dataset.take(None, seed)
     chosen = order[-count:] if from_end else order[:count]
@@ -321,7 +321,7 @@ def warn_overlap(available: int, prompts: int) -> None:
         )
 
 
-def numbers(name: str, text: str) -> tuple[int, ...]:
+def parse_numbers(name: str, text: str) -> tuple[int, ...]:
     from alula.sparsity.text import tokens
 
     try:

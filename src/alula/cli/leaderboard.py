@@ -63,7 +63,7 @@ def run_leaderboard(
     engines.kv_dtype = None
     engine = engines.with_page(page)
     check_kv_dtype(dtypes[-1], engine.dtype, engine.device)
-    record = opened(out, engine, text)
+    record = open_record(out, engine, text)
     dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
     if statistics or families is None or any(needs_queries(family.template) for family in families):
         measured = [r.prompt_ids + r.token_ids for r in dense.rollouts if r.prompt_index < TEXT_PROMPTS]
@@ -169,7 +169,7 @@ def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int
     return 1e3 * time_rollouts(engine, rows, prompt, generated, policy)["seconds"] / generated
 
 
-def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
+def open_record(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
     """The file's record if it was written with the same settings, else a new one. It knows all commands that added to
     it."""
     most = text.sampling.max_new_tokens

@@ -107,8 +107,8 @@ def is_file(source: str) -> bool:
     return source not in BENCHMARKS and Path(source).expanduser().is_file()
 
 
-def shared(sources: Sequence[str], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each of several sources, the settings that it takes. One that none takes goes to all, which raise."""
+def settings_per_source(sources: Sequence[str], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings that each of several sources takes. One that none takes goes to all, which raise."""
 
     def takes(source: str, name: str) -> bool:
         if name == "options":

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alula.cgroups import CGROUPS, OWN_CGROUP, free_memory
+from alula.cgroups import CGROUPS, OWN_CGROUP, memory_left
 from alula.engine.batch_state import BatchState, to_device, to_host
 from alula.engine.model_runner import ModelRunner
 from alula.engine.schedule_plan import Move, SwapOut
@@ -144,5 +144,5 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGRO
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
     available = int(line.split()[1]) * 1024
-    free = free_memory(cgroups, process)
-    return available if free is None else min(available, free)
+    left = memory_left(cgroups, process)
+    return available if left is None else min(available, left)
