@@ -165,24 +165,26 @@ class Trainer:
         if self.query_text is not None:
             self.rollouts.measure_queries(self.query_text)
         self.logger.start(self.stream.dataset, self.held_out)
+        self._describe_start()
+        self._take_snapshot()
+
+    def _describe_start(self) -> None:
+        """Print where the run begins, and warn of what will probably go wrong."""
         if self.fitted is not self.config:
             self.logger.message(describe_choice(self.fitted.learner))
         if self.resumed:
             self.logger.message(f"continuing after step {self.step}.")
-        else:
-            if self.logger.resumed_from is not None:
-                self.logger.message(f"{self.out} has no checkpoint to resume from; starting from the beginning.")
-            model = self.loaded.model
-            prompt = LongestPrompt.of("training", self.stream.dataset, self.config).prompt
+        elif self.logger.resumed_from is not None:
+            self.logger.message(f"{self.out} has no checkpoint to resume from; starting from the beginning.")
+        if not self.resumed:
+            config, model = self.config, self.loaded.model
+            prompt = LongestPrompt.of("training", self.stream.dataset, config).prompt
             layers, experts = Geometry.of(model).layers, expert_parameters(model)
-            for warning in start_warnings(
-                self.config, model.config, len(prompt), layers, experts, model.num_parameters()
-            ):
+            for warning in start_warnings(config, model.config, len(prompt), layers, experts, model.num_parameters()):
                 self.logger.event(0, *warning)
         if shortage := self.checkpoints.shortage(self._tensors()):
             advice = "Free some space, or use another folder: out=FOLDER."
             self.logger.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
-        self._take_snapshot()
 
     # -- the loop -----------------------------------------------------------------------------------------
 
