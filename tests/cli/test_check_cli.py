@@ -10,8 +10,8 @@ from alula.config.run import RunConfig
 from alula.files import size_text
 from alula.models.load import load_model
 from alula.models.lora import init_adapter
-from alula.trainer.check import sparsity_table
-from alula.trainer.memory_plan import USABLE, plan_memory, totals
+from alula.trainer.check import sparsity_table, totals
+from alula.trainer.memory_plan import USABLE, plan_memory
 from command_line import alula, output_of
 
 
