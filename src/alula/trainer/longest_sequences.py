@@ -16,7 +16,7 @@ from alula.errors import require
 from alula.models.geometry import max_positions
 from alula.rollouts.job import Job
 from alula.sparsity.policy import DENSE, Sparsity
-from alula.trainer.build import Data
+from alula.trainer.run_data import Data
 
 
 @dataclass(frozen=True)

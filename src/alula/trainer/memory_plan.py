@@ -29,9 +29,9 @@ from alula.rollouts.job import Job
 from alula.settings import DistillSettings
 from alula.sparsity.footprint import most_held
 from alula.sparsity.policy import Sparsity, check_schedules
-from alula.trainer.build import Data
 from alula.trainer.longest_sequences import KVNeedOf, Policies, check_kv_pool, check_positions, longest_sequence
 from alula.trainer.preflight import load_first_adapter, load_model_config
+from alula.trainer.run_data import Data
 
 PROMPT_GUESS = 256
 """Assumed tokens per prompt, if neither the data nor `data.max_prompt_tokens` gives a number."""

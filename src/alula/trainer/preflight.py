@@ -25,7 +25,8 @@ from alula.rewards.scoring import TRIAL_EXAMPLES, try_out
 from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
 from alula.settings import Source
-from alula.trainer.build import Data, first_adapter, load_held_out, split_data, tokenized
+from alula.trainer.build import first_adapter
+from alula.trainer.run_data import Data, load_held_out, split_data, tokenized
 
 
 class Preflight:

@@ -36,7 +36,6 @@ from alula.trainer.build import (
     build_rollouts,
     build_run_distiller,
     check_shares,
-    load_data,
     measure_matrix_rate,
     query_text,
 )
@@ -47,6 +46,7 @@ from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
 from alula.trainer.learner_fit import describe_choice, fit_learner
 from alula.trainer.longest_sequences import LongestPrompt, Policies, check_kv_pool, longest_sequence
 from alula.trainer.preflight import check_steps_left
+from alula.trainer.run_data import load_data
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.staleness import staleness_metrics
 from alula.trainer.start_warnings import start_warnings
