@@ -25,13 +25,13 @@ import ray
 import torch
 
 from alula.config.load import load_config
-from alula.config.settings import SamplingSettings
 from alula.engine.rollout import Rollout, Sampling
 from alula.mismatch.plan.cost import CostModel
 from alula.rollouts.job import Job
 from alula.rollouts.worker import SLICE, Orders, Report, Shipment
 from alula.rollouts.worker_pool import WorkerPool
 from alula.run.environment import environment
+from alula.settings import SamplingSettings
 from alula.sparsity.footprint import footprint
 from alula.sparsity.policy import Sparsity
 from alula.trainer.rollout_simulation import CHUNK, answer_lengths
@@ -86,7 +86,7 @@ class TimedWorker:
         return Report(finished, [], self.shipments, self.progress, time.monotonic() - began, 0.0, 0)
 
     def _seconds(self, rows: list[Row]) -> float:
-        """Of the next `CHUNK` decode steps, with rows that end in between."""
+        """Seconds of the next `CHUNK` decode steps, with rows that end in between."""
         steps = np.array([row.done for row in rows])[:, None] + np.arange(CHUNK)
         active = steps < np.array([row.length for row in rows])[:, None]
         batch = active.sum(0)

@@ -27,7 +27,6 @@ from sections import arguments, record, release
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.bench.decode import StepBench
-from alula.config.settings import DistillSettings, LearnerSettings
 from alula.data import Dataset, load, prepare
 from alula.data.dataset import Example
 from alula.distill.distiller import Distiller
@@ -40,6 +39,7 @@ from alula.models.lora import init_adapter
 from alula.objective.correction import Correction
 from alula.objective.policy_loss import divisors, policy_loss
 from alula.objective.settings import Loss
+from alula.settings import DistillSettings, LearnerSettings
 from alula.sparsity.policy import DENSE
 
 Row = dict[str, Any]

@@ -175,7 +175,7 @@ def engine_state(worker: RolloutWorker) -> dict[str, Any]:
     return {
         "awake": engine.cache.resident,
         "version": engine.policy_version,
-        "graphs": len(engine.runner._graphs),
+        "graphs": len(engine.runner.graphs),
         "kv_bytes": engine.pool.usable * engine.page * engine.geometry.kv_token_bytes,
     }
 

@@ -133,11 +133,11 @@ class Step:
         phases, requests = Phases(engine.device), self.requests(sparsity)
         if engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        engine.pool.peak, graphs = 0, len(engine.runner._graphs)
+        engine.pool.peak, graphs = 0, len(engine.runner.graphs)
         with frozen_heap():  # as in a run
             with DecodeClock(engine) as clock, phases.phase("rollout"):
                 rollouts = generate(engine, requests)
-            captured = len(engine.runner._graphs) - graphs
+            captured = len(engine.runner.graphs) - graphs
             result, unscored = self.learn(phases, rollouts, sparsity)
         tokens, scored = sum(workload.lengths), phases["score"] + unscored
         return {

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from alula.config.settings import LearnerSettings
 from alula.cpus import available_cpus
 from alula.engine.engine import Engine
 from alula.engine.rollout import Sampling
 from alula.learner.learner import Learner
 from alula.models.load import LoadedModel
+from alula.settings import LearnerSettings
 from alula.sparsity.policy import DENSE
 
 SIZES = ((64, 3), (128, 4), (256, 6), (384, 8), (512, 8), (768, 12))

@@ -26,18 +26,18 @@ from alula import Engine
 from alula.bench.ceilings import Ceilings, timed
 from alula.bench.decode import StepBench
 from alula.config.load import load_config
-from alula.config.settings import LearnerSettings
 from alula.engine.rollout import Rollout
 from alula.learner.learner import Learner
 from alula.learner.packing import Packed
 from alula.models.load import LoadedModel, load_model
+from alula.settings import LearnerSettings
 from alula.trainer.memory_plan import plan_memory
 from alula.trainer.speed_plan import plan_speed
 from alula.trainer.trainer import Trainer
 
 DEVICE = torch.device("cuda")
 LENGTHS = [1024, 4096, 2048, 3072, 1536, 2560, 1024, 1024]
-"""Of packed sequences: 16k tokens."""
+"""Lengths of packed sequences: 16k tokens."""
 
 
 def random_sequences(rng: np.random.Generator, vocabulary: int, lengths: list[int]) -> list[Rollout]:

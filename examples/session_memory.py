@@ -15,12 +15,12 @@ import numpy as np
 
 from alula import Engine, Sampling, Sparsity
 from alula.charts import COLOURS, STYLE
-from alula.config.settings import EnvironmentSettings
 from alula.engine.rollout import NEVER
 from alula.environments.conversation import Conversation
 from alula.environments.episodes import Episode, Episodes, Start
 from alula.rollouts.job import Job
 from alula.rollouts.local_rollouts import LocalRollouts
+from alula.settings import EnvironmentSettings
 
 TURNS = (
     "My locker has the code 4711. Remember it. Now name three fruits.",

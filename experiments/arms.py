@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Of its run folder, less the seed."""
+        """Name of its run folder, without the seed."""
         policy = Sparsity.parse(self.sparsity)
         parts = [f"{p.method}-{p.budget}" for p in (policy.evict, policy.select) if p is not None]
         return "-".join([*(parts or ["dense"]), self.correction, *filter(None, [self.tag])])

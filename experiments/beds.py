@@ -21,7 +21,6 @@ import tips
 import torch
 from lines import write_lines
 
-from alula.config.settings import LearnerSettings
 from alula.data import Dataset, prepare
 from alula.data.dataset import Example
 from alula.data.tasks.pointer import Pointer
@@ -33,6 +32,7 @@ from alula.learner.learner import Learner
 from alula.learner.sft import Trace, warm_up
 from alula.models.load import load_model
 from alula.run.export import export
+from alula.settings import LearnerSettings
 
 HERE = Path(__file__).parent
 
@@ -67,7 +67,7 @@ class Bed:
     distill: tuple[str, ...]
     """Settings of the arms that distil."""
     distill_first: str
-    """Of those that also do before their first step."""
+    """The setting of arms that also distil before their first step."""
 
     @property
     def recipe(self) -> Path:
@@ -79,6 +79,10 @@ class Bed:
 
     def selector(self, budget: int | str) -> str:
         return f"block-topk:{budget}{self.select}"
+
+    def warm_seed(self, seed: int) -> int:
+        """The seed of the warm-up that a seed's runs start from."""
+        return seed if self.warm_seeds else 0
 
     def warm_up(self, seed: int, folder: Path, progress: Progress) -> None:
         """Write the warmed-up model."""
@@ -121,7 +125,7 @@ class TaskBed(Bed):
         return problems
 
     def write(self, problems: Dataset, path: Path) -> None:
-        raise NotImplementedError
+        write_problems(problems, path)
 
     def is_shortcut(self, text: str) -> bool:
         raise NotImplementedError
@@ -132,9 +136,6 @@ class TaskBed(Bed):
 
 @dataclass(frozen=True, kw_only=True)
 class PointerBed(TaskBed):
-    def write(self, problems: Dataset, path: Path) -> None:
-        write_problems(problems, path)
-
     def is_shortcut(self, text: str) -> bool:
         return text.lstrip().startswith("=")
 
@@ -328,10 +329,9 @@ BEDS: dict[str, Bed] = {**TASK_BEDS, GSM8K.name: GSM8K, TIPS.name: TIPS}
 
 def prepared(bed: Bed, seed: int, work: Path, progress: Progress) -> Path:
     """Folder with `model`, `train.jsonl` and `held.jsonl` of a seed, made where it is missing."""
-    first = seed if bed.warm_seeds else 0
-    start, own = work / f"start-{first}", work / f"data-{seed}"
+    start, own = work / f"start-{bed.warm_seed(seed)}", work / f"data-{seed}"
     if not (start / "model").exists():
-        bed.warm_up(first, start / "model", progress)
+        bed.warm_up(bed.warm_seed(seed), start / "model", progress)
     if not (own / "held.jsonl").exists():
         own.mkdir(parents=True, exist_ok=True)
         bed.write_data(seed, own)

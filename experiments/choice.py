@@ -21,7 +21,7 @@ TAU = 0.977
 
 
 def chosen_budgets(bed: Bed, seed: int, work: Path, budget: int | None = None) -> dict[str, int]:
-    """Of every evictor that was probed the largest budget that tempts the seed's model; where none does, the smallest.
+    """The largest budget of every probed evictor that tempts the seed's model; where none does, the smallest.
 
     Models of different seeds spread their attention differently: at one budget chains may break in one and hold in
     another, so it is the temptation that is held equal, not the budget. A bed without a shortcut tempts nobody: there
@@ -31,10 +31,14 @@ def chosen_budgets(bed: Bed, seed: int, work: Path, budget: int | None = None) -
         return dict.fromkeys(EVICTORS, budget)
     if not isinstance(bed, TaskBed):
         return dict.fromkeys(EVICTORS, bed.budgets[1])
-    warm_seed = seed if bed.warm_seeds else 0
-    found = [row for row in read_lines(work / "probe.jsonl") if row["seed"] == warm_seed]
+    found = probed_rows(bed, seed, work)
     probed = [method for method in EVICTORS if any(row["sparsity"].startswith(method) for row in found)]
     return {method: largest_tempting(bed, found, method) for method in probed}
+
+
+def probed_rows(bed: Bed, seed: int, work: Path) -> list[dict[str, Any]]:
+    """What was measured of the model that the seed starts from."""
+    return [row for row in read_lines(work / "probe.jsonl") if row["seed"] == bed.warm_seed(seed)]
 
 
 def largest_tempting(bed: TaskBed, rows: list[dict[str, Any]], method: str) -> int:
@@ -47,6 +51,5 @@ def largest_tempting(bed: TaskBed, rows: list[dict[str, Any]], method: str) -> i
 
 def below_threshold(bed: TaskBed, seed: int, work: Path) -> int:
     """The largest R-KV budget whose tail is below τ for the seed's model; the smallest of all where none is."""
-    warm_seed = seed if bed.warm_seeds else 0
-    tails = {row["sparsity"]: row["tail"] for row in read_lines(work / "probe.jsonl") if row["seed"] == warm_seed}
+    tails = {row["sparsity"]: row["tail"] for row in probed_rows(bed, seed, work)}
     return max((b for b in bed.budgets if tails[bed.evictor("rkv", b)] < TAU), default=bed.budgets[0])

@@ -9,8 +9,6 @@ what the leaderboard said of it and its run.
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +21,7 @@ from beds import prepared
 from lines import write_lines
 from long_beds import LONG_BEDS, LongBed
 from raw import raw_run, short
-from run import Run, in_a_child, run_all
+from run import Run, calibrate, in_a_child, run_all
 from settings import recipe_settings
 
 from alula.mismatch.leaderboard.row import Row
@@ -35,11 +33,9 @@ def leaderboard(bed: LongBed, seed: int, work: Path, target: int, methods: str, 
     """The rows at equal bytes held, measured on training problems."""
     path = work / f"leaderboard-{seed}.json"
     page = recipe_settings(bed)["engine"]["page"]
-    words = [sys.executable, "-m", "alula", "calibrate", str(work / f"start-{seed if bed.warm_seeds else 0}" / "model")]
-    words += ["--data", str(work / f"data-{seed}" / "train.jsonl"), "--no-chat", "--seed", str(seed)]
-    words += ["--leaderboard", "--no-timing", "--length", str(bed.longest), "--prompts", "256", "--pages", str(page)]
-    words += ["--budgets", str(target), "--methods", ",".join(f"{name}:{options}" for name in methods.split(","))]
-    subprocess.run([*words, "--out", str(path)], check=True)
+    size = ["--pages", str(page), "--budgets", str(target), "--out", str(path)]
+    named = ",".join(f"{name}:{options}" for name in methods.split(","))
+    calibrate(bed, seed, work, "--leaderboard", "--no-timing", "--methods", named, *size)
     return [Row.from_dict(row) for row in json.loads(path.read_text())["held"]]
 
 
@@ -65,7 +61,6 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = LONG_BEDS[options.bed], options.work / options.bed
-    (work / "logs").mkdir(parents=True, exist_ok=True)
     runs: list[tuple[Run, Row]] = []
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)

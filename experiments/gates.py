@@ -178,7 +178,6 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work, methods = LONG_BEDS[options.bed], options.work / options.bed, options.methods.split(",")
-    (work / "logs").mkdir(parents=True, exist_ok=True)
     seeds, found = range(options.seeds), []
     for seed in seeds:
         in_a_child(measure_text, bed, seed, work)

@@ -38,7 +38,7 @@ LEARNING_RATE = {"tiny": 1e-3, "smollm2": 5e-5}
 
 def classifier(bed: TaskBed, seed: int, work: Path) -> Path:
     """Folder of a seed's classifier."""
-    return work / f"classifier-{seed if bed.warm_seeds else 0}"
+    return work / f"classifier-{bed.warm_seed(seed)}"
 
 
 def train_classifier(bed: TaskBed, seed: int, work: Path) -> None:
@@ -150,7 +150,6 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = TASK_BEDS[options.bed], options.work / options.bed
-    (work / "logs").mkdir(parents=True, exist_ok=True)
     runs = []
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file that may not be there yet."""
+    """The rows of a file, or none if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

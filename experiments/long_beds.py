@@ -11,20 +11,15 @@ from typing import Any
 
 from beds import SMOLLM2, TINY, TaskBed, smollm2
 
-from alula.data import Dataset
 from alula.data.tasks.machine import Machine
 from alula.data.tasks.search import Search
 from alula.data.tasks.tokenizer import task_tokenizer
-from alula.demo.problems import write_problems
 from alula.demo.tiny_model import WarmUp, tiny_llama
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongBed(TaskBed):
     """A task of `alula.data.tasks` without a shortcut to be tempted by."""
-
-    def write(self, problems: Dataset, path: Any) -> None:
-        write_problems(problems, path)
 
     def is_shortcut(self, text: str) -> bool:
         return False

@@ -114,7 +114,6 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = BEDS[options.bed], options.work / options.bed
-    (work / "logs").mkdir(parents=True, exist_ok=True)
     runs = []
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)

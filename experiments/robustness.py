@@ -51,7 +51,7 @@ def main() -> None:
     done = {(row["arm"], row["seed"], row["policy"]) for row in read_lines(path)}
     for seed in range(options.seeds) if options.seed is None else [options.seed]:
         budgets = chosen_budgets(bed, seed, work)
-        models = {"start": work / f"start-{seed if bed.warm_seeds else 0}"}
+        models = {"start": work / f"start-{bed.warm_seed(seed)}"}
         arms = [arm for arm in QUESTIONS["collapse"](bed, budgets) if arm.name != "dense-sparse-rl"]  # as good as dense
         arms += [arm for arm in QUESTIONS["correction"](bed, budgets) if arm.label.endswith("milder")]
         models |= {arm.label: work / "runs" / f"{arm.name}-s{seed}" for arm in arms}

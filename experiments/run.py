@@ -37,6 +37,8 @@ from alula.errors import unknown
 FORK = multiprocessing.get_context("fork")
 """Every run is a child of its own: nothing of CUDA is touched in the parent."""
 
+ALULA = (sys.executable, "-m", "alula")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -107,20 +109,24 @@ def in_a_child(function, *arguments) -> None:  # type: ignore[no-untyped-def]
         raise SystemExit(f"{function.__name__} failed")
 
 
+def calibrate(bed: TaskBed, seed: int, work: Path, *options: str) -> None:
+    """`alula calibrate` with the model that the seed starts from, on its training problems."""
+    words = [str(work / f"start-{bed.warm_seed(seed)}" / "model"), "--data", str(work / f"data-{seed}" / "train.jsonl")]
+    words += ["--no-chat", "--seed", str(seed), "--length", str(bed.longest), "--prompts", "256"]
+    subprocess.run([*ALULA, "calibrate", *words, *options], check=True)
+
+
 def planned(bed: TaskBed, seed: int, work: Path) -> str:
     """The file of the growing schedule for τ: calibrated on the warmed-up model and the training problems, planned on
     lower confidence bounds."""
-    seed = seed if bed.warm_seeds else 0
+    seed = bed.warm_seed(seed)
     path, calibration = work / f"schedule-{seed}.json", work / f"calibration-{seed}.json"
     if not path.exists():
-        alula, budgets = [sys.executable, "-m", "alula"], ",".join(map(str, bed.read_budgets))
-        settings = bed.select.removeprefix(",block=").partition(",")
-        data = ["--data", f"{work}/data-{seed}/train.jsonl", "--no-chat", "--seed", str(seed)]
-        size = ["--length", str(bed.longest), "--bin", str(bed.bin), "--prompts", "256"]
-        method = ["--methods", f"block-topk:{settings[2]}", "--pages", settings[0], "--budgets", budgets]
-        out = ["--tau", str(TAU), "--out", str(calibration)]
-        subprocess.run([*alula, "calibrate", f"{work}/start-{seed}/model", *data, *size, *method, *out], check=True)
-        subprocess.run([*alula, "plan", str(calibration), "--tau", str(TAU), "--out", str(path)], check=True)
+        block, _, rest = bed.select.removeprefix(",block=").partition(",")
+        method = ["--methods", f"block-topk:{rest}", "--pages", block]
+        budgets = ["--budgets", ",".join(map(str, bed.read_budgets)), "--bin", str(bed.bin)]
+        calibrate(bed, seed, work, *method, *budgets, "--tau", str(TAU), "--out", str(calibration))
+        subprocess.run([*ALULA, "plan", str(calibration), "--tau", str(TAU), "--out", str(path)], check=True)
     return str(path)
 
 
@@ -133,6 +139,8 @@ def run_all(runs: list[Run], jobs: int, deadline: float) -> None:
     busy: list[tuple[Run, BaseProcess, float]] = []
     failed: set[Path] = set()
     asked = False
+    for run in left:
+        run.log.parent.mkdir(parents=True, exist_ok=True)
     while left or busy:
         while left and len(busy) < jobs and time.perf_counter() < deadline:
             run = left.pop(0)
@@ -191,7 +199,6 @@ def main() -> None:
     methods = options.methods.split(",") if options.methods else list(METHODS)
     asked = options.question.split(",")
     refuse(bed, asked, methods)
-    (work / "logs").mkdir(parents=True, exist_ok=True)
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
     questions: dict[str, list[Run]] = {}
@@ -206,7 +213,7 @@ def main() -> None:
             if question == "transfer":
                 assert isinstance(bed, TaskBed)
                 budgets = {"rkv": below_threshold(bed, seed, work), "schedule": planned(bed, seed, work)}
-                in_a_child(probe.run, bed, seed if bed.warm_seeds else 0, work, [bed.selector(budgets["schedule"])])
+                in_a_child(probe.run, bed, bed.warm_seed(seed), work, [bed.selector(budgets["schedule"])])
             budgets = {m: b for m, b in budgets.items() if m in (*methods, "schedule")}
             print(f"{question}, seed {seed}: budgets {budgets}", flush=True)
             arms = QUESTIONS[question](bed, budgets)

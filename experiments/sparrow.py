@@ -42,7 +42,7 @@ from alula.sparsity.schedule import Schedule
 
 ARMS = ("a", "b", "c", "d")
 Budgets = tuple[int, ...]
-"""Of every length bin; one for all of them if there is only one."""
+"""One per length bin, or a single one for all bins."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def length_bins(bed: LongBed) -> Bins:
 
 
 def calibrated(bed: LongBed, seed: int, work: Path, text: str) -> Calibrated:
-    warm = seed if bed.warm_seeds else 0
+    warm = bed.warm_seed(seed)
     rows = [row for row in read_lines(work / f"calibration-{text}.jsonl") if row["seed"] == warm]
     bins = min(sum(tail is not None for tail in row["tails"]) for row in rows)
     return Calibrated(bed, {row["budget"]: row["tails"][:bins] for row in rows}, rows[0]["lengths"])
@@ -174,11 +174,10 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.perf_counter() + options.seconds
     bed, work = LONG_BEDS[options.bed], options.work / options.bed
-    (work / "logs").mkdir(parents=True, exist_ok=True)
     planned: list[tuple[Run, float, Budgets, float]] = []
     for seed in range(options.seeds):
         in_a_child(prepared, bed, seed, work, probe.print_step)
-        in_a_child(calibrate, bed, seed if bed.warm_seeds else 0, work, options.text)
+        in_a_child(calibrate, bed, bed.warm_seed(seed), work, options.text)
         found = calibrated(bed, seed, work, options.text)
         planned.append((Run(bed, DENSE, seed, work), 1.0, (), 1.0))
         for tau in map(float, options.tau.split(",")):

@@ -13,9 +13,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "alula"
 RECIPE = Path(__file__).parents[1] / "recipes" / "toy.yaml"
 
 LAYERS = (
-    ("errors", "terminal", "charts", "cpus", "heap", "hub", "malloc"),
-    ("files", "imports"),
-    ("config.settings",),
+    ("errors", "terminal", "cgroups", "charts", "heap", "hub", "malloc"),
+    ("cpus", "files", "imports"),
+    ("settings",),
     ("distributed",),
     ("ops",),
     ("models",),
@@ -29,7 +29,7 @@ LAYERS = (
     ("learner",),
     ("mismatch",),
     ("bench",),
-    ("config.run",),
+    ("config",),
     ("rollouts",),
     ("distill",),
     ("serve",),
@@ -39,7 +39,7 @@ LAYERS = (
     ("integrations", "demo"),
     ("cli",),
 )
-"""Bottom first. `config.run` is the whole tree with its loading and its documentation."""
+"""Bottom first. `settings` has the sections of a run, `config` is the whole tree."""
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -56,11 +56,7 @@ def modules() -> dict[str, Path]:
 def layer_of(module: str) -> str | None:
     """The layer of a module; None for the package itself, which only re-exports."""
     _, *parts = module.split(".")
-    if not parts or parts == ["__main__"]:
-        return None
-    if parts[0] == "config":
-        return None if len(parts) == 1 else "config.settings" if parts[1] == "settings" else "config.run"
-    return parts[0]
+    return None if parts in ([], ["__main__"]) else parts[0]
 
 
 class Imports(ast.NodeVisitor):

@@ -1,20 +1,19 @@
 """CPU cores that this process may use, and how many threads torch uses of them."""
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from alula.cgroups import cpu_quota
 
 if TYPE_CHECKING:
     from torch import nn
-
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_cpus() -> int:
     """Cores that this process may use: its affinity, and the quota of its cgroup (as a container sets it)."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, min(cores, cgroup_quota() or cores))
+    return max(1, min(cores, cpu_quota() or cores))
 
 
 SMALL_MODEL = 2_000_000
@@ -37,29 +36,3 @@ def set_threads(model: "nn.Module", recorded: int | None = None) -> None:
 
     if next(model.parameters()).device.type == "cpu":
         torch.set_num_threads(threads_for(sum(p.numel() for p in model.parameters()), recorded))
-
-
-def cgroup_quota(root: Path = CGROUPS, process: Path = OWN_CGROUP) -> int | None:
-    """CPUs of this process' cgroup quota, rounded up; None without one. The tightest group counts (version 2); of
-    version 1 the outermost, which is a container's own."""
-    pairs = [(folder / "cpu.max",) for folder in cgroup_folders(root, process)]
-    pairs += [(root / "cpu" / "cpu.cfs_quota_us", root / "cpu" / "cpu.cfs_period_us")]  # type: ignore[list-item]
-    return min((quota for files in pairs if (quota := _quota(files)) is not None), default=None)
-
-
-def cgroup_folders(root: Path, process: Path) -> list[Path]:
-    """The folders of this process' cgroup and of all around it (version 2), the innermost first."""
-    try:
-        group = next(line[3:] for line in process.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        group = "/"
-    own = root / group.strip("/")
-    return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-
-
-def _quota(files: tuple[Path, ...]) -> int | None:
-    try:
-        quota, period = " ".join(file.read_text() for file in files).split()
-    except (OSError, ValueError):
-        return None
-    return None if quota in ("max", "-1") else -(-int(quota) // int(period))

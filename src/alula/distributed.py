@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from alula.config.settings import Shard
 from alula.errors import require
+from alula.settings import Shard
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:

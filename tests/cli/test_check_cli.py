@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from alula.cli.main import app
 from alula.config.load import load_config
 from alula.config.run import RunConfig
 from alula.files import size_text
 from alula.models.load import load_model
 from alula.models.lora import init_adapter
-from alula.trainer.check import sparsity_table
-from alula.trainer.memory_plan import USABLE, plan_memory, totals
+from alula.trainer.check import sparsity_table, totals
+from alula.trainer.memory_plan import USABLE, plan_memory
+from command_line import alula, output_of
 
 
 def load(recipe, *overrides) -> RunConfig:
@@ -22,23 +22,17 @@ def load(recipe, *overrides) -> RunConfig:
 def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("alula.models.load.load_model", None)
-    with pytest.raises(SystemExit) as ended:
-        app(
-            [
-                "train",
-                "--check",
-                str(recipe),
-                "model.source=shape:qwen2.5-1.5b",
-                "model.dtype=bfloat16",
-                "sampling.prompts=128",
-                "sampling.max_new_tokens=4096",
-                "data.max_prompt_tokens=512",
-                "engine.max_rows=1024",
-                "sparsity.evict={method: rkv, budget: 512}",
-                "objective.kl=1e-4",
-            ]
-        )
-    assert not ended.value.code
+    settings = (
+        "model.source=shape:qwen2.5-1.5b",
+        "model.dtype=bfloat16",
+        "sampling.prompts=128",
+        "sampling.max_new_tokens=4096",
+        "data.max_prompt_tokens=512",
+        "engine.max_rows=1024",
+        "sparsity.evict={method: rkv, budget: 512}",
+        "objective.kl=1e-4",
+    )
+    assert alula("train", "--check", recipe, *settings) == 0
     plan = capsys.readouterr().out
     for expected in (
         "128 prompts × 8 = 1,024",
@@ -54,9 +48,7 @@ def test_check_prints_the_plan_and_loads_no_weights(recipe, capsys, tmp_path, mo
 
 def test_check_counts_in_the_singular(tmp_path, capsys):
     ones = ["steps=1", "sampling.prompts=1", "learner.updates=1", "eval.every=1", "eval.size=1", "engine.max_rows=1"]
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", "toy", f"out={tmp_path / 'run'}", "data.size=2", *ones])
-    assert not ended.value.code
+    assert alula("train", "--check", "toy", f"out={tmp_path / 'run'}", "data.size=2", *ones) == 0
     plan = " ".join(capsys.readouterr().out.split())
     for line in (
         "1 example of the same",
@@ -79,16 +71,12 @@ def test_check_says_how_rewards_grade_the_reference_answers(tmp_path, capsys, mo
         ("math", "mean grade of the first 3: math 0.67"),
         ("{name: format, options: {has: boxed}}", "format 0; none is accepted as it is, see docs/reward-stays-0.md"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            app([*command, f"rewards.use=[{reward}]"])
-        assert not ended.value.code
+        assert alula(*command, f"rewards.use=[{reward}]") == 0
         assert text in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_private_upload_needs_an_upload(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "toy", f"out={tmp_path / 'run'}", "--private"])
-    assert ended.value.code == 2
+    assert alula("train", "toy", f"out={tmp_path / 'run'}", "--private") == 2
     assert "--private: needs --push-to-hub" in capsys.readouterr().err
 
 
@@ -121,9 +109,7 @@ def test_check_prints_the_budgets_of_a_schedule(recipe, policy, line):
 @pytest.mark.parametrize("policy", [FROM_A_PRESET, TO_A_PRESET], ids=["begins with it", "moves to it"])
 def test_check_warns_when_a_preset_belongs_to_another_model(recipe, capsys, monkeypatch, source, policy):
     monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), f"model.source={source}", *policy])
-    assert not ended.value.code
+    assert alula("train", "--check", recipe, f"model.source={source}", *policy) == 0
     warned = "Qwen/Qwen3-4B (hidden_size=2560, here 4096)" in capsys.readouterr().out
     assert warned is (source == "shape:qwen3-8b")
 
@@ -163,16 +149,12 @@ def test_check_warns_when_a_preset_belongs_to_another_model(recipe, capsys, monk
 )
 def test_check_reports_invalid_settings(recipe, capsys, monkeypatch, overrides, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), *overrides])
-    assert ended.value.code == 2
+    assert alula("train", "--check", recipe, *overrides) == 2
     assert message in capsys.readouterr().err
 
 
 def plan_of(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", *map(str, arguments)])
-    assert not ended.value.code
+    assert alula("train", "--check", *arguments) == 0
     return capsys.readouterr().out
 
 
@@ -207,9 +189,7 @@ def test_check_measures_the_longest_prompt(recipe, tmp_path, capsys, monkeypatch
 )
 def test_check_rejects_sequences_longer_than_the_positions_of_the_model(recipe, capsys, overrides, message):
     plan_of(capsys, recipe, "sampling.max_new_tokens=4090")
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), *overrides])
-    assert ended.value.code == 2
+    assert alula("train", "--check", recipe, *overrides) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "max_position_embeddings=4096" in error
@@ -275,9 +255,7 @@ def test_check_prints_the_limits_of_the_controller(recipe, capsys, monkeypatch, 
     ],
 )
 def test_check_reports_invalid_settings_of_the_controller(recipe, capsys, settings, message):
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), "control.enabled=true", *settings])
-    assert ended.value.code == 2
+    assert alula("train", "--check", recipe, "control.enabled=true", *settings) == 2
     assert message in capsys.readouterr().err
 
 
@@ -308,12 +286,8 @@ def test_check_compares_the_adapter_with_the_model(recipe, tmp_path, capsys):
     model = load_model("shape:tiny-llama").model
     init_adapter(model, rank=2, alpha=4.0, targets=["v_proj"], seed=0).save(tmp_path / "adapter")
     check = ["train", "--check", str(recipe), *EVICTS, f"distill.adapter={tmp_path / 'adapter'}"]
-    with pytest.raises(SystemExit) as ended:
-        app(check)
-    assert not ended.value.code
-    with pytest.raises(SystemExit) as ended:
-        app([*check, "model.source=shape:tiny-qwen3"])
-    assert ended.value.code == 2
+    assert alula(*check) == 0
+    assert alula(*check, "model.source=shape:tiny-qwen3") == 2
     assert "/adapter' does not fit model.source='shape:tiny-qwen3' (" in capsys.readouterr().err
 
 
@@ -322,17 +296,12 @@ def test_check_expands_the_home_folder(recipe, tmp_path, capsys, monkeypatch):
     model = load_model("shape:tiny-qwen3").model
     model.save_pretrained(tmp_path / "complete")
     model.config.save_pretrained(tmp_path / "no-weights")
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), "model.source=~/complete", "model.tokenizer=task:copy-last"])
-    assert not ended.value.code
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), "model.source=~/no-weights"])
-    assert ended.value.code == 2
+    assert alula("train", "--check", recipe, "model.source=~/complete", "model.tokenizer=task:copy-last") == 0
+    assert alula("train", "--check", recipe, "model.source=~/no-weights") == 2
     assert "model.source='~/no-weights': the folder has no .safetensors file; Alula" in capsys.readouterr().err
     model.save_pretrained(tmp_path / "no-weights" / "model")
     for source, message in (("~/no-weights", "a run's model is in "), ("no/such/folder", "no such file or folder")):
-        with pytest.raises(SystemExit):
-            app(["train", "--check", str(recipe), f"model.source={source}"])
+        alula("train", "--check", recipe, f"model.source={source}")
         assert message in capsys.readouterr().err
 
 
@@ -352,12 +321,10 @@ def test_check_reports_an_unusable_run_folder_and_creates_none(recipe, tmp_path,
         ("held", ["--resume"], ""),
         ("held/new/run", [], ""),
     ):
-        with pytest.raises(SystemExit) as ended:
-            app(["train", "--check", str(recipe), f"out={tmp_path / out}", *more])
-        printed = capsys.readouterr()
-        assert ended.value.code == (2 if message else 0)
-        assert message in printed.err
-        assert "what is sparse" in printed.out, "the plan is printed too"
+        code, printed, error = output_of(capsys, "train", "--check", recipe, f"out={tmp_path / out}", *more)
+        assert code == (2 if message else 0)
+        assert message in error
+        assert "what is sparse" in printed, "the plan is printed too"
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -368,10 +335,9 @@ def test_check_reports_each_source_of_data_apart(recipe, tmp_path, capsys, monke
     mine.write_text("".join(json.dumps({"prompt": f"{i} + 1 = ?", "answer": str(i + 1)}) + "\n" for i in range(300)))
 
     def check(*settings: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            app(["train", "--check", str(recipe), "rewards.use=[{name: length, options: {target: 9}}]", *settings])
-        printed = capsys.readouterr()
-        return printed.err if ended.value.code else " ".join(printed.out.split())
+        reward = "rewards.use=[{name: length, options: {target: 9}}]"
+        code, out, error = output_of(capsys, "train", "--check", recipe, reward, *settings)
+        return error if code else " ".join(out.split())
 
     local, remote = f"data.source={mine}", "eval.data={source: gsm8k, split: test}"
     printed = check(local, remote)
@@ -393,9 +359,7 @@ def test_check_reports_each_source_of_data_apart(recipe, tmp_path, capsys, monke
 def test_unknown_field_names_the_setting_of_its_section(recipe, tmp_path, capsys, section, option):
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"question": "a", "answer": "b"}\n' * 300)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), f"{section}.source={mine}"])
-    assert ended.value.code == 2
+    assert alula("train", "--check", recipe, f"{section}.source={mine}") == 2
     error = capsys.readouterr().err
     assert error.startswith(f"alula: {section} {mine}: unknown field 'prompt' of the prompt template")
     assert f'name another with {section}.prompt="{{question}}" in a recipe' in error
@@ -415,9 +379,7 @@ def test_unknown_field_names_the_setting_of_its_section(recipe, tmp_path, capsys
 )
 def test_check_warns_if_nothing_will_be_sparse(recipe, capsys, monkeypatch, settings, reason):
     monkeypatch.setenv("COLUMNS", "300")
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(recipe), "sampling.max_new_tokens=100", *settings])
-    assert not ended.value.code
+    assert alula("train", "--check", recipe, "sampling.max_new_tokens=100", *settings) == 0
     printed = capsys.readouterr().out
     assert ("Nothing will be sparse: no sequence " in printed) is (reason is not None)
     assert reason is None or reason in printed

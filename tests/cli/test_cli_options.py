@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import alula.data
 from alula.cli.main import app
+from alula.data import prepare
 from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.models.load import load_model
 from alula.sparsity.schedule import Schedule
+from command_line import alula, output_of
 
 SHAPE = "shape:tiny-llama"
 SPARSE = ("--sparsity", "streaming:8+2,window=2,sinks=1")
@@ -29,9 +30,7 @@ class Reached(Exception):
 
 
 def error_of(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        app([*map(str, words)])
-    assert ended.value.code == 2
+    assert alula(*words) == 2
     return capsys.readouterr().err
 
 
@@ -92,26 +91,23 @@ def test_a_schedule_of_another_model_is_reported_once_per_model(command, folder,
     words = [command, "model", *where, "--max-new-tokens", 2, "--sparsity", "block-topk:planned.json", *twice]
     for origin, notes in (("tiny-qwen3", 1), ("tiny-llama", 0)):
         Path("planned.json").write_text(Path("planned.json").read_text().replace("tiny-qwen3", origin))
-        with pytest.raises(SystemExit) as ended:
-            app([*map(str, words)])
-        printed = capsys.readouterr()
-        assert not ended.value.code
+        code, out, error = output_of(capsys, *words)
+        assert code == 0
         note = "who/tiny-qwen3 (model_type=qwen3, here llama)"
-        assert printed.err.count(note) == printed.err.count("note: ") == notes
-        assert "note: " not in printed.out
+        assert error.count(note) == error.count("note: ") == notes
+        assert "note: " not in out
 
 
 @pytest.mark.parametrize("command", ["calibrate", "distill"])
 def test_chat_template_is_applied_unless_no_chat(command, folder, monkeypatch):
     plain, chat = ["<bos>", "a", "b"], ["<bos>", "user", "a", "b", "assistant"]
-    prepare = alula.data.prepare
 
     def stop(dataset, tokenizer, **options):
         (example,) = prepare(dataset, tokenizer, **options)
         raise Reached(tokenizer.convert_ids_to_tokens(list(example.prompt_ids)))
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(alula.data, "prepare", stop)
+    monkeypatch.setattr("alula.data.prepare", stop)
     words = [command, "model", "--data", "prompts.jsonl", *COMMANDS[command][2:], "--device", "cpu"]
     for option, expected in (([], chat), (["--chat"], chat), (["--no-chat"], plain)):
         with pytest.raises(Reached) as reached:
@@ -127,7 +123,7 @@ def test_the_prompts_of_all_data_sets_are_used(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     Path("more.jsonl").write_text('{"prompt": "c"}\n{"prompt": "d"}\n')
     for method in ("take", "split"):
-        monkeypatch.setattr(alula.data.Dataset, method, stop)
+        monkeypatch.setattr(f"alula.data.Dataset.{method}", stop)
     sets = ["--data", "prompts.jsonl", "--data", "more.jsonl"]
     monkeypatch.setattr("alula.mismatch.tail.MIN_PROMPTS", 3)
     words = [command, "model", *sets, *COMMANDS[command][2:], "--prompts", 3, "--device", "cpu"]

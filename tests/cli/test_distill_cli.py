@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from alula import Schedule
-from alula.cli.main import app
 from alula.models.lora import Adapter
+from command_line import alula
 from distill_runs import successor_model
 
 
@@ -52,9 +52,7 @@ def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
         "--out",
         str(out),
     ]
-    with pytest.raises(SystemExit) as finished:
-        app(["distill", *arguments])
-    assert finished.value.code == 0
+    assert alula("distill", *arguments) == 0
     written = {"adapter", "metrics.jsonl", "status.json", "summary.json"}
     assert {path.name for path in out.iterdir()} == written, "no empty files"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -70,9 +68,7 @@ def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
     assert any(b.abs().max() > 0 for _, b in adapter.weights.values())
 
     def again(*changes: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            app(["distill", *arguments[:-1], str(tmp_path / "parts"), "--save-every", "2", *changes])
-        return ended.value.code
+        return alula("distill", *arguments[:-1], tmp_path / "parts", "--save-every", 2, *changes)
 
     assert again("--steps", "2") == 0
     assert again("--steps", "3") == 2
@@ -123,8 +119,7 @@ def test_interrupted_command_has_status_stopped(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("alula.distill.standalone.distill_prompts", interrupted)
-    with pytest.raises(SystemExit):
-        app([*COMMAND, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", str(tmp_path)])
+    alula(*COMMAND, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
 
 
@@ -133,9 +128,7 @@ def test_resume_with_a_changed_schedule_file_raises(tmp_path, capsys):
     schedule, out = tmp_path / "schedule.json", str(tmp_path / "out")
 
     def run(*more: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            app([*COMMAND, "--sparsity", f"block-topk:{schedule},block=2", "--out", out, *more])
-        return ended.value.code
+        return alula(*COMMAND, "--sparsity", f"block-topk:{schedule},block=2", "--out", out, *more)
 
     Schedule((6,), block=2).save(schedule)
     assert run() == 0

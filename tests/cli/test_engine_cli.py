@@ -9,7 +9,7 @@ import pytest
 
 from alula import Engine, Evict, Sampling, Sparsity
 from alula.cli.common import check_output_file
-from alula.cli.main import app
+from command_line import output_of
 
 ROOT = Path(__file__).parents[2]
 MODEL = "shape:tiny-qwen3"
@@ -20,15 +20,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text('{"prompt": [1, 2, 3, 4]}\n\n{"prompt": [5], "answer": 7}\n')
     return tmp_path
-
-
-def run(capsys, *arguments):
-    """Exit code, standard output and standard error."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        app([*map(str, arguments)])
-    printed = capsys.readouterr()
-    return ended.value.code or 0, printed.out, printed.err
 
 
 @pytest.mark.slow
@@ -69,7 +60,7 @@ def test_generate_writes_the_rollouts_of_the_engine(capsys):
         "--topk-logprobs",
         2,
     )
-    code, out, err = run(capsys, *ask)
+    code, out, err = output_of(capsys, *ask)
     assert (code, err) == (0, "")
     engine = Engine.load(MODEL, kv_memory="1MiB", max_rows=8)
     expected = engine.generate(
@@ -87,13 +78,15 @@ def test_generate_writes_the_rollouts_of_the_engine(capsys):
         assert (record["finish"], record["sparsity"], record["text"]) == ("length", "rkv:32+16,sinks=2", None)
         assert record["kv"] == vars(rollout.kv) | {"saved": rollout.kv.saved}
     for again in ("first", "over it"):
-        assert run(capsys, *ask, "-o", "new/folder/out.jsonl") == (0, "", ""), again
+        assert output_of(capsys, *ask, "-o", "new/folder/out.jsonl") == (0, "", ""), again
         assert Path("new/folder/out.jsonl").read_text() == out
 
 
 def test_generate_reads_standard_input_and_cuts_the_distribution(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": [9, 8]}\n'))
-    code, out, _ = run(capsys, "generate", MODEL, "--file", "-", "--top-k", 3, "--max-new-tokens", 4, "--ignore-eos")
+    code, out, _ = output_of(
+        capsys, "generate", MODEL, "--file", "-", "--top-k", 3, "--max-new-tokens", 4, "--ignore-eos"
+    )
     record = json.loads(out)
     assert code == 0
     assert (record["prompt_ids"], len(record["token_ids"]), record["logprobs"]) == ([9, 8], 4, None)
@@ -102,7 +95,7 @@ def test_generate_reads_standard_input_and_cuts_the_distribution(capsys, monkeyp
 @pytest.mark.slow
 def test_generate_loads_with_the_block_of_the_selector_as_page(capsys):
     policy = "snapkv:64+16 & quest:24,block=8,dense_layers=1"
-    code, out, _ = run(capsys, "generate", MODEL, "--file", "prompts.jsonl", "--sparsity", policy, "--ignore-eos")
+    code, out, _ = output_of(capsys, "generate", MODEL, "--file", "prompts.jsonl", "--sparsity", policy, "--ignore-eos")
     kv = [json.loads(line)["kv"] for line in out.splitlines()]
     assert code == 0
     assert all(0 < use["mean_read_tokens"] < use["mean_tokens"] < use["dense_mean_tokens"] for use in kv)
@@ -110,7 +103,7 @@ def test_generate_loads_with_the_block_of_the_selector_as_page(capsys):
 
 def test_standard_input_that_is_not_utf8_raises(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "\xfc"}\n'), encoding="utf-8"))
-    code, _, err = run(capsys, "generate", MODEL, "--file", "-")
+    code, _, err = output_of(capsys, "generate", MODEL, "--file", "-")
     assert (code, err) == (2, "alula: --file -: standard input is not UTF-8; convert it.\n")
 
 
@@ -155,7 +148,7 @@ def test_generate_rejects_bad_input_in_one_line(capsys, arguments, message):
     given = (
         arguments if "--file" in arguments or arguments in ([], ["hello"]) else ["--file", "prompts.jsonl", *arguments]
     )
-    code, out, err = run(capsys, "generate", MODEL, *given)
+    code, out, err = output_of(capsys, "generate", MODEL, *given)
     assert (code, out) == (2, "")
     assert err.startswith("alula: ")
     assert message in err
@@ -170,7 +163,7 @@ COMMON = ("--batch", 2, "--batch", 3, "--context", 20, "--context", 300, "--kv-m
 def test_bench_times_steps_and_rollouts(capsys):
     policies = [word for policy in POLICIES for word in ("--sparsity", policy)]
     ask = ("bench", MODEL, *COMMON, "--rollouts", 3, "--json", "--out", "bench.json", *policies)
-    code, out, err = run(capsys, *ask)
+    code, out, err = output_of(capsys, *ask)
     assert (code, err) == (0, "")
     records = [json.loads(line) for line in out.splitlines()]
     assert len(records) == 2 * 5 * 2 * 2
@@ -199,7 +192,7 @@ def saved_weights() -> int:
 
 @pytest.mark.slow
 def test_bench_table_is_not_truncated_in_a_pipe(capsys):
-    code, out, err = run(capsys, "bench", MODEL, *COMMON, "--sparsity", POLICIES[-1], "--rollouts", 2)
+    code, out, err = output_of(capsys, "bench", MODEL, *COMMON, "--sparsity", POLICIES[-1], "--rollouts", 2)
     assert (code, err) == (0, "")
     for word in ("sparsity", "batch", "context", "floor ms", "of floor", "tokens/s", "MiB", "rollouts + 2", "TB/s"):
         assert word in out
@@ -211,7 +204,7 @@ def test_bench_table_is_not_truncated_in_a_pipe(capsys):
 def test_bench_accepts_contexts_beyond_the_positions_of_the_model(capsys):
     """RoPE tables and pages are sized for the requested context."""
     ask = ("bench", MODEL, "--batch", 1, "--context", 5000, "--kv-memory", "8MiB", "--json")
-    code, out, _ = run(capsys, *ask)
+    code, out, _ = output_of(capsys, *ask)
     assert code == 0
     assert json.loads(out)["context"] == 5000
 
@@ -219,7 +212,7 @@ def test_bench_accepts_contexts_beyond_the_positions_of_the_model(capsys):
 @pytest.mark.slow
 def test_bench_takes_the_page_size_from_the_selector(capsys):
     ask = ("bench", MODEL, "--batch", 1, "--context", 128, "--kv-memory", "8MiB", "--json")
-    code, out, _ = run(capsys, *ask, "--sparsity", "dense", "--sparsity", "quest:96,block=32")
+    code, out, _ = output_of(capsys, *ask, "--sparsity", "dense", "--sparsity", "quest:96,block=32")
     assert code == 0
     assert len(out.splitlines()) == 2
 
@@ -239,7 +232,7 @@ def test_bench_takes_the_page_size_from_the_selector(capsys):
 )
 @pytest.mark.slow
 def test_bench_rejects_bad_input_in_one_line(capsys, arguments, message):
-    code, out, err = run(capsys, "bench", MODEL, "--kv-memory", "1MiB", "--context", 32, *arguments)
+    code, out, err = output_of(capsys, "bench", MODEL, "--kv-memory", "1MiB", "--context", 32, *arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1

@@ -9,20 +9,11 @@ import huggingface_hub
 import pytest
 
 from alula import hub
-from alula.cli.main import app
 from alula.data import load
 from alula.engine.engine import Engine
 from alula.errors import SettingError
 from alula.rewards import Rewards, RewardTerm
-
-
-def ended(capsys, *arguments) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        app([*map(str, arguments)])
-    printed = capsys.readouterr()
-    return end.value.code or 0, printed.out, printed.err
+from command_line import output_of
 
 
 @pytest.mark.real
@@ -30,11 +21,11 @@ def test_truncated_gguf_file_is_reported(smollm2, recipe, tmp_path, capsys):
     part = tmp_path / "part.gguf"
     with smollm2.open("rb") as whole:
         part.write_bytes(whole.read(1_000_000))
-    code, _, error = ended(capsys, "generate", part, "hello")
+    code, _, error = output_of(capsys, "generate", part, "hello")
     assert (code, error.count("\n")) == (2, 1)
     assert error.startswith(f"alula: model '{part}' cannot be loaded: ")
     assert error.endswith("; the file is probably incomplete, so fetch it again.\n")
-    code, _, error = ended(capsys, "train", "--check", recipe, f"model.source={part}")
+    code, _, error = output_of(capsys, "train", "--check", recipe, f"model.source={part}")
     assert (code, error.count("\n")) == (2, 1)
     assert "probably incomplete" in error
 
@@ -46,7 +37,7 @@ def test_report_into_an_impossible_place(tmp_path, capsys, place):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    code, _, error = ended(capsys, "report", run, "-o", tmp_path / place)
+    code, _, error = output_of(capsys, "report", run, "-o", tmp_path / place)
     assert code == 2
     assert error.splitlines()[-1].startswith(f"alula: --out {tmp_path / place}: ")
     assert "Traceback" not in error
@@ -54,11 +45,11 @@ def test_report_into_an_impossible_place(tmp_path, capsys, place):
 
 def test_check_reports_a_sink_that_is_not_installed(recipe, capsys, monkeypatch):
     monkeypatch.setattr("alula.run.sinks.find_spec", lambda name: None if name == "wandb" else object())
-    code, _, error = ended(capsys, "train", "--check", recipe, "logging.sinks=[tensorboard, wandb]")
+    code, _, error = output_of(capsys, "train", "--check", recipe, "logging.sinks=[tensorboard, wandb]")
     assert code == 2
     assert error.startswith("alula: logging.sinks: 'wandb' needs a package that is not installed")
     assert "pip install 'alula[wandb]'" in error
-    assert ended(capsys, "train", "--check", recipe, "logging.sinks=[tensorboard]")[0] == 0
+    assert output_of(capsys, "train", "--check", recipe, "logging.sinks=[tensorboard]")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_check_reports_a_sink_that_is_not_installed(recipe, capsys, monkeypatch)
 )
 def test_calibrate_checks_its_numbers_before_it_loads_the_model(capsys, monkeypatch, option, value, message):
     monkeypatch.setattr("alula.cli.calibrate.load_model_and_prompts", None)
-    code, _, error = ended(capsys, "calibrate", "shape:tiny-llama", "--data", "task:copy-last", option, value)
+    code, _, error = output_of(capsys, "calibrate", "shape:tiny-llama", "--data", "task:copy-last", option, value)
     assert code == 2
     assert error.startswith(f"alula: {message}")
 
@@ -87,11 +78,11 @@ def test_prompts_are_read_from_a_pipe(tmp_path, capsys):
     text = '{"prompt": [1, 2, 3]}\n'
     writer = threading.Thread(target=lambda: pipe.write_text(text))
     writer.start()
-    code, out, _ = ended(capsys, "generate", "shape:tiny-llama", "--max-new-tokens", 2, "--file", pipe)
+    code, out, _ = output_of(capsys, "generate", "shape:tiny-llama", "--max-new-tokens", 2, "--file", pipe)
     writer.join()
     assert code == 0
     assert json.loads(out)["prompt_ids"] == [1, 2, 3]
-    code, _, error = ended(capsys, "generate", "shape:tiny-llama", "--file", tmp_path)
+    code, _, error = output_of(capsys, "generate", "shape:tiny-llama", "--file", tmp_path)
     assert (code, error) == (2, f"alula: --file {tmp_path}: is a folder.\n")
 
 
@@ -103,7 +94,7 @@ def test_unreachable_hub_takes_one_sentence_and_no_retries(capsys, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     hub.offline_if_unreachable.cache_clear()
     began = time.monotonic()
-    code, _, error = ended(capsys, "generate", "someone/some-model", "hello")
+    code, _, error = output_of(capsys, "generate", "someone/some-model", "hello")
     assert code == 2
     first, second = error.splitlines()
     assert first == "alula: no connection to http://127.0.0.1:9; using cached files only."
@@ -129,7 +120,7 @@ def test_unreachable_hub_takes_one_sentence_and_no_retries(capsys, monkeypatch):
 def test_check_reports_a_reward_module_that_fails(recipe, tmp_path, capsys, monkeypatch, name, code, reason):
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    code, _, error = ended(capsys, "train", "--check", recipe, f"rewards.use={name}:f")
+    code, _, error = output_of(capsys, "train", "--check", recipe, f"rewards.use={name}:f")
     assert (code, error) == (2, f"alula: rewards.use: {reason}; correct it.\n")
 
 
@@ -152,7 +143,7 @@ def test_errors_name_the_setting(tmp_path, capsys, setting, message, check):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a b", "answer": "c"}\n' * 8)
     data = [f"data={{source: {tmp_path / 'data.jsonl'}}}"] if "answer_form" in setting else []
     small = ["eval.size=1", "model.tokenizer=task:successor", *data, setting, f"out={tmp_path / 'run'}"]
-    code, _, error = ended(capsys, "train", *check, "toy", *small)
+    code, _, error = output_of(capsys, "train", *check, "toy", *small)
     assert code == 2
     assert error.splitlines()[-1].startswith(f"alula: {message}")
 
@@ -200,7 +191,7 @@ def test_files_and_numbers_that_cannot_work(tmp_path, capsys, monkeypatch, argum
     (tmp_path / "broken").write_text("steps: [1,\nseed: 2\n")
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    code, _, error = ended(capsys, *arguments)
+    code, _, error = output_of(capsys, *arguments)
     assert (code, error) == (2, message)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "folder", "list", "noise"]
     assert (tmp_path / "noise").read_bytes() == NOISE
@@ -221,7 +212,7 @@ def test_gguf_without_its_packages_is_one_sentence(recipe, tmp_path, capsys, mon
         ("generate", tmp_path / "model.gguf", "hello"),
         ("train", "--check", recipe, f"model.source={tmp_path / 'model.gguf'}"),
     ):
-        code, _, error = ended(capsys, *arguments)
+        code, _, error = output_of(capsys, *arguments)
         assert (code, error.count("\n")) == (2, 1)
         assert "GGUF files need gguf; install with `pip install 'alula[gguf]'`" in error
 
@@ -235,7 +226,7 @@ def test_gguf_without_its_packages_is_one_sentence(recipe, tmp_path, capsys, mon
 )
 def test_numbers_beyond_this_machine(tmp_path, capsys, options, message):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [1, 2, 3]}\n')
-    code, _, error = ended(
+    code, _, error = output_of(
         capsys, "generate", "shape:tiny-llama", "--device", "cpu", "--file", tmp_path / "prompts.jsonl", *options
     )
     assert (code, error.count("\n")) == (2, 1)
@@ -251,7 +242,7 @@ def test_numbers_beyond_this_machine(tmp_path, capsys, options, message):
     ],
 )
 def test_check_rejects_what_the_run_would(recipe, capsys, setting, message):
-    code, _, error = ended(capsys, "train", "--check", recipe, setting)
+    code, _, error = output_of(capsys, "train", "--check", recipe, setting)
     assert (code, error.count("\n")) == (2, 1)
     assert message in error
 
@@ -259,7 +250,7 @@ def test_check_rejects_what_the_run_would(recipe, capsys, setting, message):
 def test_check_names_the_setting_of_a_reward_that_its_module_lacks(recipe, tmp_path, capsys, monkeypatch):
     (tmp_path / "some_rewards.py").write_text("def right(completion, example):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    code, _, error = ended(capsys, "train", "--check", recipe, "rewards.use=some_rewards:rihgt")
+    code, _, error = output_of(capsys, "train", "--check", recipe, "rewards.use=some_rewards:rihgt")
     assert code == 2
     assert error.startswith("alula: rewards.use: reward some_rewards:rihgt: ")
     assert "did you mean 'right'?" in error
@@ -270,13 +261,13 @@ def test_unreadable_metrics_leave_an_existing_report_alone(tmp_path, capsys):
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"not a line of metrics\n")
     page = tmp_path / "report.html"
     page.write_text("before")
-    code, _, error = ended(capsys, "report", tmp_path / "run", "-o", page)
+    code, _, error = output_of(capsys, "report", tmp_path / "run", "-o", page)
     assert code == 2
     assert "no line of metrics.jsonl can be read" in error
     assert page.read_text() == "before"
 
 
 def test_one_sink_needs_no_list():
-    from alula.config.settings import LoggingSettings
+    from alula.settings import LoggingSettings
 
     assert LoggingSettings(sinks="tensorboard").sinks == ["tensorboard"]

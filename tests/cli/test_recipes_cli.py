@@ -8,6 +8,7 @@ from alula.cli.main import app
 from alula.config.load import load_config
 from alula.config.recipes import FOLDER, recipe_names
 from alula.errors import SettingError
+from command_line import alula
 
 
 def test_a_recipe_by_name_is_the_file_of_the_package(tmp_path, monkeypatch):
@@ -23,12 +24,10 @@ def test_a_recipe_by_name_is_the_file_of_the_package(tmp_path, monkeypatch):
 
 
 def test_recipes_are_listed_with_a_sentence_and_printed(capsys):
-    with pytest.raises(SystemExit):
-        app(["recipes"])
+    alula("recipes")
     listed = capsys.readouterr().out
     assert [name for name in recipe_names() if f"\n{name} " not in f"\n{listed}"] == []
-    with pytest.raises(SystemExit):
-        app(["recipes", "toy"])
+    alula("recipes", "toy")
     assert capsys.readouterr().out == (FOLDER / "toy.yaml").read_text()
 
 

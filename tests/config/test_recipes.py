@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from alula.cli.main import app
 from alula.config.load import load_config
 from alula.config.recipes import recipe_names, recipe_path
 from alula.models.shapes import SHAPES
@@ -14,6 +13,7 @@ from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
 from alula.trainer.memory_plan import USABLE, plan_memory
 from alula.trainer.preflight import nearest_shape
+from command_line import output_of
 
 PAPERS = [name for name in recipe_names() if re.match(r"sparse-rl-|(sparrow|distill)-qwen3", name)]
 NUMBERS = {"one": 1, "two": 2, "four": 4, "sixteen": 16}
@@ -29,11 +29,11 @@ def shape_of(name: str) -> str:
 def test_every_recipe_passes_the_check_with_a_bare_shape(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", name, f"model.source={shape_of(name)}", "model.dtype=bfloat16"])
-    printed = capsys.readouterr()
-    assert not ended.value.code, printed.err
-    assert "what is sparse" in printed.out
+    code, out, error = output_of(
+        capsys, "train", "--check", name, f"model.source={shape_of(name)}", "model.dtype=bfloat16"
+    )
+    assert code == 0, error
+    assert "what is sparse" in out
     assert load_config(name).eval.every > 0, "a recipe without a dense held-out evaluation"
 
 
@@ -148,6 +148,7 @@ def test_the_overrides_of_the_paper_index_pass_the_check(paper, tmp_path, monkey
     name = RECIPES_OF_PAPERS[paper]
     monkeypatch.chdir(tmp_path)
     for override in overrides:
-        with pytest.raises(SystemExit) as ended:
-            app(["train", "--check", name, f"model.source={shape_of(name)}", *override.split()])
-        assert not ended.value.code, capsys.readouterr().err
+        code, _, error = output_of(
+            capsys, "train", "--check", name, f"model.source={shape_of(name)}", *override.split()
+        )
+        assert code == 0, error

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import toy
-from alula.config.settings import Source
 from alula.data import load
 from alula.data.benchmarks import BENCHMARKS, INSTRUCTION, hub_split, trainable
 from alula.data.code_benchmarks import called_function, private_cases
@@ -19,6 +18,7 @@ from alula.data.sources import files_on_hub
 from alula.errors import SettingError
 from alula.rewards.code.reward import build as code_grader
 from alula.rewards.math_answer import build as math_grader
+from alula.settings import Source
 
 # One row of each benchmark, in the form of its published file; where the hub's differs, the second row.
 MATH = {

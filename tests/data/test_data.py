@@ -11,7 +11,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from alula.data import Dataset, Example, PromptStream, load, prepare
-from alula.data.load import shared
+from alula.data.load import settings_per_source
 from alula.data.tasks import TASKS, build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.errors import SettingError
@@ -408,12 +408,12 @@ def test_settings_of_several_sources_go_to_those_that_take_them(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text("{}")
     sources, settings = ["gsm8k", str(file), "task:pointer"], {"data_dir": "D", "prompt": "{q}", "options": {"a": 1}}
-    assert shared(sources, settings) == [
+    assert settings_per_source(sources, settings) == [
         {"data_dir": "D", "prompt": "{q}"},
         {"prompt": "{q}"},
         {"options": {"a": 1}},
     ]
-    assert shared([str(file), "task:pointer"], {"data_dir": "D"}) == [{"data_dir": "D"}] * 2, "they raise"
+    assert settings_per_source([str(file), "task:pointer"], {"data_dir": "D"}) == [{"data_dir": "D"}] * 2, "they raise"
 
 
 def test_rows_with_tests_need_no_answer(tmp_path):

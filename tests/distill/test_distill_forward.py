@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import oracle
 from alula import Engine, Evict, Rollout, Sampling, Schedule, Select, Sparsity
-from alula.config.settings import DistillSettings
 from alula.distill.attention.attention import kernel_attention, masked_attention, sparse_attention
 from alula.distill.attention.page_choice import choose, pages_read
 from alula.distill.attention.tiles import layer_visibility
@@ -27,7 +24,9 @@ from alula.learner.learner import Learner
 from alula.learner.packing import collate
 from alula.models.load import load_model
 from alula.models.lora import Adapter, init_adapter
+from alula.settings import DistillSettings
 from alula.sparsity.evict import METHODS as EVICTORS
+from largest_tensor import LargestTensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]
@@ -417,19 +416,9 @@ def test_one_compiled_layer_serves_all_and_changes_nothing(kernels, models, monk
 
 def test_no_whole_mask_exists_when_chunked():
     rollouts, q, k, v = packed_case(METHODS["block-topk"], lengths=((2, 198),))
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes = [t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-            Largest.elements = max(Largest.elements, *sizes, 0)
-            return out
-
-    with Largest():
+    with LargestTensor() as largest:
         sparse_attention(q, k, v, Visibility.of(rollouts, "cpu"), 1, 0.4, mask_elements=6 * 200 * 10).sum().backward()
-    assert Largest.elements < 6 * 200 * 200 / 8
+    assert largest.elements < 6 * 200 * 200 / 8
 
 
 def test_masked_attention_of_a_group_is_per_head():

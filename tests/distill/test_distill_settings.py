@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from alula.config.load import read_tree
-from alula.config.settings import DistillSettings, MoveSettings
 from alula.distill.run_stage import lowest_bound, may_move, measures_at
 from alula.errors import SettingError
 from alula.mismatch.tail import tail
+from alula.settings import DistillSettings, MoveSettings
 from distill_runs import RECIPE
 
 

@@ -10,7 +10,6 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.config.settings import DistillSettings
 from alula.distill.distiller import Acceptance, Distiller
 from alula.distill.divergence import compare, compare_policies
 from alula.distill.run_stage import RunDistiller
@@ -19,6 +18,7 @@ from alula.errors import SettingError
 from alula.models.lora import Adapter
 from alula.objective.settings import Loss
 from alula.run.checkpoint import Checkpoints
+from alula.settings import DistillSettings
 from distill_runs import successor_model
 
 PROMPTS = [list(range(5, 12)), [3, 4, 5], [9, 8] * 13, [7]]

@@ -464,13 +464,13 @@ def test_evictions_whose_capture_fails_run_uncaptured(models, monkeypatch):
     expected = engine_of(models[3]).generate(prompts, SAMPLING, policy)
     engine = engine_of(models[3])
 
-    def capture(state, work, warm_up):
+    def capture(key, work, warm_up):
         attempts.append(warm_up())
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(engine.runner, "use_graphs", True)
     monkeypatch.setattr(engine.runner, "graph_for", lambda *size: None)
-    monkeypatch.setattr(engine.runner, "_capture", capture)
+    monkeypatch.setattr(engine.runner.graphs, "capture", capture)
     actual = engine.generate(prompts, SAMPLING, policy)
     assert [r.token_ids for r in actual] == [r.token_ids for r in expected]
     assert 0 < len(attempts) < sum(r.kv.evictions for r in actual)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from alula import Engine, Evict, Sampling, Sparsity
-from alula.config.settings import EnvironmentSettings
 from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build as build_task
 from alula.data.tasks.tokenizer import task_tokenizer
@@ -22,6 +21,7 @@ from alula.errors import SettingError
 from alula.models.load import load_model
 from alula.rollouts.job import Job
 from alula.rollouts.local_rollouts import LocalRollouts
+from alula.settings import EnvironmentSettings
 from alula.trainer.reroll import spliced
 from served import wait_until
 

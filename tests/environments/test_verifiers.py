@@ -10,12 +10,12 @@ import pytest
 
 import toy
 from alula.config.load import load_config
-from alula.config.settings import Source
 from alula.data.load import load_source
 from alula.environments.calls import Calls
 from alula.environments.registry import load_environment
 from alula.environments.verifiers import as_text, assistant_message
 from alula.errors import SettingError
+from alula.settings import Source
 
 pytest.importorskip("verifiers.v1")
 

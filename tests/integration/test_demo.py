@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from alula.cli.main import app
 from alula.config.load import load_config
 from alula.demo.problems import HintedPointer
 from alula.demo.run import ARMS, Arm, run_demo
 from alula.demo.tiny_model import WarmUp
 from alula.errors import SettingError
+from command_line import alula
 
 
 def test_share_of_correct_hints():
@@ -45,8 +45,7 @@ def test_the_table_fits_80_columns(tmp_path, monkeypatch, capsys):
     arm = Arm("2-naive-sparse", 0.75, 1.0, 0.5, 0.98, 36.0, 0.33, 8 << 20, 0.51, 104.0)
     monkeypatch.setattr("alula.demo.run.run_demo", lambda *_, **__: [arm])
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        app(["demo", "--out", str(tmp_path)])
+    alula("demo", "--out", tmp_path)
     printed = capsys.readouterr().out
     assert all(cell in printed for cell in ("naive-sparse", "75% → 100%", "8.0 MiB", "104 s"))
     assert "…" not in printed

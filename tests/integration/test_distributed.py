@@ -7,10 +7,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rank_keys_worker
-from alula.config.settings import LoRASettings
 from alula.distributed import World, init_world
 from alula.errors import SettingError
 from alula.run.checkpoint import Checkpoints
+from alula.settings import LoRASettings
 from distributed_worker import learner, rollouts, step, summary
 from forked_ranks import run_on_nodes
 from two_ranks import fork_two_ranks, run_on_two_ranks

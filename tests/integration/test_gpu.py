@@ -29,7 +29,7 @@ def rollouts(device: str, policy: Sparsity, prompts: list[list[int]], new_tokens
         prompts, Sampling(n=3, max_new_tokens=new_tokens, ignore_eos=True), policy, progress=False
     )
     assert engine.pool.in_use == 0
-    captured = [graph for graph in engine.runner._graphs.values() if isinstance(graph, CapturedEviction)]
+    captured = [graph for graph in engine.runner.graphs.values() if isinstance(graph, CapturedEviction)]
     assert bool(captured) == bool(policy.evict and engine.runner.use_graphs)
     return rollouts
 
@@ -67,7 +67,7 @@ def test_captured_steps_on_quantised_kv_equal_eager_ones(name, kv_dtype):
 @pytest.mark.parametrize("residual", [None, "float32"])
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral"])
 def test_fused_steps_in_bfloat16_say_what_the_modules_say(shape, residual):
-    """Of the same tokens; products of other sizes may round the other way."""
+    """The tokens are the same; products of other sizes may round the other way."""
     policy = Sparsity(evict=Evict("streaming", budget=48, buffer=16))
     loaded = load_model(f"shape:{shape}", device="cuda", dtype="bfloat16", residual=residual)
     modules, fused = (Engine(loaded, kv_memory="512MiB", max_rows=8, compiled=c) for c in (False, True))
@@ -113,11 +113,11 @@ def test_sleep_gives_the_memory_back_and_graphs_survive_it():
     engine = Engine(loaded, kv_memory="4GiB", max_rows=8, compiled=False)
     ask = ([[1, 2, 3]], Sampling(max_new_tokens=120, ignore_eos=True), POLICIES["rkv"])
     before = engine.generate(*ask, progress=False)
-    assert any(isinstance(graph, CapturedEviction) for graph in engine.runner._graphs.values())
-    graphs = len(engine.runner._graphs)
+    assert any(isinstance(graph, CapturedEviction) for graph in engine.runner.graphs.values())
+    graphs = len(engine.runner.graphs)
     free = torch.cuda.mem_get_info()[0]
     engine.sleep()
     assert torch.cuda.mem_get_info()[0] - free >= 4 << 30
     engine.wake()
     assert_same(before, engine.generate(*ask, progress=False))
-    assert len(engine.runner._graphs) == graphs
+    assert len(engine.runner.graphs) == graphs

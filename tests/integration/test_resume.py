@@ -12,6 +12,7 @@ import toy
 from alula.run import checkpoint
 from alula.run.run_log import RunLogger
 from alula.trainer.trainer import train
+from processes import end_of
 
 KILLS = int(os.environ.get("ALULA_KILLS", "3"))
 SETTINGS = (*toy.QUICK, "steps=8", "eval.sparse=true", "sampling.dynamic=true", "sampling.max_rounds=2")
@@ -34,11 +35,6 @@ def start(out: Path, resume: checkpoint.Resume, before=lambda: None) -> int:
             status = 0 if train(toy.toy(out, *SETTINGS), resume=resume, stream=silent) else 130
     finally:
         os._exit(status)
-
-
-def end_of(child: int) -> int:
-    """Exit code, or minus the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from alula.cli.main import app
 from alula.config.load import load_config
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.mismatch.calibrate.file import Calibration
 from alula.mismatch.control.monitor import resolve_control
 from alula.sparsity.schedule import Schedule
+from command_line import alula
 from toy import without_clocks
 
 DATA = ["--data", "task:copy-last", "--options", "{symbols: 26, prefix: 20}"]
@@ -23,12 +23,6 @@ MODEL = "shape:tiny-llama"
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 pytestmark = pytest.mark.xdist_group("sparrow")
-
-
-def alula(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app([str(a) for a in arguments])
-    return ended.value.code or 0
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import toy
 from alula.config.load import load_config
 from alula.environments.lookup import Lookup
 from alula.trainer.trainer import train
+from processes import end_of
 
 RECIPE = toy.RECIPE.with_name("turns-toy.yaml")
 LIMIT = 40
@@ -62,10 +63,6 @@ def start(out: Path) -> int:
             status = 0 if train(config, resume="auto", stream=silent) else 130
     finally:
         os._exit(status)
-
-
-def end_of(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

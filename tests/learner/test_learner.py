@@ -5,16 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import OPTConfig, OPTForCausalLM
 
-from alula.config.settings import LearnerSettings, LoRASettings
 from alula.errors import SettingError
 from alula.learner.forward import checkpoint_activations
 from alula.learner.learner import Learner, learning_rate
 from alula.learner.optimizer import MasterAdamW
 from alula.models.load import load_model, share_weights
+from alula.settings import LearnerSettings, LoRASettings
+from largest_tensor import LargestTensor
 
 SHAPES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-qwen3-moe"]
 
@@ -144,18 +143,6 @@ def test_a_shift_by_one_token_would_show():
         token_ids=[*rollout.token_ids[1:], 0],
     )
     assert (learner.score([shifted])[0] - right).abs().max() > 1e-3
-
-
-class LargestTensor(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = (leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        self.elements = max([self.elements, *sizes])
-        return out
 
 
 def test_no_full_logits_in_score_or_update():

@@ -1,23 +1,8 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from alula.learner.logprobs import chunked_logprobs
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = (leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        self.elements = max([self.elements, *sizes])
-        return out
+from largest_tensor import LargestTensor
 
 
 def problem(n=37, width=16, vocabulary=101, dtype=torch.float32, seed=0):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.cli.calibrate import default_budgets, numbers, short_enough, write
+from alula.cli.calibrate import parse_numbers, short_enough
 from alula.cli.find_budget import remarks
 from alula.cli.find_budget import verdict as vetoed_verdict
-from alula.cli.main import app
+from alula.cli.tails import default_budgets, write
 from alula.cli.verify import undecided, verdict
 from alula.data.dataset import Dataset, Example
 from alula.data.load_tokenizer import attach_tokenizer
@@ -43,6 +43,7 @@ from alula.objective.veto import Share
 from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.family import PolicyFamily, parse_families
 from alula.sparsity.policy import DENSE
+from command_line import alula
 
 PAGE = 4
 PROMPTS = tuple(tuple(int(t) for t in row) for row in np.random.default_rng(0).integers(2, 96, (32, 6)))
@@ -463,10 +464,10 @@ def test_text_too_short_for_any_bin(engine, tmp_path):
 
 
 def test_numbers_on_the_command_line():
-    assert numbers("budgets", "512, 1k") == (512, 1024)
+    assert parse_numbers("budgets", "512, 1k") == (512, 1024)
     with pytest.raises(SettingError, match="--budgets 'a'"):
-        numbers("budgets", "a")
-    assert numbers("budgets", "1k, 64,1024,64") == (1024, 64), "each once"
+        parse_numbers("budgets", "a")
+    assert parse_numbers("budgets", "1k, 64,1024,64") == (1024, 64), "each once"
     assert default_budgets(1200) == (512, 768, 1024)
     with pytest.raises(SettingError, match=r"--length 300.*512"):
         default_budgets(300)
@@ -560,12 +561,6 @@ TINY = (
 )
 WIDTH = ("--bin", 12)
 SEARCH = (*WIDTH, "--budgets", "12,24", "--pages", 4)
-
-
-def alula(*arguments) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app([*map(str, arguments)])
-    return ended.value.code or 0
 
 
 def test_the_command_creates_the_folder_of_its_output(tmp_path):

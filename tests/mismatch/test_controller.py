@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alula.config.settings import ControlSettings
 from alula.errors import SettingError
 from alula.mismatch.control.controller import BudgetController
 from alula.mismatch.control.sequential_test import SequentialTest
+from alula.settings import ControlSettings
 from alula.sparsity.schedule import Schedule
 
 BINS, WIDTH, PROMPTS = 10, 80, 32

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
-from alula.cli.main import app
 from alula.engine.measure_queries import TEXT_PROMPTS
 from alula.engine.sequence import kind_of
 from alula.mismatch.calibrate.calibrate import TextSettings
@@ -24,6 +23,7 @@ from alula.objective.veto import Share
 from alula.sparsity.evict.query_statistics import QueryStatistics
 from alula.sparsity.family import parse_families
 from alula.sparsity.schedule import Schedule
+from command_line import alula
 
 PROMPT, NEW, PAGE = 9, 40, 4
 SMALL = {"buffer": 5, "window": 3, "sinks": 2}
@@ -122,12 +122,6 @@ def test_a_row_agrees_with_verify(engine):
     assert min(floor.own.acceptance + floor.text.acceptance) > 0.999
     alphas = engine.acceptance(dense.rollouts, policy)
     assert row.text.acceptance == pytest.approx([float(a.mean()) for a in alphas], abs=1e-6)
-
-
-def alula(*arguments) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app([*map(str, arguments)])
-    return ended.value.code or 0
 
 
 def test_the_command_writes_prints_and_continues(tmp_path, capsys, monkeypatch):

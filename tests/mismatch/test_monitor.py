@@ -10,11 +10,11 @@ import torch
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Select, Sparsity
-from alula.config.settings import ControlSettings, MonitorSettings
 from alula.engine.rollout import Span
 from alula.errors import SettingError
 from alula.mismatch.control.controller import default_ladder
 from alula.mismatch.control.monitor import Monitor, controlled, resolve_control, schedule_of
+from alula.settings import ControlSettings, MonitorSettings
 from alula.sparsity.policy import DENSE
 
 PROMPTS = [[int(t) for t in row] for row in np.random.default_rng(0).integers(2, 96, (12, 6))]

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alula.charts import COLOURS, DARK, LIGHT, Line, chart, ticks
-from alula.cli.main import app
 from alula.errors import SettingError
 from alula.mismatch.calibrate.file import Calibration, MeasuredPolicy
 from alula.mismatch.plan.cost import AnalyticCost, FittedCost, Hardware, features, generation_cost
@@ -36,6 +35,7 @@ from alula.models.geometry import Geometry
 from alula.sparsity.family import PolicyFamily, parse_families
 from alula.sparsity.policy import DENSE, Evict, Select, Sparsity
 from alula.sparsity.schedule import Schedule
+from command_line import alula
 
 GEOMETRY = Geometry(1_720_000_000, 28, 16, 8, 128)
 COST = AnalyticCost(GEOMETRY, Hardware.named("h200"))
@@ -183,7 +183,7 @@ def test_policies_that_were_never_sparse_are_not_planned(tmp_path, capsys):
     cal = replace(calibration(realistic()), notes={"shape": asdict(GEOMETRY)})
     path, out = tmp_path / "c.json", tmp_path / "s.json"
     replace(cal, measured=tuple(with_savings(m, 0) for m in cal.measured)).save(path)
-    assert run_plan(path, "--out", out) == 2
+    assert alula("plan", path, "--out", out) == 2
     error = capsys.readouterr().err
     assert re.search(r"was never sparse: no sequence exceeded the budget \(the longest has 210 tokens\)", error)
     assert error.endswith("Otherwise train densely.\n")
@@ -374,12 +374,6 @@ def test_bad_calibration_files_raise(tmp_path):
         Calibration("m", make_tail(np.ones(3)), (measured(select(), 64, make_tail(np.ones(4))),))
 
 
-def run_plan(*arguments) -> int:
-    with pytest.raises(SystemExit) as ended:
-        app(["plan", *map(str, arguments)])
-    return ended.value.code or 0
-
-
 @pytest.fixture
 def calibration_file(tmp_path):
     path = tmp_path / "calibration.json"
@@ -389,12 +383,12 @@ def calibration_file(tmp_path):
 
 def test_the_command_creates_the_folder_of_its_output(calibration_file, tmp_path):
     out = tmp_path / "no" / "such" / "s.json"
-    assert run_plan(calibration_file, "--out", out) == 0
+    assert alula("plan", calibration_file, "--out", out) == 0
     assert Schedule.load(out).name == "s"
 
 
 def test_a_prompt_beyond_the_calibrated_lengths_raises(calibration_file, capsys):
-    assert run_plan(calibration_file, "--prompt", 10**6) == 2
+    assert alula("plan", calibration_file, "--prompt", 10**6) == 2
     assert "--prompt 1000000: the calibration ends at" in capsys.readouterr().err
 
 
@@ -412,7 +406,7 @@ def test_a_prompt_beyond_the_calibrated_lengths_raises(calibration_file, capsys)
 def test_the_last_line_is_the_policy_to_train_with(tmp_path, capsys, family, text):
     file, out = tmp_path / "calibration.json", tmp_path / "s.json"
     replace(calibration(realistic(), family=family), notes={"shape": asdict(GEOMETRY)}).save(file)
-    assert run_plan(file, "--tau", "0.7", "--out", out) == 0
+    assert alula("plan", file, "--tau", "0.7", "--out", out) == 0
     (setting,) = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("train with: "))
     assert setting == f"sparsity={text.format(out=out)}"
     assert Sparsity.parse(setting.removeprefix("sparsity=")) == family.policy(Schedule.load(out))
@@ -430,7 +424,7 @@ def test_the_last_line_is_the_policy_to_train_with(tmp_path, capsys, family, tex
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_arguments_give_one_line(calibration_file, capsys, arguments, message):
-    assert run_plan(calibration_file, *arguments) == 2
+    assert alula("plan", calibration_file, *arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "", "before the work"
     assert message in printed.err
@@ -500,7 +494,7 @@ def test_the_legend_of_many_long_policies_fits_and_is_distinct():
 
 
 def luminance(colour: str) -> float:
-    """Of WCAG 2."""
+    """Relative luminance by WCAG 2."""
     shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -11,8 +11,6 @@ from transformers import LlamaForCausalLM
 
 import oracle
 from alula import Engine, Evict, Sampling, Schedule, Sparsity
-from alula.cli.main import app
-from alula.config.settings import ControlSettings, MonitorSettings
 from alula.demo.problems import HintedPointer, write_problems
 from alula.demo.tiny_model import WarmUp, build_warm_model
 from alula.engine.rollout import Span
@@ -20,6 +18,8 @@ from alula.errors import SettingError
 from alula.mismatch.control.controller import BudgetController
 from alula.mismatch.control.monitor import Monitor, resolve_control
 from alula.objective.veto import vetoed
+from alula.settings import ControlSettings, MonitorSettings
+from command_line import alula
 
 PROMPTS, SAMPLES, LIMIT = 32, 8, 0.1
 LADDER = (16, 32, 64, 128)
@@ -256,9 +256,7 @@ def test_a_run_raises_its_budget_and_reports_it(tmp_path):
             "sparsity.evict={method: streaming, budget: 8, buffer: 4, window: 2, sinks: 1}",
             "control={enabled: true, on_violation: adapt, vetoed: 0.1, ladder: [8, 16, 32]}",
         ]
-        with pytest.raises(SystemExit) as ended:
-            app([str(argument) for argument in arguments])
-        assert not ended.value.code
+        assert alula(*arguments) == 0
         events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
         assert next(e["message"].rpartition("; ")[2] for e in events if e["kind"] == "vetoes") == "budget 8 -> 16."
         steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

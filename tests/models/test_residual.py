@@ -24,7 +24,6 @@ from transformers import (
 
 from alula import Engine, Evict, Sampling, Select, Sparsity
 from alula.config.load import load_config
-from alula.config.settings import DistillSettings, LearnerSettings, LoRASettings
 from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import task_tokenizer
@@ -36,6 +35,7 @@ from alula.models.load import load_model, share_weights
 from alula.models.lora import init_adapter
 from alula.models.residual import widen_residual
 from alula.models.shapes import SHAPES
+from alula.settings import DistillSettings, LearnerSettings, LoRASettings
 
 IDS = torch.tensor([[5, 6, 7, 90, 3, 11, 12, 40, 41, 2]])
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 10, 11, 44, 90], [100, 3]]

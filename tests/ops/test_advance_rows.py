@@ -11,10 +11,9 @@ from alula.ops.advance_rows import (
     end_step_torch,
     end_step_triton,
 )
+from kernel_inputs import DEVICE
 
 pytestmark = pytest.mark.kernels
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rows_of(batch, stops, seed=0):

@@ -22,10 +22,10 @@ from alula.ops.projected_norm import projected_norm_torch, projected_norm_triton
 from alula.ops.summarise_pages import summarise_pages_torch, summarise_pages_triton
 from alula.ops.write_tokens import write_tokens_torch, write_tokens_triton
 from alula.sparsity.select import METHODS
+from kernel_inputs import DEVICE, ints, noise, shuffled_table
 
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.gpu)  # the interpreter cannot multiply it
 DTYPES = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="float32"), HALF])
 
@@ -36,19 +36,6 @@ def kernels(monkeypatch):
         monkeypatch.setenv("ALULA_TRITON_INTERPRET", "1" if on else "0")
 
     return use
-
-
-def noise(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def ints(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def tables(rows, width, seed=0):
-    order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(seed)) + 1
-    return order.view(rows, width).int().to(DEVICE)
 
 
 @pytest.fixture(params=STORED.values(), ids=STORED)
@@ -121,7 +108,7 @@ def test_not_finite_becomes_nan(stored_as, kernels):
     for bad in (math.inf, -math.inf, math.nan):
         stored, exponent = quantise(torch.tensor([1.0, bad, 2.0]), stored_as)
         assert dequantise(stored, exponent, torch.float32)[1].isnan()
-    table, tokens, page = tables(1, 12)[:, None], ints([[40]]), torch.arange(13, device=DEVICE)
+    table, tokens, page = shuffled_table(1, 12)[:, None], ints([[40]]), torch.arange(13, device=DEVICE)
     for which in (0, 1):
         both = noise(2, 13, 2, 24)
         both[which, int(table[0, 0, 1]), :, 5] = math.nan
@@ -138,7 +125,7 @@ def test_not_finite_becomes_nan(stored_as, kernels):
 @pytest.mark.parametrize("selector", [None, *METHODS.values()], ids=["none", *METHODS])
 def test_append_quantises(selector, dtype, kernels, quantised, stored_as):
     rows, width, page = 5, 4, 4
-    table = tables(rows, width)
+    table = shuffled_table(rows, width)
     kv_len, live = ints([0, page - 1, 2 * page - 1, width * page, 3 * page - 1]), ints([1, 1, 1, 0, 1])
     lengths = torch.logspace(-5, 5, rows)[:, None, None].to(DEVICE)
     q, k, v = noise(rows, 6, 24), noise(rows, 2, 24, seed=1) * lengths, noise(rows, 2, 24, seed=2) / lengths
@@ -170,7 +157,7 @@ def test_append_quantises(selector, dtype, kernels, quantised, stored_as):
 @pytest.mark.parametrize("selector", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize(("page", "dim"), [(1, 8), (16, 24), (64, 80), (256, 96)])
 def test_summaries_of_full_pages(page, dim, selector, dtype, quantised):
-    """Of quantised and of plain keys, in some pages of every layer; the others stay."""
+    """Quantised and plain keys, in some pages of every layer; the others stay."""
     stored, exponent, values = quantised(2, 7, 3, page, dim, seed=1, spread=1.0)
     pages = torch.tensor([5, 1, 4], device=DEVICE)
     for keys, scales in ((stored, exponent), (values.to(dtype), None)):
@@ -192,7 +179,7 @@ def test_summaries_of_full_pages(page, dim, selector, dtype, quantised):
 def test_attention_is_that_over_the_values_the_pool_stands_for(lists, dtype, kernels, monkeypatch, quantised):
     """In float32 bit for bit: a power of two changes no digit. Bytes that no row holds are NaN."""
     page, width = 4, 20
-    table = torch.stack([tables(3, width, seed=h) for h in range(lists)], 1)
+    table = torch.stack([shuffled_table(3, width, seed=h) for h in range(lists)], 1)
     tokens = ints([[70], [33], [5]]).expand(3, lists).contiguous()
     q = noise(3, 6, 24, dtype=dtype)
     (keys, key_scales, _), (values, value_scales, _) = (
@@ -227,7 +214,7 @@ def test_attention_in_float16_survives_queries_and_values_of_any_size(kernels, q
     """Query heads from 1e-30 to 1e30, and tokens whose keys and values differ by as much: exact up to float16's
     rounding of the weights, relative to the largest value read."""
     kernels(True)
-    table, tokens = tables(2, 20)[:, None], ints([[70], [80]])
+    table, tokens = shuffled_table(2, 20)[:, None], ints([[70], [80]])
     reach = torch.tensor([1e-30, 1e-3, 1.0, 30.0, 1e4, 1e30]).to(DEVICE)
     q = (noise(2, 6, 24) * reach[None, :, None]).bfloat16()
     (keys, key_scales, k), (values, value_scales, v) = (quantised(41, 2, 4, 24, seed=s, spread=s) for s in (1, 6))
@@ -240,7 +227,7 @@ def test_attention_in_float16_survives_queries_and_values_of_any_size(kernels, q
 
 
 def test_attention_sums_are_those_of_the_values(kernels, quantised):
-    table, tokens, wanted = tables(3, 20)[:, None], ints([[70], [80], [3]]), ints([1, 0, 1])
+    table, tokens, wanted = shuffled_table(3, 20)[:, None], ints([[70], [80], [3]]), ints([1, 0, 1])
     q, lse = noise(3, 6, 24), noise(3, 6, seed=3) + 5
     keys, scales, plain = quantised(61, 2, 4, 24, seed=1, spread=1.0)
     for on in (False, True):
@@ -255,7 +242,7 @@ def test_attention_sums_are_those_of_the_values(kernels, quantised):
 @DTYPES
 def test_evictors_read_the_values(dtype, kernels, quantised):
     keys, scales, _ = quantised(2, 41, 2, 4, 24, seed=1, spread=1.0)
-    plain, table = dequantise(keys, scales, dtype), tables(2, 20) - 1
+    plain, table = dequantise(keys, scales, dtype), shuffled_table(2, 20) - 1
     for on in (False, True):
         kernels(on)
         assert torch.equal(gather_keys(keys, table, 70, scales, dtype), gather_keys(plain, table, 70))
@@ -274,7 +261,7 @@ def test_evictors_read_the_values(dtype, kernels, quantised):
 
 
 def test_scales_move_with_their_tokens(kernels, quantised):
-    pages = tables(1, 40)[0]
+    pages = shuffled_table(1, 40)[0]
     old, new = pages[:24].view(2, 12), pages[24:36].view(2, 6)
     kept = torch.stack([torch.randperm(45)[:21].sort()[0] for _ in range(8)]).view(2, 2, 2, 21).int().to(DEVICE)
     results = []
@@ -294,7 +281,7 @@ def test_scales_move_with_their_tokens(kernels, quantised):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_real_sizes_of_quantised_kv_in_bf16(dim, kernels, quantised):
     page, width = 16, 129
-    table, tokens = tables(4, width)[:, None], ints([[2050], [1024], [513], [1]])
+    table, tokens = shuffled_table(4, width)[:, None], ints([[2050], [1024], [513], [1]])
     (keys, key_scales, _), (values, value_scales, _) = (
         quantised(4 * width + 1, 8, page, dim, seed=seed, spread=1.0) for seed in (1, 2)
     )

@@ -22,11 +22,11 @@ from alula.ops.select_pages import score_pages_torch, select_pages_torch, select
 from alula.ops.top_indices import top_indices_torch, top_indices_triton
 from alula.sparsity.select import METHODS
 from alula.sparsity.select.quest import Quest
+from kernel_inputs import DEVICE, ints, noise, shuffled_table
 
 # the interpreter is numpy, which warns of the infinities that the kernels mask
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUPS = pytest.mark.parametrize("group", [1, 3, 7])
 PAGES = pytest.mark.parametrize("page", [4, 16])
 
@@ -43,20 +43,6 @@ def kernels(monkeypatch):
 
 def close(actual, expected, **tolerance):
     torch.testing.assert_close(actual, expected, **({"rtol": 1e-5, "atol": 2e-6} | tolerance))
-
-
-def noise(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def ints(values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-
-def shuffled_table(rows, width, seed=0):
-    """Distinct pages in no order; page 0 is the scratch page."""
-    order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(seed)) + 1
-    return order.view(rows, width).int().to(DEVICE)
 
 
 def paged_attention_literal(q, keys, values, table, tokens, scaling):

@@ -29,10 +29,10 @@ from alula.ops.rkv_score import (
 from alula.ops.top_indices import _top_indices, top_indices_torch, top_indices_triton
 from alula.sparsity.evict import METHODS, Cached, keep
 from evictor_formulas import best_slots, cached, in_pages, only, some_statistics
+from kernel_inputs import DEVICE
 
 pytestmark = pytest.mark.kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter's bf16 product is wrong
 
 

@@ -16,24 +16,16 @@ from alula.ops.rms_norm import add_norm
 from alula.ops.rotary import Rotary, rotate
 from alula.ops.silu_mul import silu_mul
 from alula.sparsity.select import METHODS
+from kernel_inputs import DEVICE, ints, noise
 
 pytestmark = [pytest.mark.kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 @pytest.fixture(params=[False, True], ids=["torch", "triton"])
 def kernels(request, monkeypatch):
     monkeypatch.setenv("ALULA_TRITON_INTERPRET", str(int(request.param)))
-
-
-def noise(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def ints(values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def close(actual, expected, narrow=2**-6):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from alula.config.settings import LearnerSettings, LoRASettings
 from alula.learner.learner import Learner
 from alula.models.load import load_model
 from alula.run.checkpoint import MARKER, CheckpointError, Checkpoints, best_of
 from alula.run.export import export
+from alula.settings import LearnerSettings, LoRASettings
 
 
 def learner(dtype="float32", **settings):

@@ -5,23 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from alula.cpus import SMALL_MODEL, available_cpus, cgroup_quota, threads_for
+from alula.cgroups import cpu_quota
+from alula.cpus import SMALL_MODEL, available_cpus, threads_for
 
 
-def test_cgroup_quota_is_read_in_both_versions(tmp_path: Path):
+def test_cpu_quota_is_read_in_both_versions(tmp_path: Path):
     group = tmp_path / "process"
-    assert cgroup_quota(tmp_path, group) is None
+    assert cpu_quota(tmp_path, group) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(tmp_path, group) is None
+    assert cpu_quota(tmp_path, group) is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert cgroup_quota(tmp_path, group) == 2
+    assert cpu_quota(tmp_path, group) == 2
     (tmp_path / "cpu.max").unlink()
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_quota(tmp_path, group) is None
+    assert cpu_quota(tmp_path, group) is None
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("400000\n")
-    assert cgroup_quota(tmp_path, group) == 4
+    assert cpu_quota(tmp_path, group) == 4
 
 
 def test_tightest_group_around_the_process_counts(tmp_path: Path):
@@ -30,7 +31,7 @@ def test_tightest_group_around_the_process_counts(tmp_path: Path):
     (tmp_path / "user.slice" / "job").mkdir(parents=True)
     (tmp_path / "user.slice" / "job" / "cpu.max").write_text("max 100000\n")
     (tmp_path / "user.slice" / "cpu.max").write_text("300000 100000\n")
-    assert cgroup_quota(tmp_path, group) == 3
+    assert cpu_quota(tmp_path, group) == 3
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 import toy
-from alula.cli.main import app
 from alula.config.load import load_config
 from alula.run.model_card import model_card
+from command_line import alula
 
 TOKEN = "hf_" + "x" * 34
 
@@ -115,9 +115,7 @@ def test_push_to_hub_uploads_the_model(hub, tmp_path):
 def test_a_run_has_a_model_card_and_is_not_uploaded_by_default(tmp_path, monkeypatch):
     out = tmp_path / "run"
     monkeypatch.setitem(sys.modules, "alula.run.push", None)  # importing it raises
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK])
-    assert ended.value.code == 0
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK) == 0
     card = (out / "model" / "README.md").read_text()
     _, head, body = card.split("---\n", 2)
     metadata = yaml.safe_load(head)

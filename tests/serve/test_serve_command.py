@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from alula.cli.main import app
+from command_line import alula
 from served import served
 
 COMMAND = [sys.executable, "-u", "-m", "alula", "serve", "shape:tiny-llama", "--device", "cpu", "--port", "0"]
@@ -28,9 +28,7 @@ COMMAND = [sys.executable, "-u", "-m", "alula", "serve", "shape:tiny-llama", "--
 )
 def test_settings_that_are_rejected(arguments, message, capsys, monkeypatch):
     monkeypatch.delenv("ALULA_API_KEY", raising=False)
-    with pytest.raises(SystemExit) as exit:
-        app(["serve", "shape:tiny-llama", "--device", "cpu", *arguments])
-    assert exit.value.code == 2
+    assert alula("serve", "shape:tiny-llama", "--device", "cpu", *arguments) == 2
     assert message in capsys.readouterr().err
 
 

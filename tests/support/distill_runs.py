@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from alula.config.load import read_tree
-from alula.config.settings import LearnerSettings
 from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.learner.learner import Learner
 from alula.models.load import load_model
+from alula.settings import LearnerSettings
 from alula.trainer.trainer import Trainer
 from toy import without_clocks
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
-from alula.config.settings import LearnerSettings, LoRASettings
 from alula.distributed import World, init_world
 from alula.learner.learner import Learner
 from alula.models.load import load_model
 from alula.run.checkpoint import Checkpoints
 from alula.run.export import export
+from alula.settings import LearnerSettings, LoRASettings
 
 SHAPE = "tiny-llama"
 # eps well above rounding: Adam would otherwise turn a gradient that is zero but for rounding into a full step

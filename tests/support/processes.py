@@ -1,5 +1,6 @@
-"""Processes of this machine, by their parents."""
+"""Processes of this machine: those below another, and how one ended."""
 
+import os
 from pathlib import Path
 
 
@@ -18,3 +19,8 @@ def descendants(pid: int) -> list[int]:
     while last := [child for child, parent in parents.items() if parent in last]:
         found += last
     return found
+
+
+def end_of(child: int) -> int:
+    """Wait for a forked process; its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -6,7 +6,6 @@ import pytest
 
 from alula.bench.ceilings import Ceilings
 from alula.bench.decode import decode_step, weight_bytes
-from alula.cli.main import app
 from alula.engine.engine import Engine
 from alula.errors import SettingError
 from alula.mismatch.calibrate.verify import parse_target
@@ -16,17 +15,11 @@ from alula.sparsity.policy import DENSE as DENSE_POLICY
 from alula.sparsity.policy import Sparsity
 from alula.trainer.check import print_plan
 from alula.trainer.memory_plan import plan_memory
+from command_line import output_of
 from toy import DENSE, printed, quick, rows, toy, trainer
 
 QUANTISED = "engine.kv_dtype=int8"
 SHORT = ("steps=1", "eval.every=1", "checkpoint.every=0")
-
-
-def alula(capsys, *arguments):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        app([*map(str, arguments)])
-    return ended.value.code or 0, capsys.readouterr().out
 
 
 def test_a_dense_run_is_watched_and_corrected_as_a_mismatch(tmp_path):
@@ -71,7 +64,7 @@ def test_the_commands_take_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     generate = ("generate", "shape:tiny-llama", "--file", "prompts.jsonl", "--max-new-tokens", 20, "--ignore-eos")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [1, 2, 3, 4]}\n')
-    exact, eight = (json.loads(alula(capsys, *generate, *more)[1]) for more in ((), ("--kv-dtype", "fp8")))
+    exact, eight = (json.loads(output_of(capsys, *generate, *more)[1]) for more in ((), ("--kv-dtype", "fp8")))
     width = exact["kv"]["peak_bytes"] // exact["kv"]["peak_tokens"]
     assert eight["kv"]["peak_bytes"] / eight["kv"]["peak_tokens"] < 0.3 * width
     assert eight["logprobs"] != exact["logprobs"]
@@ -93,7 +86,7 @@ def test_calibrate_measures_it_alone_and_with_a_policy(tmp_path, capsys):
     out = tmp_path / "verified.json"
     ask = ("calibrate", "shape:tiny-llama", "--data", "task:copy-last", "--length", 60, "--bin", 20, "--prompts", 20)
     policies = ("--verify", "dense", "--verify", "rkv:24+8")
-    code, text = alula(capsys, *ask, *policies, "--kv-dtype", "fp8", "--kv-memory", "8MiB", "--out", out)
+    code, text, _ = output_of(capsys, *ask, *policies, "--kv-dtype", "fp8", "--kv-memory", "8MiB", "--out", out)
     alone, both = json.loads(out.read_text())
     assert code == 0
     assert "never sparse" not in text

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 
 import toy
-from alula.cli.main import app
 from alula.objective import correction
 from alula.run.checkpoint import CheckpointError, Checkpoints
 from alula.run.run_dir import LINES, MetricsWriter
@@ -24,6 +23,7 @@ from alula.trainer.evaluation import EvalSummary
 from alula.trainer.health import HealthMonitor
 from alula.trainer.health_checks import HealthWarning
 from alula.trainer.trainer import Trainer, TrainingFailed
+from command_line import alula
 
 FAULTY = """
     import os, time
@@ -83,9 +83,7 @@ def test_a_reward_that_raises_hangs_or_kills_its_worker(tmp_path, monkeypatch):
 
 
 def test_a_reward_that_cannot_be_loaded_stops_the_run_before_the_first_rollout(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", "rewards.use=['no_such_module:f']"])
-    assert ended.value.code == 2
+    assert alula("train", toy.RECIPE, f"out={tmp_path / 'run'}", "rewards.use=['no_such_module:f']") == 2
     assert "module 'no_such_module'" in capsys.readouterr().err
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"
@@ -133,9 +131,7 @@ def broken(tmp_path, monkeypatch):
 def test_a_reward_that_fails_on_every_answer_stops_the_run(tmp_path, broken, capsys, settings, answers, evaluated):
     """At the first evaluation if the reward grades it, otherwise at the first step."""
     out = tmp_path / "run"
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, *settings])
-    assert ended.value.code == 1
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK, *settings) == 1
     message = capsys.readouterr().err
     assert re.search(f"broken:raises .* {answers} answers", message)
     assert "KeyError: 'solution'" in message
@@ -157,9 +153,8 @@ def test_a_reward_that_fails_on_every_answer_stops_the_run(tmp_path, broken, cap
 )
 def test_check_grades_examples_of_the_data(tmp_path, broken, capsys, function, message):
     """`odd` fails on some answers only, which a run tolerates."""
-    with pytest.raises(SystemExit) as ended:
-        app(["train", "--check", str(toy.RECIPE), f"out={tmp_path / 'run'}", f"rewards.use=['broken:{function}']"])
-    assert ended.value.code == (2 if message else 0)
+    reward = f"rewards.use=['broken:{function}']"
+    assert alula("train", "--check", toy.RECIPE, f"out={tmp_path / 'run'}", reward) == (2 if message else 0)
     assert message in capsys.readouterr().err
 
 
@@ -222,9 +217,7 @@ def test_a_failed_checkpoint_is_tried_again_after_the_next_step(tmp_path, monkey
 
 def test_full_disk_prints_one_line_and_keeps_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
-    assert ended.value.code == 1
+    assert alula("train", toy.RECIPE, f"out={tmp_path / 'run'}", *toy.QUICK) == 1
     error = capsys.readouterr().err
     assert str(tmp_path / "run" / "model") in error
     assert "checkpoint" in error
@@ -242,9 +235,7 @@ def test_disk_too_full_for_the_model_prints_one_line(tmp_path, monkeypatch, caps
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("alula.trainer.trainer.export", full)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
-    assert ended.value.code == 1
+    assert alula("train", toy.RECIPE, f"out={tmp_path / 'run'}", *toy.QUICK) == 1
     error = capsys.readouterr().err
     assert str(tmp_path / "run" / "model") in error
     assert "No space left on device" in error
@@ -256,9 +247,7 @@ def test_disk_too_full_for_metrics_prints_one_line(tmp_path, monkeypatch, capsys
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(MetricsWriter, "_append", full)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={tmp_path / 'run'}", *toy.QUICK])
-    assert ended.value.code == 1
+    assert alula("train", toy.RECIPE, f"out={tmp_path / 'run'}", *toy.QUICK) == 1
     error = capsys.readouterr().err
     assert re.fullmatch(f"alula: .*{tmp_path / 'run'} .*--resume.*\n", error)
 
@@ -286,9 +275,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def resume_error(out: Path, option: str, code: int, capsys) -> str:
     """The message of a resume that must fail, with every file of the folder left as it was."""
     before = contents(out)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, option])
-    assert ended.value.code == code
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK, option) == code
     assert contents(out) == before
     message = capsys.readouterr().err
     assert message.count("\n") == 1
@@ -348,9 +335,7 @@ def test_a_state_of_another_version_is_rejected_in_one_sentence(tmp_path, capsys
         return state
 
     monkeypatch.setattr(Checkpoints, "load", other)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "--resume"])
-    assert ended.value.code == 1
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK, "--resume") == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "step-00000002 was written by another version of Alula" in message
@@ -516,9 +501,7 @@ def test_a_used_folder_raises_before_anything_is_loaded(tmp_path, capsys, monkey
     toy.trainer(toy.quick(out)).run()
     before = (out / "metrics.jsonl").read_bytes()
     monkeypatch.setattr("alula.rollouts.build.load_model", None)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK])
-    assert ended.value.code == 2
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK) == 2
     error = capsys.readouterr().err
     assert str(out) in error
     assert "--resume" in error
@@ -531,9 +514,7 @@ def test_checkpoints_of_another_run_raise(tmp_path, capsys):
     toy.trainer(toy.quick(out)).run()
     for name in LINES:
         (out / name).unlink(missing_ok=True)
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "seed=5"])
-    assert ended.value.code == 2
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK, "seed=5") == 2
     error = capsys.readouterr().err
     assert f"run folder {out}" in error
     assert "checkpoints" in error
@@ -572,9 +553,7 @@ def test_an_evaluation_after_the_checkpoint_is_not_logged_twice(tmp_path, monkey
 def test_other_data_at_a_resume_raises(tmp_path, capsys):
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
-    with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "data.seed=1", "--resume"])
-    assert ended.value.code == 2
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK, "data.seed=1", "--resume") == 2
     assert "training data differs" in capsys.readouterr().err
 
 

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import toy
-from alula.config.settings import LearnerSettings
 from alula.distributed import World
 from alula.learner.activations import activation_bytes
 from alula.learner.forward import Policy, hidden_states
 from alula.learner.packing import collate
 from alula.learner.sft import Trace
 from alula.models.geometry import Geometry
+from alula.settings import LearnerSettings
 from alula.trainer import learner_fit
 from alula.trainer.learner_fit import BUDGETS, choose, fit_learner
 from alula.trainer.memory_plan import USABLE, plan_memory

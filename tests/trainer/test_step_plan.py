@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import toy
-from alula.cli.main import app
 from alula.mismatch.plan.cost import AnalyticCost, Hardware, generation_cost
 from alula.models.geometry import Geometry
 from alula.sparsity.footprint import footprint
@@ -17,6 +16,7 @@ from alula.sparsity.policy import DENSE, Sparsity
 from alula.trainer import rollout_simulation
 from alula.trainer.rollout_simulation import answer_lengths, decode_seconds
 from alula.trainer.step_plan import STORE_RATE, Cluster, DoesNotFit, StepPlanner
+from command_line import alula
 
 ROOT = Path(__file__).parents[2]
 GEOMETRY = Geometry(1_000_000, 4, 8, 2, 64)
@@ -154,9 +154,7 @@ def test_what_does_not_fit_and_what_was_not_measured(tmp_path):
 
 def test_the_command_prints_both_ways(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit) as ended:
-        app(["estimate", "start", "model.source=shape:qwen3-4b", "--gpus", "8", "--length", "800"])
-    assert not ended.value.code
+    assert alula("estimate", "start", "model.source=shape:qwen3-4b", "--gpus", "8", "--length", "800") == 0
     text = capsys.readouterr().out
     for expected in (
         "on 1 × 8 h200",

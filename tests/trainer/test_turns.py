@@ -44,7 +44,7 @@ def plain(model):
 
 
 def logprobs_of(model, episode, temperature):
-    """Of every token after the prompt, given ones too, by transformers alone."""
+    """Log-probs of every token after the prompt, given ones too, by transformers alone."""
     ids = torch.tensor([episode.prompt_ids + episode.token_ids])
     logits = model(ids, use_cache=False).logits[0, len(episode.prompt_ids) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, ids[0, len(episode.prompt_ids) :, None])[:, 0]

@@ -1,10 +1,11 @@
 """`alula calibrate`: measures how far sparse policies are from the dense one, by length, as a file and a plot.
 
-`--verify` and `--vetoed` measure policies on their own rollouts instead: see cli/verify.py and cli/find_budget.py.
+It has modes: without one it runs cli/tails.py, with --verify, --vetoed or --leaderboard the file of that name
+(--vetoed: cli/find_budget.py). The checks of all options, the model and the prompts are here.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,16 @@ import typer
 
 from alula.cli import options as shared
 from alula.cli.common import Engines, check_output_file, load_model_and_prompts
-from alula.errors import RunFailed, SettingError, require
+from alula.errors import SettingError, require
 
 if TYPE_CHECKING:
     from alula.data import Dataset
     from alula.engine.engine import Engine
     from alula.mismatch.calibrate.calibrate import TextSettings
-    from alula.mismatch.calibrate.file import Calibration
     from alula.sparsity.policy import Sparsity
+
+PAGES, QUANTILE, CONFIDENCE = "16", 0.05, 0.95
+"""Defaults of options."""
 
 
 def calibrate(
@@ -44,7 +47,7 @@ def calibrate(
     pages: Annotated[
         str,
         typer.Option(help="Block sizes of selectors, separated by commas; the first is --leaderboard's page size."),
-    ] = "16",
+    ] = PAGES,
     length: Annotated[
         int, typer.Option(help="Longest sequence, prompt included; prompts above half of it are left out.")
     ] = 4096,
@@ -61,8 +64,8 @@ def calibrate(
     text: Annotated[
         str, typer.Option(help="dense: measure all budgets on the dense policy's text; own: each on its own rollouts.")
     ] = "dense",
-    quantile: Annotated[float, typer.Option(help="The quantile of acceptance that is the tail.")] = 0.05,
-    confidence: Annotated[float, typer.Option(help="Confidence of the bands, over all bins together.")] = 0.95,
+    quantile: Annotated[float, typer.Option(help="The quantile of acceptance that is the tail.")] = QUANTILE,
+    confidence: Annotated[float, typer.Option(help="Confidence of the bands, over all bins together.")] = CONFIDENCE,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature, for the dense text and the sparse policies.")
     ] = 1.0,
@@ -137,7 +140,6 @@ def calibrate(
     equal bytes, each on its own rollouts and on the dense policy's text.
     """
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
-    from alula.mismatch.calibrate.verify import parse_target
     from alula.mismatch.measure import Bins
     from alula.models.geometry import Geometry
     from alula.sparsity.evict import needs_queries
@@ -149,78 +151,80 @@ def calibrate(
     given = {
         "--methods": methods is not None,
         "--budgets": budgets is not None,
-        "--pages": pages != "16",
+        "--pages": pages != PAGES,
         "--bin": bin_width is not None,
         "--tau": bool(tau),
         "--sweep": sweep,
         "--no-forward": not forward,
         "--text own": own,
-        "--quantile": quantile != 0.05,
-        "--confidence": confidence != 0.95,
+        "--quantile": quantile != QUANTILE,
+        "--confidence": confidence != CONFIDENCE,
         "--timing": timing is True,
         "--no-timing": timing is False,
     }
     modes = {"--verify": bool(verify), "--vetoed": vetoed is not None, "--leaderboard": leaderboard}
-    check_options([mode for mode, asked in modes.items() if asked], [name for name, asked in given.items() if asked])
+    mode = check_options(
+        [mode for mode, asked in modes.items() if asked], [name for name, asked in given.items() if asked]
+    )
+
+    # what the mode measures, checked before anything is loaded
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
-    # raises before anything is loaded
-    policies = [(name, *parse_target(name, width, length, kv_dtype)) for name in verify or []]
-    require(not policies or len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
-    ladders, grid = [], None
-    families = parse_families(methods or "block-topk", numbers("pages", pages))
-    if vetoed is not None:
-        from alula.cli.find_budget import ladders_of
+    page_sizes, allowed = parse_numbers("pages", pages), parse_numbers("budgets", budgets) if budgets else None
+    families = parse_families(methods or "block-topk", page_sizes)
+    measured = [family.template for family in families]
+    run: Callable[..., int]
+    if verify:
+        from alula.cli.verify import run_verify
+        from alula.mismatch.calibrate.verify import parse_target
 
-        ladders = ladders_of(families, numbers("budgets", budgets) if budgets else None, length, vetoed, prompts)
-    elif not policies and not leaderboard:
-        allowed = numbers("budgets", budgets) if budgets else default_budgets(length)
-        grid = Grid(tuple(families), allowed, tuple(tau or ()), sweep, forward)
-    if out is None:
-        kind = "verified" if policies else "vetoed" if ladders else "leaderboard" if leaderboard else "calibration"
-        out = Path(f"{kind}.json")
-    require(grid is None or out.suffix != ".svg", f"--out {out}: the plot has this name; use another ending.")
+        policies = [(name, *parse_target(name, width, length, kv_dtype)) for name in verify]
+        require(len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
+        measured = [policy for _, _, policy in policies]
+        limit = tau[0] if tau else None
+        run = partial(run_verify, named=policies, tau=limit, quantile=quantile, confidence=confidence)
+    elif vetoed is not None:
+        from alula.cli.find_budget import ladders_of, run_find_budget
+
+        ladders = ladders_of(families, allowed, length, vetoed, prompts)
+        run = partial(run_find_budget, ladders=ladders, limit=vetoed, bins=bins, sweep=sweep)
+    elif leaderboard:
+        from alula.cli.leaderboard import run_leaderboard
+
+        run = partial(
+            run_leaderboard,
+            families=families if methods else None,
+            targets=allowed or (length // 4, length // 2),
+            page=page_sizes[0],
+            statistics=statistics,
+            timing=timing is not False,
+        )
+    else:
+        from alula.cli.tails import default_budgets, run_calibration
+
+        grid = Grid(tuple(families), allowed or default_budgets(length), tuple(tau or ()), sweep, forward)
+        run = partial(run_calibration, grid=grid, bins=bins)
+        require(out is None or out.suffix != ".svg", f"--out {out}: the plot has this name; use another ending.")
+    out = out or Path(OUTPUTS[mode])
     check_output_file(out)
     if statistics is not None and not statistics.exists():
         check_output_file(statistics, "--statistics")
+
     loaded, dataset = load_model_and_prompts(
         model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed
     )
-    measured = [policy for _, _, policy in policies] or [family.template for family in families]
     if methods or not leaderboard:  # the leaderboard of all methods leaves out what would be dense
         check_dense_layers(measured, Geometry.of(loaded.model).layers)
     dataset = short_enough(dataset, length, prompts)
     engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, sparse_adapter)
-    progress = sys.stderr.isatty()
-    other_prompts = bool(policies) or vetoed is not None
-    chosen = choose(dataset, prompts, seed, from_end=other_prompts)
+    other_prompts = bool(verify) or vetoed is not None
+    chosen = choose_prompts(dataset, prompts, seed, from_end=other_prompts)
     source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own)
-    if leaderboard:
-        from alula.cli.leaderboard import run_leaderboard
-
-        targets = numbers("budgets", budgets) if budgets else (length // 4, length // 2)
-        page = numbers("pages", pages)[0]
-        timed = timing is not False
-        chosen_families = families if methods else None
-        run_leaderboard(engines, source, chosen_families, targets, page, out, statistics, progress, timed)
-        raise typer.Exit(0)
-    if statistics or any(map(needs_queries, measured)):
+    if not leaderboard and (statistics or any(map(needs_queries, measured))):  # a leaderboard has a text to measure on
         engines.measure_queries(statistics, partial(dense_answers, text=source))
-    if vetoed is not None:
-        from alula.cli.find_budget import run_vetoed
-
-        raise typer.Exit(run_vetoed(engines, source, ladders, vetoed, bins, sweep, out, progress))
-    if policies:
-        from alula.cli.verify import run_verify
-
+    if verify:
         warn_overlap(len(dataset), prompts)
-        limit = tau[0] if tau else None
-        raise typer.Exit(run_verify(engines, source, policies, limit, quantile, confidence, out, progress))
-    from alula.mismatch.calibrate.calibrate import calibrate as measure_all
-
-    assert grid is not None
-    work_file = out.with_suffix(".work.json")
-    write(measure_all(engines.with_page, source, grid, bins, work_file, log=typer.echo, progress=progress), out)
+    raise typer.Exit(run(engines, source, out=out, progress=sys.stderr.isatty()))
 
 
 TIMING, SEARCH = ("--timing", "--no-timing"), ("--no-forward", "--text own")
@@ -231,14 +235,21 @@ UNUSED = {
     "a calibration": TIMING,
 }
 """What a mode of `alula calibrate` has no use for."""
+OUTPUTS = {
+    "--verify": "verified.json",
+    "--vetoed": "vetoed.json",
+    "--leaderboard": "leaderboard.json",
+    "a calibration": "calibration.json",
+}
 
 
-def check_options(modes: "Sequence[str]", given: "Sequence[str]") -> None:
-    """Raise for two modes at once, and for options that the mode would ignore."""
+def check_options(modes: "Sequence[str]", given: "Sequence[str]") -> str:
+    """The mode. Raises for two at once, and for options that the mode would ignore."""
     require(len(modes) < 2, f"{' '.join(modes)}: these are different measurements; ask for one at a time.")
     mode = modes[0] if modes else "a calibration"
     for option in given:
         require(option not in UNUSED[mode], f"{option}: {mode} does not use it; drop it.")
+    return mode
 
 
 def dense_answers(engine: "Engine", text: "TextSettings") -> list[list[int]]:
@@ -295,7 +306,7 @@ def short_enough(dataset: "Dataset", length: int, count: int) -> "Dataset":
     return replace(dataset, examples=kept)
 
 
-def choose(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
+def choose_prompts(dataset: "Dataset", count: int, seed: int, from_end: bool = False) -> tuple[tuple[int, ...], ...]:
     """`count` prompts of a seeded order: the first ones, or the last ones to check on other prompts."""
     order = dataset.take(None, seed)
     chosen = order[-count:] if from_end else order[:count]
@@ -310,61 +321,10 @@ def warn_overlap(available: int, prompts: int) -> None:
         )
 
 
-def numbers(name: str, text: str) -> tuple[int, ...]:
+def parse_numbers(name: str, text: str) -> tuple[int, ...]:
     from alula.sparsity.text import tokens
 
     try:
         return tuple(dict.fromkeys(tokens(word.strip()) for word in text.split(",")))
     except ValueError:
         raise SettingError(f"--{name} {text!r}: write token counts separated by commas, as in 512,1k.") from None
-
-
-def default_budgets(length: int) -> tuple[int, ...]:
-    """Sparrow's grid, in tokens, below `length`."""
-    from alula.mismatch.control.controller import PAGES
-
-    budgets = tuple(16 * pages for pages in PAGES if 16 * pages < length)
-    require(len(budgets) >= 2, f"--length {length}: Sparrow's grid of budgets starts at 512; set --budgets.")
-    return budgets
-
-
-def write(calibration: "Calibration", out: Path) -> None:
-    """Write the calibration and its plot, and print a table."""
-    from alula.mismatch.plan.plot import plot_tails
-
-    calibration.save(out)
-    plot = out.with_suffix(".svg")
-    plot.write_text(plot_tails(calibration))
-    lines = [
-        "| configuration | budget | tail | worst trusted bin | its lower bound | KV saved | KV not read | evictions |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for measured in (m for family in calibration.families().values() for m in family):
-        worst = min((bin_ for bin_ in measured.tail if bin_.enough), key=lambda bin_: bin_.value, default=None)
-        trusted = f"{worst.value:.4f} | {worst.lower:.4f}" if worst else "none |"  # own answers may be too short
-        kv = measured.kv
-        lines.append(
-            f"| {measured.family.describe()} | {measured.budget} | {measured.tail.overall:.4f} | {trusted} "
-            f"| {kv.saved:.1%} | {kv.not_read:.1%} | {kv.evictions} |"
-        )
-    for grown in calibration.growing:
-        lines.append(
-            f"| {grown.family.describe()} | {', '.join(map(str, grown.budgets))} | growing, "
-            f"tau {grown.tau:.4f} | | | | | |"
-        )
-    typer.echo("\n".join([*lines, *never_sparse(calibration)]))
-    floor = calibration.floor.overall
-    if all(measured.kv.sparse == 0 for measured in calibration.measured):
-        raise RunFailed(f"{out}: nothing was sparse, so there is nothing to plan; see the last lines above.")
-    typer.echo(f"{out} and {plot}: dense floor {floor:.4f}; plan a schedule with `alula plan {out}`.")
-
-
-def never_sparse(calibration: "Calibration") -> list[str]:
-    """A note for every family with budgets that no rollout exceeded: their tails are those of the dense policy."""
-    notes = []
-    for family, measured in calibration.families().items():
-        dense = [one for one in measured if one.kv.sparse == 0]
-        if dense:
-            budgets = ", ".join(str(one.budget) for one in dense)
-            notes.append(dense[0].kv.never_sparse(f"{family.describe()} with budget {budgets}", dense[0].policy))
-    return notes

@@ -65,14 +65,15 @@ def load_model_and_prompts(
     from alula.config.load import parse_yaml
     from alula.data import Dataset, prepare
     from alula.data import load as load_data
-    from alula.data.load import shared
+    from alula.data.load import settings_per_source
     from alula.data.load_tokenizer import TASK, attach_tokenizer, load_tokenizer
     from alula.models.load import SHAPE, load_model
 
     task_options = parse_yaml(options, f"--options {options!r}") or {}
     require(isinstance(task_options, dict), f"--options {options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
     settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": task_options}
-    sets = [load_data(one, answer="", seed=seed, **own) for one, own in zip(data, shared(data, settings))]
+    per_source = settings_per_source(data, settings)
+    sets = [load_data(one, answer="", seed=seed, **own) for one, own in zip(data, per_source)]
     loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
     set_threads(loaded.model)
     if loaded.tokenizer is None and data[0].startswith(TASK):

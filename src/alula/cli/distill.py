@@ -55,7 +55,7 @@ def distill(
 
     Writes the adapter (peft), metrics.jsonl and summary.json: acceptance on held-out prompts before and after.
     """
-    from alula.config.settings import DistillSettings
+    from alula.settings import DistillSettings
     from alula.sparsity.policy import Sparsity
 
     policy = Sparsity.parse(sparsity)

@@ -77,7 +77,7 @@ def evaluate(
     import torch
 
     from alula.data import load
-    from alula.data.load import shared
+    from alula.data.load import settings_per_source
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
 
@@ -97,7 +97,7 @@ def evaluate(
             ),
             reward or default_reward(entry.data),
         )
-        for entry, own in zip(entries, shared([entry.data for entry in entries], settings))
+        for entry, own in zip(entries, settings_per_source([entry.data for entry in entries], settings))
     ]
     check_output_file(out)
     results: list[EvalResult] = []

@@ -30,7 +30,7 @@ def ladders_of(
     return [(family, Grid((family,), budgets).budgets) for family in families]
 
 
-def run_vetoed(
+def run_find_budget(
     engines: "Engines",
     text: "TextSettings",
     ladders: "Sequence[tuple[PolicyFamily, tuple[int, ...]]]",

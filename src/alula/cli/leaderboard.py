@@ -53,17 +53,17 @@ def run_leaderboard(
     statistics: Path | None,
     progress: bool,
     timing: bool = True,
-) -> None:
+) -> int:
     """Measure every method at every target, write after each row, print both tables. `families` default to all. Where
     the engines quantise KV, every method is measured with KV of the model's dtype as well. Rows of earlier commands
     stay in the file, and in the tables. The dense text is kept in a work file, so that all rows stand on the same
     text, and `triattention` on statistics of its first answers. Without `timing`, or on a CPU, new rows have no time
-    per step."""
+    per step. The exit code is 0."""
     dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
     engines.kv_dtype = None
     engine = engines.with_page(page)
     check_kv_dtype(dtypes[-1], engine.dtype, engine.device)
-    record = opened(out, engine, text)
+    record = open_record(out, engine, text)
     dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
     if statistics or families is None or any(needs_queries(family.template) for family in families):
         measured = [r.prompt_ids + r.token_ids for r in dense.rollouts if r.prompt_index < TEXT_PROMPTS]
@@ -102,6 +102,7 @@ def run_leaderboard(
     for reason in record["left_out"]:
         typer.echo(reason)
     typer.echo(f"{out}: methods are ranked apart only where the paired interval of their vetoed shares excludes 0.")
+    return 0
 
 
 def dense_rollouts(work_file: Path, engine: "Engine", text: "TextSettings", progress: bool) -> list["Rollout"]:
@@ -168,7 +169,7 @@ def milliseconds(engine: "Engine", policy: Sparsity, lengths: Sequence[tuple[int
     return 1e3 * time_rollouts(engine, rows, prompt, generated, policy)["seconds"] / generated
 
 
-def opened(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
+def open_record(out: Path, engine: "Engine", text: "TextSettings") -> dict[str, Any]:
     """The file's record if it was written with the same settings, else a new one. It knows all commands that added to
     it."""
     most = text.sampling.max_new_tokens

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import cleandoc
 from typing import Annotated, Any
 
@@ -71,9 +70,8 @@ def build(called: str | None) -> typer.Typer:
 
     for name, (where, line) in COMMANDS.items():
         module, _, function = where.partition(":")
-        if find_spec(module) is not None:
-            body = getattr(import_module(module), function) if name == called else placeholder(line)
-            commands.command(name, help=line if name != called else help_text(body))(body)
+        body = getattr(import_module(module), function) if name == called else placeholder(line)
+        commands.command(name, help=line if name != called else help_text(body))(body)
     return commands
 
 

@@ -8,8 +8,8 @@ from pydantic.fields import FieldInfo
 
 from alula.config.load import sections_in
 from alula.config.run import RunConfig
-from alula.config.settings import fields_of
 from alula.objective.settings import Correction
+from alula.settings import fields_of
 
 DEFAULTS = {"out": "`runs/<recipe name>`"}
 """Defaults that `alula.config.load` fills in."""

@@ -9,7 +9,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, model_validator
 
-from alula.config.settings import (
+from alula.data.load import training_split
+from alula.environments.registry import is_replayable
+from alula.errors import in_section, require, unknown
+from alula.mismatch.tail import MIN_PROMPTS
+from alula.objective.settings import ObjectiveSettings
+from alula.rewards.scoring import distinct
+from alula.settings import (
     CheckpointSettings,
     ControlSettings,
     Count,
@@ -28,12 +34,6 @@ from alula.config.settings import (
     SamplingSettings,
     Section,
 )
-from alula.data.load import training_split
-from alula.environments.registry import is_replayable
-from alula.errors import in_section, require, unknown
-from alula.mismatch.tail import MIN_PROMPTS
-from alula.objective.settings import ObjectiveSettings
-from alula.rewards.scoring import distinct
 from alula.sparsity.policy import DENSE, Sparsity
 
 

@@ -11,11 +11,11 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _MARKED = re.compile(r"####\s*([^\n]+)")
 
 
-def final_answer(completion: str, boxed_only: bool = False) -> str | None:
+def final_answer(completion: str) -> str | None:
     r"""The answer as written: the last \boxed{…}, else the text after the last ####, else the last number."""
     text = after_thinking(completion)
     answer = last_boxed(text)
-    if answer is not None or boxed_only:
+    if answer is not None:
         return answer
     marked = last_marked(text)
     if marked is not None:

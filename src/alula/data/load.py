@@ -7,12 +7,12 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from alula.config.settings import Source
 from alula.data import sources
 from alula.data.benchmarks import BENCHMARKS, Benchmark, hub_split
 from alula.data.dataset import Dataset
 from alula.data.mapping import FieldMapping
 from alula.errors import SettingError, in_section, require, unknown
+from alula.settings import Source
 
 GENERATED = 1000
 """Number of generated examples if no size is given."""
@@ -107,8 +107,8 @@ def is_file(source: str) -> bool:
     return source not in BENCHMARKS and Path(source).expanduser().is_file()
 
 
-def shared(sources: Sequence[str], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each of several sources, the settings that it takes. One that none takes goes to all, which raise."""
+def settings_per_source(sources: Sequence[str], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings that each of several sources takes. One that none takes goes to all, which raise."""
 
     def takes(source: str, name: str) -> bool:
         if name == "options":

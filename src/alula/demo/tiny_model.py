@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from alula.config.settings import LearnerSettings
 from alula.data.tasks.tokenizer import supervised_ids, task_tokenizer
 from alula.demo.problems import HintedPointer
 from alula.learner.learner import Learner
 from alula.learner.sft import Trace, warm_up
 from alula.run.export import export
+from alula.settings import LearnerSettings
 
 Progress = Callable[[str, int, int, float], None]
 """(stage, step, maximum number of steps, loss)"""
@@ -38,14 +38,12 @@ class WarmUp:
     careful_share: float = 0.6
 
 
-def tiny_llama(
-    vocabulary: int, tokenizer: Any, seed: int, *, width: int = 64, positions: int = 128
-) -> LlamaForCausalLM:
-    """Two layers, the minimum for the lookup of `a> ?`; 85,000 parameters with the default width."""
+def tiny_llama(vocabulary: int, tokenizer: Any, seed: int, *, positions: int = 128) -> LlamaForCausalLM:
+    """85,000 parameters in two layers, the minimum for the lookup of `a> ?`."""
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=2 * width,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,

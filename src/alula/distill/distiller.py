@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.config.settings import DistillSettings
 from alula.distill.divergence import compare_policies, sparse_logprobs
 from alula.distill.sparse_policy import SparsePolicy
 from alula.distributed import World
@@ -34,6 +33,7 @@ from alula.models.lora import Adapter, init_adapter
 from alula.objective.correction import Correction
 from alula.objective.policy_loss import Divisors, divisors, policy_loss
 from alula.objective.settings import Loss
+from alula.settings import DistillSettings
 
 EPS = 1e-6
 """AdamW's epsilon. Where the two policies agree, as on short answers, the gradient is rounding noise of about 1e-8; a

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from alula.config.settings import DistillSettings, MoveSettings
 from alula.data.dataset import Example
 from alula.distill.distiller import Acceptance, Distiller
 from alula.engine.rollout import Rollout
 from alula.mismatch.tail import Tail
 from alula.rollouts.rollouts import Rollouts
+from alula.settings import DistillSettings, MoveSettings
 from alula.sparsity.policy import Sparsity
 
 

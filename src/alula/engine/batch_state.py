@@ -165,9 +165,9 @@ class BatchState:
     def _allocate(self, sizes: BatchFeatures) -> None:
         """The large buffers first: if they find no memory, nothing that running rows read has changed."""
         rows, steps, device, g = self.rows, self.steps, self.device, self.geometry
-        self.ring = self._grown("ring", self.ring, (g.layers, rows, g.query_heads, sizes.ring, g.head_dim), 3)
+        self.ring = self._grown("ring", self.ring, (g.layers, rows, g.query_heads, sizes.ring, g.head_dim))
         sums = (g.layers, rows, g.kv_heads, sizes.accumulated)
-        self.accumulated = self._grown("accumulated", self.accumulated, sums, 3, torch.float32)
+        self.accumulated = self._grown("accumulated", self.accumulated, sums, torch.float32)
         self.teacher = torch.zeros(**self._hidden) if sizes.teacher else None
         """Dense hidden states that predict the tokens of the current chunk."""
         self.out_hidden = torch.zeros(**self._hidden) if sizes.hidden else None
@@ -183,15 +183,15 @@ class BatchState:
         self._sizes = replace(sizes, ring=ring, accumulated=summed)
 
     def _grown(
-        self, name: str, old: Tensor | None, layout: tuple[int, ...], axis: int, dtype: torch.dtype | None = None
+        self, name: str, old: Tensor | None, layout: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        """The buffer `old` with the size of `layout` along `axis`, and its content."""
-        size = layout[axis]
-        if not size or (old is not None and old.shape[axis] >= size):
+        """The buffer `old` with the size of `layout` along axis 3, recent queries or tokens, and its content."""
+        size = layout[3]
+        if not size or (old is not None and old.shape[3] >= size):
             return old
         if old is not None:  # grow by half at least, so that few requests make it grow again
-            size = max(size, old.shape[axis] * 3 // 2)
-            layout = (*layout[:axis], size, *layout[axis + 1 :])
+            size = max(size, old.shape[3] * 3 // 2)
+            layout = (*layout[:3], size, *layout[4:])
         return self.buffers.allocate(name, layout, dtype or self.dtype, old)
 
     def set_sums(self, row: int, sums: Tensor) -> None:

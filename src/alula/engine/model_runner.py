@@ -1,7 +1,6 @@
 """Runs the model: forward passes, and decode steps (captured as CUDA graphs) with the evictions between them."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from alula.engine.attention import AttentionContext, DecodeContext, attention_context, install
 from alula.engine.batch_state import BatchState, PendingResults, StepSize, copy_to, to_device, to_host
+from alula.engine.cuda_graphs import CUDAGraphs
 from alula.engine.eviction import captured_rows, compile_eviction, evict, upload_tables
 from alula.engine.fused_decoder import FusedDecoder, fusible
 from alula.engine.fused_linear import fuse_projections, merge_equal_products
@@ -28,12 +28,6 @@ from alula.sparsity.policy import Evict
 
 LOGITS_BYTES = 1 << 28
 """Logits that are not sampled from are computed in chunks of at most this many bytes."""
-
-CAPTURE_BYTES = 1 << 30
-"""Free memory that capturing wants."""
-
-MAX_GRAPHS = 256
-"""Captured decode steps and evictions that are kept; the one unused for longest is dropped."""
 
 Selected = list[tuple[Tensor, Tensor] | None]
 
@@ -104,10 +98,8 @@ class ModelRunner:
             self.fuse_layers()
             self._compile_others()
         self.use_graphs = graphs
-        self._graphs: OrderedDict[tuple, Any] = OrderedDict()
-        """CUDA graphs of decode steps, and captured evictions: None for one whose capture failed."""
-        self._graph_pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._capture_stream = torch.cuda.Stream(cache.device) if graphs else None
+        self.graphs = CUDAGraphs(cache.device, graphs)
+        """Decode steps, and captured evictions: None for one whose capture failed."""
         self._compiled_evictions: set[Evict] = set()
 
     def batch(self, kind: BatchKind, in_use: Container[BatchKind] = ()) -> BatchState:
@@ -116,7 +108,7 @@ class ModelRunner:
             unused = [other for other in self.batches if other not in in_use]
             for other in unused[: max(0, len(self.batches) + 1 - MOST_KINDS)]:
                 del self.batches[other]
-                self._drop_graphs(other)
+                self.graphs.drop(other)
             self.cache.prepare(kind.selector)
             self.batches[kind] = BatchState(kind, *self._layout, resident=self.cache.resident)
         return self.batches[kind]
@@ -139,7 +131,7 @@ class ModelRunner:
             self.positions = 1 << (length - 1).bit_length()
             if self._fused:
                 self.fuse_layers()
-                self._graphs.clear()
+                self.graphs.clear()
 
     def _compile_others(self) -> None:
         # All engines and learners of a process compile the same forward, and each adds its own cache entries.
@@ -253,9 +245,8 @@ class ModelRunner:
         if not self.use_graphs or state.features.record_selected:
             return None
         key = (state.kind, state.generation, size, state.features.graph_key)
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-            return self._graphs[key]
+        if key in self.graphs:
+            return self.graphs[key]
         # No row is live while warming up and capturing: writes go to the scratch page.
         state.remaining.zero_()
         state.column.zero_()
@@ -264,42 +255,9 @@ class ModelRunner:
             self.step(state, size)
             state.column.zero_()
 
-        return self._remember(key, self._capture(state, lambda: self.step(state, size), warm_up)[0])
-
-    def _capture(
-        self, state: BatchState, work: Callable[[], Any], warm_up: Callable[[], Any]
-    ) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """A graph of `work`, and what `work` returned. `warm_up` runs first: it compiles and loads the kernels."""
-        self._drop_graphs(state.kind, state.generation)  # buffers were reallocated: those graphs are invalid
-        if not self._graphs:
-            self._graph_pool = torch.cuda.graph_pool_handle()
-        if torch.cuda.mem_get_info(self.device)[0] < CAPTURE_BYTES:
-            torch.cuda.empty_cache()  # not each time: memory that is given back takes long to get again
-        graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
-        assert stream is not None
-        stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(stream):
-                warm_up()
-                graph.capture_begin(pool=self._graph_pool)
-                try:
-                    result = work()
-                finally:
-                    graph.capture_end()
-        finally:  # what ran on it may write pages that are given to others next
-            torch.cuda.current_stream().wait_stream(stream)
-        return graph, result
-
-    def _remember(self, key: tuple, captured: Any) -> Any:
-        self._graphs[key] = captured
-        if len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        return captured
-
-    def _drop_graphs(self, kind: BatchKind, current: int | None = None) -> None:
-        """Drop the graphs of a kind, except those of its current buffers."""
-        for key in [k for k in self._graphs if k[0] == kind and k[1] != current]:
-            del self._graphs[key]
+        graph, _ = self.graphs.capture(key, lambda: self.step(state, size), warm_up)
+        self.graphs[key] = graph
+        return graph
 
     def prepare_eviction(self, sequence: Sequence) -> None:
         """Compile the kernels of a sequence's policy before its first eviction, while no row waits for them."""
@@ -321,19 +279,18 @@ class ModelRunner:
             return evict(self.cache, state, event, table)
         policy, old_pages = event.sequences[0].request.sparsity.evict, max(map(len, event.old))
         key = (state.kind, state.generation, policy, event.n, event.keep, rows, old_pages, table.shape[1])
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-            captured = self._graphs[key]
+        if key in self.graphs:
+            captured = self.graphs[key]
             return captured.replay(table) if captured else evict(self.cache, state, event, table)
         own = table[torch.arange(rows, device=self.device).clamp(max=len(table) - 1)]
         work, done = partial(evict, self.cache, state, event, own), []
         try:
-            graph, kept = self._capture(state, work, lambda: done.append(work()))
-            self._remember(key, CapturedEviction(graph, own, kept))
+            graph, kept = self.graphs.capture(key, work, lambda: done.append(work()))
+            self.graphs[key] = CapturedEviction(graph, own, kept)
         except RuntimeError:  # no memory, or a method that cannot be captured
             if not done:
                 raise
-            self._remember(key, None)
+            self.graphs[key] = None
         return done[0][: len(table)]
 
     # -- acceptance -------------------------------------------------------------------------------------

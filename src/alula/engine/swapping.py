@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alula.cpus import CGROUPS, OWN_CGROUP, cgroup_folders
+from alula.cgroups import CGROUPS, OWN_CGROUP, memory_left
 from alula.engine.batch_state import BatchState, to_device, to_host
 from alula.engine.model_runner import ModelRunner
 from alula.engine.schedule_plan import Move, SwapOut
@@ -139,16 +139,10 @@ def default_swap_memory() -> int:
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS, process: Path = OWN_CGROUP) -> int:
-    """Bytes of host memory that can be allocated now: what the system has available, within the limits of the process'
-    cgroups (as a container or a job scheduler sets them)."""
+    """Bytes of host memory that can be allocated now: what the system has available, within the process' cgroups."""
     if not meminfo.exists():  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
     available = int(line.split()[1]) * 1024
-    pairs = [(folder / "memory.max", folder / "memory.current") for folder in cgroup_folders(cgroups, process)]
-    version_1 = cgroups / "memory"
-    pairs.append((version_1 / "memory.limit_in_bytes", version_1 / "memory.usage_in_bytes"))
-    for limit, used in pairs:
-        if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-            available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
+    left = memory_left(cgroups, process)
+    return available if left is None else min(available, left)

@@ -25,7 +25,7 @@ class Call:
     queued: float
     began: float = 0.0
     future: "Future[Any] | None" = None
-    """That of an awaitable, on the event loop."""
+    """The result of an awaitable, on the event loop."""
 
 
 @dataclass

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from alula.config.settings import EnvironmentSettings
 from alula.data.dataset import Messages
 from alula.engine.engine import Engine
 from alula.engine.rollout import Finish, Rollout, Sampling
@@ -25,6 +24,7 @@ from alula.environments.conversation import Conversation, as_messages
 from alula.environments.environment import Environment
 from alula.environments.registry import Build
 from alula.errors import require
+from alula.settings import EnvironmentSettings
 from alula.sparsity.policy import Sparsity
 
 GRACE = 0.002

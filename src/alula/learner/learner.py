@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alula.config.settings import Decay, LearnerSettings
 from alula.distributed import World, iter_full_params, shard_mesh, shard_model, sum_over_replicas
 from alula.errors import require
 from alula.learner.forward import Policy, checkpoint_activations
@@ -27,6 +26,7 @@ from alula.models import lora
 from alula.models.experts import active_share, is_experts
 from alula.models.geometry import Geometry
 from alula.objective.policy_loss import merge_metrics
+from alula.settings import Decay, LearnerSettings
 
 LossFn = Callable[[Tensor, Tensor, Packed], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs [N], entropy [N], batch) -> this micro-batch's share of the loss, and its metrics.

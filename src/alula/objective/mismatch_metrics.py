@@ -82,12 +82,12 @@ def correction_metrics(corrected: Corrected, gather: Gather = lambda value: [val
     }
 
 
-def percentiles(values: Tensor, at: tuple[int, ...] = PERCENTILES) -> Tensor:
-    """Percentiles of `values` [T], interpolated linearly; 1 without values. (torch.quantile stops at 2^24 values.)"""
+def percentiles(values: Tensor) -> Tensor:
+    """`PERCENTILES` of `values` [T], interpolated linearly; 1 without values. (torch.quantile stops at 2^24 values.)"""
     if not len(values):
-        return values.new_ones(len(at))
+        return values.new_ones(len(PERCENTILES))
     last = len(values) - 1
-    position = torch.tensor(at, dtype=torch.float64, device=values.device) / 100 * last
+    position = torch.tensor(PERCENTILES, dtype=torch.float64, device=values.device) / 100 * last
     below = position.long()
     ordered = values.sort().values
     return torch.lerp(ordered[below], ordered[(below + 1).clamp(max=last)], position - below)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import ArgsKwargs
 
-from alula.config.settings import Positive, settings_type
 from alula.errors import SettingError, require, unknown
 from alula.objective.losses import LOSSES
+from alula.settings import Positive, settings_type
 
 Level = Literal["none", "token", "sequence", "geometric"]
 Counted = Literal["all", "accepted"]

@@ -40,10 +40,10 @@ class Run:
     notes: list[str] = field(default_factory=list)
     """One sentence for each file that could not be read in full, and why the run failed."""
 
-    def last(self, metric: str, steps: int = 10) -> float | None:
-        """Mean of a metric over its last steps."""
+    def last(self, metric: str) -> float | None:
+        """Mean of a metric over its last ten steps."""
         curve = self.curves.get(metric)
-        return None if curve is None else float(curve.values[-steps:].mean())
+        return None if curve is None else float(curve.values[-10:].mean())
 
 
 def load_runs(paths: list[Path]) -> list[Run]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alula.config.settings import RewardSettings, RewardTerm
 from alula.cpus import available_cpus
 from alula.data.answers import reference_text
 from alula.errors import SettingError, require, unknown
@@ -14,6 +13,7 @@ from alula.rewards import graders
 from alula.rewards.length import length_reward
 from alula.rewards.pool import Job, Outcome, WorkerPool
 from alula.rewards.task import task_reward
+from alula.settings import RewardSettings, RewardTerm
 
 
 @dataclass

@@ -181,9 +181,7 @@ class RayRollouts(Rollouts):
         self.shipped = [size, time.monotonic() - began]
         self.pool.ship(weights=shipment)
 
-    def _shipment(
-        self, parameters: Iterator[tuple[str, Tensor]], version: int, rank: int = 0, alpha: float = 0.0
-    ) -> Shipment:
+    def _shipment(self, parameters: Iterator[tuple[str, Tensor]], version: int, rank: int, alpha: float) -> Shipment:
         buckets = [(pieces, ray.put(data)) for pieces, data in pack(parameters)]
         return Shipment(next(self._shipments), version, buckets, rank, alpha)
 

@@ -3,21 +3,19 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from alula.engine.engine import Engine
 from alula.engine.rollout import Rollout
-from alula.engine.sequence import Request, Sequence
+from alula.engine.sequence import Request
 from alula.errors import RunFailed, SettingError
 from alula.heap import frozen_heap
+from alula.serve.engine_job import EngineJob
 from alula.serve.sessions import Sessions
 from alula.sparsity.evict import needs_queries
 
@@ -32,52 +30,6 @@ MOST_FAILURES = 3
 """Failed steps in a row after which the server reports itself as unhealthy."""
 
 
-@dataclass
-class Progress:
-    """New tokens of a rollout that goes on."""
-
-    prompt_index: int
-    sample_index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    topk: tuple[np.ndarray, np.ndarray] | None
-    """Ids and log-probs [tokens, k]."""
-
-
-@dataclass(eq=False)
-class Job:
-    """What one HTTP request asks of the engine."""
-
-    name: str
-    """The request id that clients see."""
-    requests: list[Request]
-    stream: bool = False
-    session: str | None = None
-    seeded: bool = False
-    """Whether the client chose the seed."""
-    continued: bool = False
-    """Whether the session's kept cache was continued."""
-    events: "asyncio.Queue[Progress | Rollout | Exception]" = field(default_factory=asyncio.Queue)
-    live: dict[int, int] = field(default_factory=dict)
-    """Unfinished rollouts by the engine's request id. Only the engine's thread uses it and `sent`."""
-    sent: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Tokens handed out, by prompt and sample."""
-
-    @property
-    def rollouts(self) -> int:
-        return sum(request.sampling.n for request in self.requests)
-
-    async def results(self) -> AsyncGenerator[Progress | Rollout]:
-        """Events up to the last rollout's end."""
-        left = self.rollouts
-        while left:
-            event = await self.events.get()
-            if isinstance(event, Exception):
-                raise event
-            left -= isinstance(event, Rollout)
-            yield event
-
-
 class EngineThread:
     """Runs an engine. All methods but `call`'s functions belong to the event loop's thread."""
 
@@ -87,9 +39,9 @@ class EngineThread:
         self.failures = 0
         """Failed steps in a row."""
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, EngineJob] = {}
         """Jobs by the engine's request id."""
-        self._held: list[Job] = []
+        self._held: list[EngineJob] = []
         """Jobs that arrived while the engine slept, or while it drains for a pause (`_must_wait`)."""
         self._when_idle: list[Future[None]] = []
         self._stopped = False
@@ -144,11 +96,11 @@ class EngineThread:
         self._put(command)
         return await asyncio.wrap_future(future)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EngineJob) -> None:
         """Queue a job; its events tell how it went, also if it was rejected."""
         self._put(lambda ended: self._submit(job) if ended is None else self._post([(job, ended)]))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: EngineJob) -> None:
         """End a job: its unfinished rollouts come back as aborted."""
         self._put(lambda ended: self._cancel(job) if ended is None else None)
 
@@ -203,7 +155,7 @@ class EngineThread:
         with suppress(RunFailed):  # its thread has ended, and with it all jobs
             await self.call(abort)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[EngineJob]:
         """Jobs in the engine, and those held back."""
         return list(dict.fromkeys([*self._jobs.values(), *self._held]))
 
@@ -281,7 +233,7 @@ class EngineThread:
                 future.set_result(None)
         self._when_idle.clear()
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: EngineJob) -> None:
         if self._must_wait(job):
             self._held.append(job)
             return
@@ -299,7 +251,7 @@ class EngineThread:
             self._post([(job, ended_by(error))])
             raise
 
-    def _must_wait(self, job: Job) -> bool:
+    def _must_wait(self, job: EngineJob) -> bool:
         """Whether a job cannot be submitted now. The text that queries are first measured on is sampled, for which the
         engine must not be paused."""
         engine = self.engine
@@ -310,7 +262,7 @@ class EngineThread:
             or (unmeasured and any(needs_queries(request.sparsity) for request in job.requests))
         )
 
-    def _start(self, job: Job, request: Request) -> int:
+    def _start(self, job: EngineJob, request: Request) -> int:
         """Submit a request, or continue the session it belongs to."""
         turn = self.sessions.take(job.session) if job.session is not None else None
         if turn is not None and job.session is not None:
@@ -326,7 +278,7 @@ class EngineThread:
             self.engine.close(turn.session)
         return self.engine.submit(request)
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, job: EngineJob) -> None:
         if job in self._held:
             self._fail([job], SettingError("the request was aborted before it started."))
         for request_id in job.live:
@@ -336,7 +288,7 @@ class EngineThread:
         for job in self.jobs():
             self._cancel(job)
 
-    def _fail(self, jobs: list[Job], error: Exception) -> None:
+    def _fail(self, jobs: list[EngineJob], error: Exception) -> None:
         """End jobs with an error."""
         for job in jobs:
             for request_id in job.live:
@@ -348,21 +300,21 @@ class EngineThread:
 
     def _deliver(self) -> None:
         """Hand new tokens and finished rollouts to their jobs."""
-        events: list[tuple[Job, Any]] = []
+        events: list[tuple[EngineJob, Any]] = []
         try:
             for rollout in self.engine.finished():
                 self._finish(rollout, events)
             live = {request_id: self.engine.unfinished(request_id) for request_id in self._jobs}
             for request_id, job in self._jobs.items():
                 if job.stream:
-                    events += [(job, new) for sequence in live[request_id] if (new := progress(job, sequence))]
+                    events += [(job, new) for sequence in live[request_id] if (new := job.progress(sequence))]
         finally:
             self._post(events)
         lost = dict.fromkeys(self._jobs[request_id] for request_id, sequences in live.items() if not sequences)
         if lost:  # ended by a failure that was not their own
             self._fail(list(lost), RunFailed(f"the engine failed; {SEE_LOG}."))
 
-    def _finish(self, rollout: Rollout, events: list[tuple[Job, Any]]) -> None:
+    def _finish(self, rollout: Rollout, events: list[tuple[EngineJob, Any]]) -> None:
         job = self._jobs.get(rollout.request_id)
         if job is None:
             if rollout.session is not None:
@@ -375,7 +327,7 @@ class EngineThread:
         if job.session is not None:
             self.sessions.keep_rollout(job.session, rollout, job.requests[0])
 
-    def _post(self, events: list[tuple[Job, Any]]) -> None:
+    def _post(self, events: list[tuple[EngineJob, Any]]) -> None:
         def post() -> None:
             for job, event in events:
                 job.events.put_nowait(event)
@@ -386,28 +338,3 @@ class EngineThread:
 
 def ended_by(error: BaseException) -> RunFailed:
     return RunFailed(f"the engine's thread has ended ({type(error).__name__}; {SEE_LOG}); restart the server.")
-
-
-def progress(job: Job, sequence: Sequence) -> Progress | None:
-    """The tokens of this turn that were not handed out yet."""
-    request = sequence.request
-    index = request.prompt_index, sequence.sample
-    start = sequence.turn_start + job.sent.get(index, 0)
-    tokens = sequence.tokens[start:]
-    if not tokens:
-        return None
-    job.sent[index] = job.sent.get(index, 0) + len(tokens)
-    topk = None
-    if request.sampling.topk_logprobs:
-        ids, values = zip(*sequence.topk)
-        topk = last_rows(ids, len(tokens)), last_rows(values, len(tokens))
-    return Progress(*index, tokens, sequence.logprobs[start:], topk)
-
-
-def last_rows(parts: tuple[np.ndarray, ...], count: int) -> np.ndarray:
-    """The last `count` rows of arrays that follow each other."""
-    first, rows = len(parts), 0
-    while rows < count:
-        first -= 1
-        rows += len(parts[first])
-    return np.concatenate(parts[first:])[-count:]

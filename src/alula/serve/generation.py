@@ -29,7 +29,7 @@ from alula.serve.answers import (
     with_field,
 )
 from alula.serve.bodies import ChatBody, CompletionBody, OpenAIFields, RequestFields, TokensBody, chat_messages
-from alula.serve.engine_thread import Job
+from alula.serve.engine_job import EngineJob
 from alula.serve.service import Service
 from alula.serve.streaming import EventStream, TextOffsets, TextStream
 
@@ -102,7 +102,7 @@ class Generation:
         return JSONAnswer(envelope(form.kind, job.name, self.service.model, choices, turns))
 
     async def stream(
-        self, request: HTTPRequest, body: OpenAIFields, job: Job, form: "Form", stops: StopStrings | None
+        self, request: HTTPRequest, body: OpenAIFields, job: EngineJob, form: "Form", stops: StopStrings | None
     ) -> AsyncGenerator[dict[str, Any]]:
         """Chunks of an answer: text and log-probs as they come, `finish_reason` and `kv` at each choice's end."""
         sampling, model = job.requests[0].sampling, self.service.model
@@ -146,7 +146,7 @@ class Generation:
 
     # -- shared -------------------------------------------------------------------------------------------
 
-    async def turns(self, request: HTTPRequest, job: Job) -> list[Turn]:
+    async def turns(self, request: HTTPRequest, job: EngineJob) -> list[Turn]:
         """All rollouts of a job, in order."""
         async with aclosing(self.service.events(request, job)) as events:
             rollouts = [event async for event in events if isinstance(event, Rollout)]
@@ -162,7 +162,7 @@ class Generation:
         *,
         stream: bool = False,
         seeded: bool,
-    ) -> Job:
+    ) -> EngineJob:
         """Validated work for the engine; raises for what it cannot do."""
         if body.model is not None:
             self.service.check_model(body.model)
@@ -178,9 +178,9 @@ class Generation:
             )
         policy = body.policy(self.service.sparsity)
         requests = self.engine.requests(prompts, sampling, policy, session=session is not None)
-        return Job(body.request_id or f"{prefix}-{secrets.token_hex(12)}", requests, stream, session, seeded)
+        return EngineJob(body.request_id or f"{prefix}-{secrets.token_hex(12)}", requests, stream, session, seeded)
 
-    def choice(self, job: Job, turn: Turn, sampling: Sampling) -> dict[str, Any]:
+    def choice(self, job: EngineJob, turn: Turn, sampling: Sampling) -> dict[str, Any]:
         """What the choices of all routes have in common."""
         rollout = turn.rollout
         return {

@@ -15,9 +15,9 @@ from alula.serve.app import LOCAL_HOSTS, build_app
 from alula.serve.service import Service
 
 WRITE_SECONDS = 2
-"""For the answers of rollouts that were cut off."""
+"""Time for the answers of rollouts that were cut off."""
 LAST_STEP_SECONDS = 2.0
-"""For the engine's step in progress at a second Ctrl-C."""
+"""Time for the engine's step in progress at a second Ctrl-C."""
 
 
 class Server(uvicorn.Server):

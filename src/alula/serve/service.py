@@ -15,7 +15,8 @@ from alula.engine.rollout import Rollout
 from alula.errors import SettingError, require
 from alula.serve.answers import FINISH, Turn, session_state
 from alula.serve.bodies import Body, parse_body
-from alula.serve.engine_thread import EngineThread, Job, Progress
+from alula.serve.engine_job import EngineJob, Progress
+from alula.serve.engine_thread import EngineThread
 from alula.serve.metrics import Metrics
 from alula.sparsity.policy import DENSE, Sparsity
 
@@ -83,7 +84,7 @@ class Service:
             f"the request asks for {rollouts} rollouts (prompts times n), more than the queue's {self.max_queue}.",
         )
 
-    async def events(self, request: HTTPRequest, job: Job) -> AsyncGenerator[Progress | Rollout]:
+    async def events(self, request: HTTPRequest, job: EngineJob) -> AsyncGenerator[Progress | Rollout]:
         """Serve a job: its events up to the end. A client that goes away ends it, and frees its pages."""
         count = job.rollouts
         self.check_count(count)
@@ -113,12 +114,12 @@ class Service:
                 self.thread.cancel(job)
             self.metrics.request_seconds.add(time.monotonic() - started)
 
-    async def _cancel_when_gone(self, request: HTTPRequest, job: Job) -> None:
+    async def _cancel_when_gone(self, request: HTTPRequest, job: EngineJob) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.thread.cancel(job)
 
-    def _count(self, rollout: Rollout, job: Job) -> None:
+    def _count(self, rollout: Rollout, job: EngineJob) -> None:
         turn, metrics = Turn.of(rollout), self.metrics
         metrics.rollouts[FINISH[rollout.finish]] += 1
         metrics.generated_tokens += len(turn.token_ids)

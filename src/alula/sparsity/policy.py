@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
-from alula.config.settings import fields_of, settings_type
 from alula.errors import SettingError, require, unknown
+from alula.settings import fields_of, settings_type
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.text import budget as parse_budget
 from alula.sparsity.text import part_text, settings_of

@@ -1,32 +1,30 @@
-"""Builds the parts of a run from its settings: data, learner, rollouts, monitor, distillation."""
+"""Builds the parts of a run from its settings: learner, rollouts, monitor, distillation."""
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from alula.bench.ceilings import matrix_rate
 from alula.config.run import RunConfig
-from alula.data import Dataset, Example, prepare
-from alula.data.load import load_source
+from alula.data import Dataset
 from alula.distributed import World
 from alula.engine.measure_queries import TEXT_PROMPTS, dense_text
 from alula.engine.rollout import Rollout, Sampling
 from alula.errors import require
 from alula.learner.learner import Learner, trains_in_place
 from alula.mismatch.control.monitor import Monitor
-from alula.mismatch.tail import MIN_PROMPTS
 from alula.models.load import LoadedModel
 from alula.models.lora import Adapter
-from alula.rewards.scoring import distinct
 from alula.rollouts.build import build_engine, build_episodes, check_backend
 from alula.rollouts.job import Job
 from alula.rollouts.local_rollouts import LocalRollouts
 from alula.rollouts.rollouts import Rollouts
 from alula.sparsity.evict import needs_queries
 from alula.sparsity.policy import DENSE
+from alula.trainer.run_data import move_prompts
 
 if TYPE_CHECKING:
     from alula.distill.distiller import Distiller
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
 TEXT_TOKENS = 512
 """Tokens of an answer that the model's queries are measured on."""
-Data = tuple[Dataset, tuple[Dataset, ...]]
-"""Training examples, and the held-out sets."""
 
 
 def check_shares(config: RunConfig, world: World) -> None:
@@ -56,72 +52,6 @@ def check_shares(config: RunConfig, world: World) -> None:
             f"distill.first.minibatches={first.minibatches}: must be at most {least} (the rollouts of a batch on one "
             f"of {world.size} ranks); lower it, or raise distill.first.prompts.",
         )
-
-
-def split_data(config: RunConfig) -> Data:
-    """(training, held-out) examples. The held-out sets come from `eval.data`, or one is split off, or there is none."""
-    training, held_out = _split(config)
-    if config.distill and config.distill.move and config.distill.move.at is None:
-        measured = len(move_prompts(config, held_out[0] if held_out else training))
-        require(
-            measured >= MIN_PROMPTS,
-            f"distill.move: there are {measured} held-out prompts, and a tail that decides needs at least "
-            f"{MIN_PROMPTS}; raise eval.size, or set move.at.",
-        )
-    return training, held_out
-
-
-def move_prompts(config: RunConfig, prompts: Dataset) -> list[Example]:
-    """Those that `distill.move` measures its candidate on."""
-    move = config.distill.move if config.distill else None
-    return [*prompts.take(min(len(prompts), move.prompts))] if move else []
-
-
-def _split(config: RunConfig) -> Data:
-    training, size = load_source(config.data, training=True), config.eval.size
-    if not config.eval.every:
-        return training, ()
-    if config.eval.data:
-        sets = [load_held_out(config, index) for index in range(len(config.eval.data))]
-        names = distinct([dataset.name for dataset in sets])
-        return training, tuple(replace(dataset, name=name) for dataset, name in zip(sets, names))
-    require(
-        size < len(training),
-        f"eval.size={size}: must be below the number of training examples ({len(training)}); lower it, name other "
-        "data in eval.data, or set eval.every=0.",
-    )
-    training, held_out = training.split(size, config.data.seed)
-    return training, (held_out,)
-
-
-def load_held_out(config: RunConfig, index: int) -> Dataset:
-    """The examples of one set of `eval.data`."""
-    sources, size = config.eval.data, config.eval.size
-    held_out = load_source(sources[index], "eval.data" if len(sources) == 1 else f"eval.data[{index}]")
-    return held_out.take(size, seed=0) if size < len(held_out) else held_out
-
-
-def load_data(config: RunConfig, tokenizer: Any) -> Data:
-    """(training, held-out) examples with token ids."""
-    return tokenized(config, split_data(config), tokenizer)
-
-
-def tokenized(config: RunConfig, data: Data, tokenizer: Any) -> Data:
-    """The same data with token ids."""
-    d = config.data
-
-    def with_ids(dataset: Dataset) -> Dataset:
-        return prepare(
-            dataset,
-            tokenizer,
-            chat=d.chat,
-            system=d.system,
-            max_prompt_tokens=d.max_prompt_tokens,
-            template_options=d.template_options,
-        )
-
-    training, held_out = data
-    return with_ids(training), tuple(map(with_ids, held_out))
 
 
 def build_learner(

@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from alula.config.run import RunConfig
-from alula.config.settings import ControlSettings
 from alula.files import count_text, size_text
 from alula.rollouts.build import check_backend
 from alula.run.checkpoint import Resume
 from alula.run.console import duration, seconds
 from alula.run.sinks import check_sinks
+from alula.settings import ControlSettings
 from alula.sparsity.policy import DENSE, Budget
 from alula.trainer.check_environment import check_environment
 from alula.trainer.host_plan import host_rows, traffic_rows
@@ -24,10 +24,8 @@ from alula.trainer.memory_plan import (
     MemoryPlan,
     device_type,
     dtype_of,
-    free_memory,
     plan_memory,
     separate_workers,
-    totals,
 )
 from alula.trainer.preflight import Preflight, check_run_folder, load_model_config
 from alula.trainer.speed_plan import SpeedPlan, kv_memory, measure, plan_speed
@@ -121,6 +119,47 @@ def memory_table(config: RunConfig, plan: MemoryPlan, tokenized: bool) -> Table:
     for what, text in totals(config, plan, free_memory(config)):
         table.add_row(what, text)
     return table
+
+
+def free_memory(config: RunConfig) -> int | None:
+    """Free bytes on the GPU that the run would use; None if it would run on the CPU."""
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        return None
+    index = torch.device(config.model.device or "cuda").index
+    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")) if index is None else index)[0]
+
+
+def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[str, str]]:
+    """The last rows of the memory table."""
+    place = ", a worker" if plan.workers else ""
+    rows = [
+        ("total, learning (KV pool released)", size_text(plan.learning)),
+        (f"total, generating{place}", size_text(plan.generating(config.engine.kv_memory))),
+    ]
+    if not plan.activations:
+        rows.append(("  activations of a mixture not counted: learner.activation_checkpointing is off", ""))
+    if free is not None:
+        rows.append((f"  {verdict(config, plan, free)}", f"{size_text(free)} free"))
+    elif config.model.dtype is None:
+        rows.append(("  in float32, as on this CPU; model.dtype=bfloat16 shows what a GPU would hold", ""))
+    return rows
+
+
+def verdict(config: RunConfig, plan: MemoryPlan, free: int) -> str:
+    """Whether the plan fits, or else the setting to lower: the one with the largest part of the excess."""
+    limit, generating = int(USABLE * free), plan.generating(config.engine.kv_memory)
+    if plan.learning - plan.logits - plan.activations > limit:
+        return "does not fit: use more ranks, learner.lora, or a smaller model"
+    if plan.learning > limit:
+        return f"does not fit: lower learner.{'token_budget' if plan.activations > plan.logits else 'logprob_chunk'}"
+    if generating <= limit:
+        return "fits"
+    if config.engine.kv_memory:
+        return "does not fit: lower engine.kv_memory"
+    together = int(plan.kv_room(limit) * plan.running // max(plan.kv_sparse, 1))
+    if together < 1:
+        return "does not fit: lower sampling.max_new_tokens, or use a smaller budget"
+    return f"fits {together:,} of the {plan.running:,} rollouts at a time; the others wait"
 
 
 def host_table(config: RunConfig, plan: MemoryPlan) -> Table:

@@ -17,7 +17,6 @@ from alula.data import Example, PromptStream
 from alula.distributed import World
 from alula.engine.rollout import Rollout, Sampling
 from alula.environments.episodes import Start
-from alula.errors import RunFailed
 from alula.learner.learner import Learner
 from alula.mismatch.control.monitor import Monitor
 from alula.objective.correction import correct
@@ -26,6 +25,7 @@ from alula.rollouts.job import Job
 from alula.rollouts.rollouts import Rollouts
 from alula.sparsity.policy import Sparsity
 from alula.trainer.batch import RolloutBatch
+from alula.trainer.first_failures import raise_if_environment_failed, raise_if_ungraded
 from alula.trainer.reroll import continuations, restarts, spliced
 from alula.trainer.signals import StopRequest
 from alula.trainer.step_metrics import Clock, sum_over_ranks
@@ -308,41 +308,11 @@ class Collector:
 
     def _set_rewards(self, batch: RolloutBatch, graded: RewardBatch) -> None:
         if not self.graded:
-            self._raise_if_all_failed(batch)
+            raise_if_environment_failed(batch, self.world)
             reasons = Counter(reason for _, reason in graded.failures)
-            self.raise_if_ungraded(self.rewards.names, reasons, len(batch.rollouts), "run's first")
+            raise_if_ungraded(self.rewards.names, reasons, len(batch.rollouts), "run's first", self.world)
             self.graded = True
         batch.rewards, batch.reward_parts = graded.total, graded.parts
         batch.failures = [[] for _ in batch.rollouts]
         for i, reason in graded.failures:
             batch.failures[i].append(reason)
-
-    def _raise_if_all_failed(self, batch: RolloutBatch) -> None:
-        """Raise if the environment failed in every one of the run's first episodes. Every rank must call this."""
-        reasons = [reason for share in self.world.all_gather(batch.environment_failures()) for reason in share]
-        count = sum_over_ranks(self.world, len(batch.rollouts))
-        if reasons and len(reasons) >= count:
-            raise RunFailed(
-                f"the environment failed in every one of the run's first {count:.0f} episodes, most often with "
-                f"{Counter(reasons).most_common(1)[0][0]!r}. Correct it, or raise environment.timeout if it is only "
-                "slow; `alula train --check` tries it on the data."
-            )
-
-    def raise_if_ungraded(self, names: list[str], failures: Mapping[str, int], count: int, which: str) -> None:
-        """Raise if a reward failed on every answer: it would count 0 to the end of the run.
-
-        `failures` counts the reasons of this rank's `count` answers. Every rank must call this.
-        """
-        shares = self.world.all_gather((dict(failures), count))
-        answers = sum(count for _, count in shares)
-        for name in names:
-            prefix = f"{name}: "
-            reasons: Counter[str] = Counter()
-            for share, _ in shares:
-                reasons.update({why: times for why, times in share.items() if why.startswith(prefix)})
-            if reasons.total() >= answers:
-                raise RunFailed(
-                    f"the reward {name} failed on every one of the {which} {answers} answers, most often with "
-                    f"{reasons.most_common(1)[0][0].removeprefix(prefix)!r}. Correct it, or raise rewards.timeout if "
-                    "it is only slow; `alula train --check` tries it on the data."
-                )

@@ -15,6 +15,7 @@ from alula.rewards import Rewards
 from alula.run.run_log import RunLogger
 from alula.sparsity.policy import DENSE
 from alula.trainer.collector import Collector
+from alula.trainer.first_failures import raise_if_ungraded
 from alula.trainer.health import HealthMonitor
 
 
@@ -152,7 +153,8 @@ def evaluate_policy(
     if not collector.graded:
         # Only the reward behind the accuracy must work: the others may need fields that only the training data have.
         judge = config.rewards.correct or rewards.names[0]
-        collector.raise_if_ungraded([judge], result.failures if result else {}, len(share) * k, "first evaluation's")
+        failures = result.failures if result else {}
+        raise_if_ungraded([judge], failures, len(share) * k, "first evaluation's", world)
     return pooled(list(filter(None, world.all_gather(result and RankShare.of(result)))))
 
 

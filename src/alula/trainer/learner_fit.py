@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from alula.config.run import RunConfig
-from alula.config.settings import LearnerSettings
 from alula.distributed import World
 from alula.files import write_atomically
-from alula.trainer.build import Data
+from alula.settings import LearnerSettings
 from alula.trainer.memory_plan import USABLE, MemoryPlan, plan_memory, separate_workers
+from alula.trainer.run_data import Data
 
 FILE = "learner.json"
 BUDGETS = (65536, 32768, 16384, 8192, 4096)

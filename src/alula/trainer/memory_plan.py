@@ -1,9 +1,5 @@
-"""Memory plan of `alula train --check`: what a run needs, from its settings and the model's shape alone.
+"""Memory plan of `alula train --check`: memory and tokens per step, from settings and the shape of the model alone."""
 
-Counts memory and tokens per step, and compares the totals of learning and generating with the free GPU memory.
-"""
-
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from alula.config.run import RunConfig
-from alula.config.settings import DistillSettings
 from alula.distributed import resolve_device
 from alula.engine.block_manager import BlockManager, pages_for
 from alula.engine.engine import default_lookahead
@@ -21,7 +16,6 @@ from alula.engine.schedule_plan import KVNeed
 from alula.engine.scheduler import Scheduler
 from alula.engine.sequence import Request, Sequence
 from alula.errors import SettingError, in_section
-from alula.files import size_text
 from alula.learner.activations import activation_bytes
 from alula.mismatch.control.monitor import Monitor
 from alula.mismatch.leaderboard.kv_bytes import row_state_bytes, summary_bytes
@@ -32,18 +26,12 @@ from alula.models.lora import Adapter, linears, targeted
 from alula.models.residual import widen_residual
 from alula.rewards.scoring import check as check_rewards
 from alula.rollouts.job import Job
+from alula.settings import DistillSettings
 from alula.sparsity.footprint import most_held
 from alula.sparsity.policy import Sparsity, check_schedules
-from alula.trainer.build import Data
-from alula.trainer.preflight import (
-    KVNeedOf,
-    Policies,
-    check_kv_pool,
-    check_positions,
-    load_first_adapter,
-    load_model_config,
-    longest_sequence,
-)
+from alula.trainer.longest_sequences import KVNeedOf, Policies, check_kv_pool, check_positions, longest_sequence
+from alula.trainer.preflight import load_first_adapter, load_model_config
+from alula.trainer.run_data import Data
 
 PROMPT_GUESS = 256
 """Assumed tokens per prompt, if neither the data nor `data.max_prompt_tokens` gives a number."""
@@ -310,47 +298,3 @@ def device_type(config: RunConfig) -> str:
 
 def dtype_of(config: RunConfig) -> str:
     return config.model.dtype or ("bfloat16" if device_type(config) == "cuda" else "float32")
-
-
-# -- does it fit? ------------------------------------------------------------------------------------------------------
-
-
-def free_memory(config: RunConfig) -> int | None:
-    """Free bytes on the GPU that the run would use; None if it would run on the CPU."""
-    if config.model.device == "cpu" or not torch.cuda.is_available():
-        return None
-    index = torch.device(config.model.device or "cuda").index
-    return torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")) if index is None else index)[0]
-
-
-def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[str, str]]:
-    """The last rows of the memory table."""
-    place = ", a worker" if plan.workers else ""
-    rows = [
-        ("total, learning (KV pool released)", size_text(plan.learning)),
-        (f"total, generating{place}", size_text(plan.generating(config.engine.kv_memory))),
-    ]
-    if not plan.activations:
-        rows.append(("  activations of a mixture not counted: learner.activation_checkpointing is off", ""))
-    if free is not None:
-        rows.append((f"  {verdict(config, plan, free)}", f"{size_text(free)} free"))
-    elif config.model.dtype is None:
-        rows.append(("  in float32, as on this CPU; model.dtype=bfloat16 shows what a GPU would hold", ""))
-    return rows
-
-
-def verdict(config: RunConfig, plan: MemoryPlan, free: int) -> str:
-    """Whether the plan fits, or else the setting to lower: the one with the largest part of the excess."""
-    limit, generating = int(USABLE * free), plan.generating(config.engine.kv_memory)
-    if plan.learning - plan.logits - plan.activations > limit:
-        return "does not fit: use more ranks, learner.lora, or a smaller model"
-    if plan.learning > limit:
-        return f"does not fit: lower learner.{'token_budget' if plan.activations > plan.logits else 'logprob_chunk'}"
-    if generating <= limit:
-        return "fits"
-    if config.engine.kv_memory:
-        return "does not fit: lower engine.kv_memory"
-    together = int(plan.kv_room(limit) * plan.running // max(plan.kv_sparse, 1))
-    if together < 1:
-        return "does not fit: lower sampling.max_new_tokens, or use a smaller budget"
-    return f"fits {together:,} of the {plan.running:,} rollouts at a time; the others wait"

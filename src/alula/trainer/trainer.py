@@ -36,7 +36,6 @@ from alula.trainer.build import (
     build_rollouts,
     build_run_distiller,
     check_shares,
-    load_data,
     measure_matrix_rate,
     query_text,
 )
@@ -45,7 +44,9 @@ from alula.trainer.distillation import distill_first, try_move
 from alula.trainer.evaluation import HeldOutEvaluation, describe_score
 from alula.trainer.health import HealthMonitor, StepAlerts, TrainingFailed
 from alula.trainer.learner_fit import describe_choice, fit_learner
-from alula.trainer.preflight import LongestPrompt, Policies, check_kv_pool, check_steps_left, longest_sequence
+from alula.trainer.longest_sequences import LongestPrompt, Policies, check_kv_pool, longest_sequence
+from alula.trainer.preflight import check_steps_left
+from alula.trainer.run_data import load_data
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.staleness import staleness_metrics
 from alula.trainer.start_warnings import start_warnings
@@ -164,24 +165,26 @@ class Trainer:
         if self.query_text is not None:
             self.rollouts.measure_queries(self.query_text)
         self.logger.start(self.stream.dataset, self.held_out)
+        self._describe_start()
+        self._take_snapshot()
+
+    def _describe_start(self) -> None:
+        """Print where the run begins, and warn of what will probably go wrong."""
         if self.fitted is not self.config:
             self.logger.message(describe_choice(self.fitted.learner))
         if self.resumed:
             self.logger.message(f"continuing after step {self.step}.")
-        else:
-            if self.logger.resumed_from is not None:
-                self.logger.message(f"{self.out} has no checkpoint to resume from; starting from the beginning.")
-            model = self.loaded.model
-            prompt = LongestPrompt.of("training", self.stream.dataset, self.config).prompt
+        elif self.logger.resumed_from is not None:
+            self.logger.message(f"{self.out} has no checkpoint to resume from; starting from the beginning.")
+        if not self.resumed:
+            config, model = self.config, self.loaded.model
+            prompt = LongestPrompt.of("training", self.stream.dataset, config).prompt
             layers, experts = Geometry.of(model).layers, expert_parameters(model)
-            for warning in start_warnings(
-                self.config, model.config, len(prompt), layers, experts, model.num_parameters()
-            ):
+            for warning in start_warnings(config, model.config, len(prompt), layers, experts, model.num_parameters()):
                 self.logger.event(0, *warning)
         if shortage := self.checkpoints.shortage(self._tensors()):
             advice = "Free some space, or use another folder: out=FOLDER."
             self.logger.event(self.step, "disk-space", f"There is no room for a checkpoint: {shortage}.", advice)
-        self._take_snapshot()
 
     # -- the loop -----------------------------------------------------------------------------------------
 

@@ -108,78 +108,78 @@ def calibrate(
     taus = grid.taus or (cache.floor.overall - GAP,)
     log(f"dense floor {cache.floor.overall:.4f}; searching for {', '.join(f'tau {tau:.4f}' for tau in taus)}")
     growing, notes = [], {"shape": asdict(engine.geometry), **cache.notes()}
+    calibrator = Calibrator(text, grid, taus, cache, bins, log, progress)
     for family in sorted(grid.families, key=lambda family: (family.block or min(pages), family.kind)):
         engine = engine_with(family.block or engine.page)
-        search(engine, family, text, grid, taus, cache, bins, log, progress)
+        calibrator.search(engine, family)
         if family.kind == "evict" and grid.growing:
-            growing += grow_schedules(engine, family, text, grid, taus, cache, bins, log, progress)
+            growing += calibrator.grow_schedules(engine, family)
     measured = tuple(m for m in cache.measured.values() if m.family in grid.families)
     return Calibration(engine.name, cache.floor, measured, text.temperature, notes, tuple(growing))
 
 
-def search(
-    engine: Engine,
-    family: PolicyFamily,
-    text: TextSettings,
-    grid: Grid,
-    taus: Sequence[float],
-    cache: CalibrationCache,
-    bins: Bins,
-    log: Log,
-    progress: bool,
-) -> None:
-    """Measure budgets of one family, several in one batch, until no other budget could change a plan."""
-    together = 1 if text.own else policies_per_batch(engine, cache.rollouts, family.evicts)
-    while True:
-        known = {m.budget: m.tail for m in cache.measured.values() if m.family == family}
-        known = {budget: tail for budget, tail in known.items() if budget in grid.budgets}
-        budgets = next_budgets(grid.budgets, known, taus, together, sweep=grid.sweep)
-        if not budgets:
-            return
-        log(f"{family.describe()}: budgets {', '.join(map(str, budgets))}")
-        if text.own:
-            for budget in budgets:
-                policy = family.policy(budget)
-                rollouts, alphas, _ = rollouts_with_acceptance(
-                    engine, text.prompts, text.sampling, policy, progress=progress
-                )
-                kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
-                cache.add_policy(MeasuredPolicy(family, budget, bins.tail(rollouts, alphas), kv))
-            continue
-        measure_tails(
-            engine,
-            cache.rollouts,
-            [family.policy(budget) for budget in budgets],
-            bins,
-            progress=progress,
-            done=lambda i, tail, kv, budgets=budgets: cache.add_policy(MeasuredPolicy(family, budgets[i], tail, kv)),  # type: ignore[misc]
+@dataclass(frozen=True)
+class Calibrator:
+    """Measures one family after the other, and keeps the results in the work file."""
+
+    text: TextSettings
+    grid: Grid
+    taus: Sequence[float]
+    cache: CalibrationCache
+    bins: Bins
+    log: Log
+    progress: bool
+
+    def search(self, engine: Engine, family: PolicyFamily) -> None:
+        """Measure budgets of one family, several in one batch, until no other budget could change a plan."""
+        cache, grid = self.cache, self.grid
+        together = 1 if self.text.own else policies_per_batch(engine, cache.rollouts, family.evicts)
+        while True:
+            known = {m.budget: m.tail for m in cache.measured.values() if m.family == family}
+            known = {budget: tail for budget, tail in known.items() if budget in grid.budgets}
+            budgets = next_budgets(grid.budgets, known, self.taus, together, sweep=grid.sweep)
+            if not budgets:
+                return
+            self.log(f"{family.describe()}: budgets {', '.join(map(str, budgets))}")
+            if self.text.own:
+                for budget in budgets:
+                    self._measure_own(engine, family, budget)
+                continue
+            measure_tails(
+                engine,
+                cache.rollouts,
+                [family.policy(budget) for budget in budgets],
+                self.bins,
+                progress=self.progress,
+                done=lambda i, tail, kv, budgets=budgets: cache.add_policy(  # type: ignore[misc]
+                    MeasuredPolicy(family, budgets[i], tail, kv)
+                ),
+            )
+
+    def _measure_own(self, engine: Engine, family: PolicyFamily, budget: int) -> None:
+        """Measure a budget on rollouts that it samples."""
+        text, policy = self.text, family.policy(budget)
+        rollouts, alphas, _ = rollouts_with_acceptance(
+            engine, text.prompts, text.sampling, policy, progress=self.progress
         )
+        kv = Savings.of(rollouts, [r.kv for r in rollouts], policy, engine.geometry.layers)
+        self.cache.add_policy(MeasuredPolicy(family, budget, self.bins.tail(rollouts, alphas), kv))
 
-
-def grow_schedules(
-    engine: Engine,
-    family: PolicyFamily,
-    text: TextSettings,
-    grid: Grid,
-    taus: Sequence[float],
-    cache: CalibrationCache,
-    bins: Bins,
-    log: Log,
-    progress: bool,
-) -> list[GrowingSchedule]:
-    """A growing schedule of an evictor for every threshold that it can reach."""
-    schedules = []
-    measure_bin = MeasureBin(engine, family, text, grid.budgets, cache, bins, progress)
-    for tau in taus:
-        log(f"{family.describe()}: a growing schedule for tau {tau:.4f}")
-        try:
-            planned = grow_schedule(measure_bin, grid.budgets, bins=bins.count, width=bins.width, tau=tau)
-        except Infeasible as error:
-            log(str(error))
-            continue
-        budgets, tails = tuple(b.budget for b in planned), tuple(b.tail for b in planned)
-        schedules.append(GrowingSchedule(family, tau, budgets, tails))
-    return schedules
+    def grow_schedules(self, engine: Engine, family: PolicyFamily) -> list[GrowingSchedule]:
+        """A growing schedule of an evictor for every threshold that it can reach."""
+        schedules = []
+        bins, budgets = self.bins, self.grid.budgets
+        measure_bin = MeasureBin(engine, family, self.text, budgets, self.cache, bins, self.progress)
+        for tau in self.taus:
+            self.log(f"{family.describe()}: a growing schedule for tau {tau:.4f}")
+            try:
+                planned = grow_schedule(measure_bin, budgets, bins=bins.count, width=bins.width, tau=tau)
+            except Infeasible as error:
+                self.log(str(error))
+                continue
+            tails = tuple(b.tail for b in planned)
+            schedules.append(GrowingSchedule(family, tau, tuple(b.budget for b in planned), tails))
+        return schedules
 
 
 class MeasureBin:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from alula.config.settings import ControlSettings
 from alula.errors import require
 from alula.mismatch.control.sequential_test import SequentialTest
+from alula.settings import ControlSettings
 from alula.sparsity.schedule import Schedule
 
 Array = NDArray[Any]

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from alula.config.settings import ControlSettings, MonitorSettings
 from alula.engine.rollout import Rollout
 from alula.errors import require
 from alula.mismatch.control.controller import BudgetController, default_ladder
 from alula.mismatch.measure import flat
 from alula.mismatch.tail import Array, lower_quantile
+from alula.settings import ControlSettings, MonitorSettings
 from alula.sparsity.policy import Budget, Kind, Select, Sparsity, describe, smallest
 from alula.sparsity.schedule import Schedule
 
