@@ -59,9 +59,9 @@ def extended(arm: Arm, label: str, setting: str, tag: str) -> Arm:
     return replace(arm, label=f"{arm.label}, {label}", extra=(*arm.extra, setting), tag=tags)
 
 
-def in_8_bits(arm: Arm) -> Arm:
-    """The same arm, its rollouts with KV in fp8."""
-    return extended(arm, "fp8", "engine.kv_dtype=fp8", "fp8")
+def in_8_bits(arm: Arm, kv_dtype: str) -> Arm:
+    """The same arm, its rollouts with KV in 8 bits."""
+    return extended(arm, kv_dtype, f"engine.kv_dtype={kv_dtype}", kv_dtype)
 
 
 def with_prompts(arm: Arm, prompts: int) -> Arm:
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--dense-lr", type=float, help="learning rate of the dense arms; by default the recipe's")
     parser.add_argument("--corrections", default=",".join(SPARSE), help="of the sparse arms, separated by commas")
     parser.add_argument("--held", type=int, help="a controller holds this per cent of vetoed rollouts, in sparse arms")
-    parser.add_argument("--fp8", action="store_true", help="sparse arms, and dense once more, with KV in 8 bits")
+    parser.add_argument("--kv-dtype", choices=("int8", "fp8"), help="of sparse arms, and of dense once more")
     parser.add_argument("--dense-correction", default=DENSE.correction, help="of the dense arm with KV in 8 bits")
     parser.add_argument("--prompts", type=int, help="prompts per step, in all arms; by default the recipe's")
     parser.add_argument("--arms", default="", help="only arms whose name or label this regular expression finds")
@@ -146,8 +146,8 @@ def main() -> None:
         in_a_child(prepared, bed, seed, work, probe.print_step)
         dense = dense_arm(options.dense_lr)
         sparse = sparse_arms(bed, options.method, options.budget, options.corrections.split(","), options.held)
-        if options.fp8:
-            sparse = [in_8_bits(arm) for arm in (*sparse, corrected(dense, options.dense_correction))]
+        if options.kv_dtype:
+            sparse = [in_8_bits(arm, options.kv_dtype) for arm in (*sparse, corrected(dense, options.dense_correction))]
         arms = (*sparse, dense)
         if options.prompts:
             arms = tuple(with_prompts(arm, options.prompts) for arm in arms)
