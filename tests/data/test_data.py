@@ -239,6 +239,16 @@ def test_empty_prompts_are_dropped_and_counted(tokenizer, bos):
         prepare(Dataset((Example(""),)), tokenizer)
 
 
+def test_a_prompt_that_the_chat_template_rejects_is_named(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ ' ' + m['content'] }}{% endfor %}"
+    data = Dataset((Example("a"), Example([{"role": "user", "content": [{"type": "text", "text": "odd"}]}])), "mine")
+    with pytest.raises(SettingError, match=r"data mine, prompt .*odd"):
+        prepare(data, tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}"
+    with pytest.raises(SettingError, match=r"data mine, prompt 'a'.*no system"):
+        prepare(Dataset((Example("a"),), "mine"), tokenizer, system="short")
+
+
 def test_chat_without_a_template_raises(tokenizer):
     data = Dataset((Example([{"role": "user", "content": "a"}]),))
     with pytest.raises(SettingError, match="no chat template"):

@@ -12,6 +12,7 @@ from alula.engine.rollout import Prompt, Rollout, Sampling
 from alula.engine.sequence import Request
 from alula.engine.stop_strings import StopStrings, resolve_stops
 from alula.errors import SettingError, require
+from alula.models.chat_template import apply_chat_template
 from alula.models.load import LoadedModel
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
 
@@ -101,7 +102,7 @@ class InputProcessor:
                 bool(getattr(self.tokenizer, "chat_template", None)),
                 f"{self.name} has no chat template; give prompts as text or token ids.",
             )
-            return list(self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+            return list(apply_chat_template(self.tokenizer, prompt, "prompts", return_dict=False))
         return [as_integer(token) for token in prompt]  # type: ignore[arg-type]
 
     def check_ids(self, name: str, ids: Many[int]) -> None:

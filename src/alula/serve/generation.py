@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from jinja2 import TemplateError
 from pydantic_core import to_json
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.stop_strings import StopStrings
 from alula.errors import RunFailed, SettingError, require
+from alula.models.chat_template import apply_chat_template
 from alula.serve.answers import (
     FINISH,
     JSONAnswer,
@@ -216,10 +216,7 @@ class Generation:
         for name in extra:
             require(name not in own, f"chat_template_kwargs.{name}: not a variable of a chat template; leave it out.")
         messages = chat_messages(body.messages)
-        try:
-            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **extra))
-        except (TemplateError, TypeError, ValueError) as error:
-            raise SettingError(f"messages: the model's chat template rejected them ({error}).") from None
+        return list(apply_chat_template(tokenizer, messages, "messages", return_dict=False, **extra))
 
 
 async def chain(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any]]:
