@@ -247,6 +247,8 @@ def test_a_prompt_that_the_chat_template_rejects_is_named(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}"
     with pytest.raises(SettingError, match=r"data mine, prompt 'a'.*no system"):
         prepare(Dataset((Example("a"),), "mine"), tokenizer, system="short")
+    with pytest.raises(SettingError, match=r"template_options\.add_generation_prompt"):
+        prepare(data, tokenizer, template_options={"add_generation_prompt": False})
 
 
 def test_chat_without_a_template_raises(tokenizer):

@@ -6,7 +6,7 @@ from typing import Any
 
 from alula.data.dataset import Dataset, Example, Messages
 from alula.errors import SettingError, require
-from alula.models.chat_template import apply_chat_template
+from alula.models.chat_template import apply_chat_template, check_variables
 
 
 def prepare(
@@ -30,6 +30,7 @@ def prepare(
         raise SettingError("chat=true, but the tokenizer has no chat template; set chat=false or use another model.")
     require(use_chat or system is None, "system= needs a chat template; put the text into the prompt template.")
     if use_chat:
+        check_variables(tokenizer, template_options or (), "data.template_options")
         texts = [
             apply_chat_template(
                 tokenizer,

@@ -1,7 +1,6 @@
 """The routes that generate: vLLM's token route and OpenAI's two."""
 
 import asyncio
-import inspect
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from starlette.responses import Response
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.stop_strings import StopStrings
 from alula.errors import RunFailed, SettingError, require
-from alula.models.chat_template import apply_chat_template
+from alula.models.chat_template import apply_chat_template, check_variables
 from alula.serve.answers import (
     FINISH,
     JSONAnswer,
@@ -212,9 +211,7 @@ class Generation:
         tokenizer = self.tokenizer()
         require(bool(tokenizer.chat_template), f"{self.service.model} has no chat template; use /v1/completions.")
         extra = body.chat_template_kwargs or {}
-        own = inspect.signature(tokenizer.apply_chat_template).parameters
-        for name in extra:
-            require(name not in own, f"chat_template_kwargs.{name}: not a variable of a chat template; leave it out.")
+        check_variables(tokenizer, extra, "chat_template_kwargs")
         messages = chat_messages(body.messages)
         return list(apply_chat_template(tokenizer, messages, "messages", return_dict=False, **extra))
 
