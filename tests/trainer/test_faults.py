@@ -569,13 +569,16 @@ def test_an_evaluation_after_the_checkpoint_is_not_logged_twice(tmp_path, monkey
     assert toy.files(out) == toy.files(uninterrupted)
 
 
-def test_other_data_at_a_resume_raises(tmp_path, capsys):
+@pytest.mark.parametrize("changed", ["data.seed=1", "eval.size=9"])
+def test_other_data_at_a_resume_raises(tmp_path, capsys, changed):
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
     with pytest.raises(SystemExit) as ended:
-        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, "data.seed=1", "--resume"])
+        app(["train", str(toy.RECIPE), f"out={out}", *toy.QUICK, changed, "--resume"])
     assert ended.value.code == 2
-    assert "training data differs" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "training data differs" in message
+    assert "eval.size" in message
 
 
 @pytest.fixture
