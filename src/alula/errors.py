@@ -1,12 +1,15 @@
 """Errors meant for the user. A message names the setting and its value, and gives a hint."""
 
 import re
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from numbers import Integral
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
@@ -33,6 +36,16 @@ def first_line(error: BaseException) -> str:
     """What another library's error says first, without colours and a final period; its type if it says nothing."""
     lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
     return next((line.strip().rstrip(".") for line in lines if line.strip()), type(error).__name__)
+
+
+def with_place(error: BaseException) -> str:
+    """An error of a person's own function, with the line of it that raised; of a `SettingError` only the message."""
+    if isinstance(error, SettingError):
+        return str(error).rstrip(".")
+    folders = (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")), "<")
+    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(folders)]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}"[:500] + place
 
 
 def require(condition: bool, message: str) -> None:

@@ -149,7 +149,7 @@ def test_a_reward_that_fails_on_every_answer_stops_the_run(tmp_path, broken, cap
     ("function", "message"),
     [
         ("raises", "KeyError: 'solution'"),
-        ("returns_nothing", "not 'NoneType'"),
+        ("returns_nothing", "NoneType instead of a number"),
         ("not_a_number", " nan"),
         ("one_argument", "(completion, example, **options)"),
         ("odd", ""),
