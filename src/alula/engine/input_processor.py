@@ -46,11 +46,12 @@ class InputProcessor:
             not isinstance(prompts[0], (int, np.integer, dict)),
             "prompts: give a list of prompts; a single prompt of token ids or chat messages goes into a list too.",
         )
+        require(isinstance(sampling, Sampling), f"sampling={sampling!r}: must be a Sampling, such as Sampling(n=8).")
         policies = per_prompt("sparsity", DENSE if sparsity is None else sparsity, len(prompts))
         for policy in policies:
             require(
                 isinstance(policy, Sparsity),
-                f"sparsity={policy!r}: must be a Sparsity, such as Sparsity(evict=Evict('rkv', budget=512)).",
+                f"sparsity={policy!r}: must be a Sparsity, such as Sparsity.parse('rkv:512+128').",
             )
         for policy in set(policies):
             self.check_policy(policy)
@@ -129,6 +130,10 @@ class InputProcessor:
 
     def check_rollouts(self, rollouts: Many[Rollout], temperature: float | None) -> None:
         """Raise for rollouts that cannot be scored."""
+        require(
+            isinstance(rollouts, Many) and all(isinstance(r, Rollout) for r in rollouts),
+            "rollouts: give a list of rollouts, as `generate` returns it; a single one goes into a list too.",
+        )
         require(len(rollouts) > 0, "rollouts: the list is empty.")
         require(temperature is None or temperature > 0, f"temperature={temperature}: scoring needs a value above 0.")
         for index, r in enumerate(rollouts):
