@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from numbers import Integral
+from os import PathLike
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
@@ -67,6 +68,11 @@ def in_section(section: str, setting: str | None = None) -> Iterator[None]:
         elif setting and not message.startswith(section):
             error.args = (f"{setting}: {message}",)
         raise
+
+
+def one_or_more(given: Any) -> list[Any]:
+    """The items of a list; a text or a path alone is a list of one."""
+    return [given] if isinstance(given, str | PathLike) else list(given)
 
 
 def require_whole(**settings: Any) -> None:

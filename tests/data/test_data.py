@@ -20,7 +20,7 @@ from alula.errors import SettingError
 def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": str(i), "answer": a}) for i, a in enumerate(["1", "", None, "$$"])))
-    data = load(str(path))
+    data = load(path)
     assert [example.prompt for example in data] == ["0"]
     assert data.dropped == {"no answer": 3}
     assert data.name == "mine"

@@ -341,7 +341,7 @@ def test_different_numbers_of_completions_and_examples_raise():
 
 def test_weights_parts_and_repeated_names():
     specs = [
-        RewardTerm(name="math", weight=1.0),
+        "math",
         RewardTerm(name="format", weight=0.25, options={"has": "boxed"}),
         RewardTerm(name="format", weight=0.5, options={"pattern": r"\AThus"}),
         RewardTerm(name="length", weight=0.1, options={"target": 10}),
