@@ -1,12 +1,16 @@
 """Errors meant for the user. A message names the setting and its value, and gives a hint."""
 
 import re
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from numbers import Integral
+from os import PathLike
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
@@ -35,6 +39,16 @@ def first_line(error: BaseException) -> str:
     return next((line.strip().rstrip(".") for line in lines if line.strip()), type(error).__name__)
 
 
+def with_place(error: BaseException) -> str:
+    """An error of a person's own function, with the line of it that raised; of a `SettingError` only the message."""
+    if isinstance(error, SettingError):
+        return str(error).rstrip(".")
+    folders = (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")), "<")
+    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(folders)]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}"[:500] + place
+
+
 def require(condition: bool, message: str) -> None:
     """Raise `SettingError(message)` unless `condition` holds."""
     if not condition:
@@ -54,6 +68,11 @@ def in_section(section: str, setting: str | None = None) -> Iterator[None]:
         elif setting and not message.startswith(section):
             error.args = (f"{setting}: {message}",)
         raise
+
+
+def one_or_more(given: Any) -> list[Any]:
+    """The items of a list; a text or a path alone is a list of one."""
+    return [given] if isinstance(given, str | PathLike) else list(given)
 
 
 def require_whole(**settings: Any) -> None:

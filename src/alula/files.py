@@ -22,10 +22,18 @@ def read_text(path: Path, what: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write next to `path`, then rename: a reader sees the old text or the new one, never half of it."""
+    """Write next to `path`, then rename: a reader sees the old text or the new one, never half of it. A link stays a
+    link, and what is not a file, such as /dev/null, is written as it is."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = Path(os.path.realpath(path))
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def apply_umask(folder: Path) -> None:

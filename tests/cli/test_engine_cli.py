@@ -92,6 +92,13 @@ def test_generate_reads_standard_input_and_cuts_the_distribution(capsys, monkeyp
     assert (record["prompt_ids"], len(record["token_ids"]), record["logprobs"]) == ([9, 8], 4, None)
 
 
+def test_a_full_disk_ends_a_command_with_one_line(capsys):
+    ask = ("generate", MODEL, "--file", "prompts.jsonl", "--max-new-tokens", 2)
+    code, _, err = output_of(capsys, *ask, "-o", "/dev/full")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "No space left on device" in err
+
+
 @pytest.mark.slow
 def test_generate_loads_with_the_block_of_the_selector_as_page(capsys):
     policy = "snapkv:64+16 & quest:24,block=8,dense_layers=1"

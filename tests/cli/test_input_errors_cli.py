@@ -30,6 +30,21 @@ def test_truncated_gguf_file_is_reported(smollm2, recipe, tmp_path, capsys):
     assert "probably incomplete" in error
 
 
+def test_folders_that_hold_no_whole_model_are_reported(tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoints" / "step-00000003"
+    for folder in (checkpoint, tmp_path / "model"):
+        folder.mkdir(parents=True)
+        (folder / "tensors.safetensors").write_bytes(b"")
+    for folder, message in (
+        (checkpoint, f"no config.json file; a run's model is in {tmp_path / 'model'}."),
+        (tmp_path / "model", f"model '{tmp_path / 'model'}': the folder has no config.json"),
+    ):
+        assert message in output_of(capsys, "generate", folder, "hello")[2]
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model" / "tensors.safetensors").rename(tmp_path / "model" / "model.safetensors")
+    assert "probably incomplete" in output_of(capsys, "generate", tmp_path / "model", "hello")[2]
+
+
 @pytest.mark.parametrize("place", ["a/file/page.html", "a/folder"])
 def test_report_into_an_impossible_place(tmp_path, capsys, place):
     (tmp_path / "a" / "folder").mkdir(parents=True)

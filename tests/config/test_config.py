@@ -49,6 +49,7 @@ def test_overrides_are_yaml_and_reach_any_depth(recipe):
     assert config.sparsity.evict == Evict("rkv", 512, sinks=0, window=16)
     assert config.objective.correction == Correction.tis(cap=5.0)
     assert config.out == "runs/small"
+    assert load_config(recipe, "steps=7").steps == 7
 
 
 def test_budgets_have_the_command_line_syntax(recipe):

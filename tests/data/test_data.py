@@ -20,7 +20,7 @@ from alula.errors import SettingError
 def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": str(i), "answer": a}) for i, a in enumerate(["1", "", None, "$$"])))
-    data = load(str(path))
+    data = load(path)
     assert [example.prompt for example in data] == ["0"]
     assert data.dropped == {"no answer": 3}
     assert data.name == "mine"
@@ -237,6 +237,18 @@ def test_empty_prompts_are_dropped_and_counted(tokenizer, bos):
     assert kept.dropped == {"empty prompt": 2, f"prompt over {2 + bos} tokens": 1}
     with pytest.raises(SettingError, match=r"all 1 prompts are empty.*data\.prompt"):
         prepare(Dataset((Example(""),)), tokenizer)
+
+
+def test_a_prompt_that_the_chat_template_rejects_is_named(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ ' ' + m['content'] }}{% endfor %}"
+    data = Dataset((Example("a"), Example([{"role": "user", "content": [{"type": "text", "text": "odd"}]}])), "mine")
+    with pytest.raises(SettingError, match=r"data mine, prompt .*odd"):
+        prepare(data, tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}"
+    with pytest.raises(SettingError, match=r"data mine, prompt 'a'.*no system"):
+        prepare(Dataset((Example("a"),), "mine"), tokenizer, system="short")
+    with pytest.raises(SettingError, match=r"template_options\.add_generation_prompt"):
+        prepare(data, tokenizer, template_options={"add_generation_prompt": False})
 
 
 def test_chat_without_a_template_raises(tokenizer):

@@ -116,6 +116,7 @@ def test_largest_requests_that_fit_run(engine):
         (lambda: Sampling(top_p=0), "top_p=0"),
         (lambda: Sampling(top_k=-1), "top_k=-1"),
         (lambda: Sampling(n=1.5), "n=1.5"),
+        (lambda: {"n": 2}, "sampling={'n': 2}"),
         (lambda: Sampling(temprature=1), "did you mean 'temperature'?"),
     ],
 )
@@ -180,6 +181,7 @@ def test_invalid_engine_settings_raise(loaded):
         ({"max_rows": 0}, "max_rows=0"),
         ({"lookahead": 0}, "lookahead=0"),
         ({"buckets": (4, 0)}, "buckets[1]=0"),
+        ({"buckets": 4}, "buckets=4"),
         ({"max_length": -5}, "max_length=-5"),
         ({"kv_memory": "1KiB"}, "kv_memory=1024"),
         ({"kv_memory": "60 gigs"}, "kv_memory='60 gigs'"),
@@ -187,6 +189,8 @@ def test_invalid_engine_settings_raise(loaded):
         with pytest.raises(SettingError) as error:
             Engine(loaded, **options)
         assert message in str(error.value)
+    with pytest.raises(SettingError, match=r"some/model.*Engine\.load"):
+        Engine("some/model")
     with pytest.raises(SettingError, match=r"did you mean 'kv_memory'\?"):
         Engine.load("no/such/model", kv_memry="1GiB")  # raises before anything is loaded
 
@@ -200,6 +204,8 @@ def test_invalid_score_requests_raise(engine, expected):
     wrong_block = Sparsity(select=Select("quest", 64, block=16))
     for given, options, message in (
         ([], {}, "rollouts:"),
+        (rollouts[0], {}, "rollouts:"),
+        (["text"], {}, "rollouts:"),
         (empty, {}, "rollout 1"),
         (foreign, {}, "rollout 0 holds the token id 96"),
         (rollouts, {"temperature": 0.0}, "temperature=0.0"),

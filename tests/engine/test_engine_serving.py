@@ -264,6 +264,9 @@ def test_chat_messages_need_a_chat_template(engine):
     )
     with pytest.raises(SettingError, match="group-3 has no chat template"):
         engine.generate([[{"role": "user", "content": "w5"}]])
+    engine.inputs.tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    with pytest.raises(SettingError, match=r"prompts.*no such role"):
+        engine.generate([[{"role": "nobody", "content": "w5"}]])
     (rollout,) = engine.generate(["w5"], Sampling(max_new_tokens=3))
     assert rollout.prompt_ids == [5]
     assert rollout.text

@@ -1,6 +1,7 @@
 """Episodes on a tiny model: the environment's calls beside the engine, its limits and failures, what is returned."""
 
 import random
+import re
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from alula.data.load_tokenizer import attach_tokenizer
 from alula.data.tasks import build as build_task
 from alula.data.tasks.tokenizer import task_tokenizer
 from alula.environments.conversation import Conversation
-from alula.environments.episodes import Episodes, Start, Turn
+from alula.environments.episodes import Episodes, Start, Turn, checked
 from alula.environments.lookup import Lookup
 from alula.environments.registry import load_environment
 from alula.errors import SettingError
@@ -189,7 +190,7 @@ def test_failures_end_an_episode_and_no_other(loaded):
     engine = engine_of(loaded)
     played = episodes_of(engine, Fails, timeout=0.5).play(starts(1), SAMPLING, EVICTING)
     reasons = [episode.failure for episode in played]
-    assert reasons[0] == "OSError: no database"
+    assert re.fullmatch(r"OSError: no database \(test_episodes\.py, line \d+\)", reasons[0])
     assert reasons[1] == "no answer within 0.5 s"
     assert "reward is nan" in reasons[2]
     assert "instead of messages" in reasons[3]
@@ -199,6 +200,12 @@ def test_failures_end_an_episode_and_no_other(loaded):
     assert len(played[0]) == 0
     assert all(len(episode) > 0 for episode in played[1:])
     assert engine.pool.in_use == 0
+
+
+@pytest.mark.parametrize("answer", [("a", 0.0), ("a", None, True), None, 3])
+def test_a_step_that_returns_something_else_is_shown(answer):
+    with pytest.raises(SettingError, match=rf"step.* {re.escape(repr(answer))} "):
+        checked(answer)
 
 
 def test_a_turn_that_the_engine_rejects_is_not_counted(loaded):

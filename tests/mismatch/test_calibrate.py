@@ -335,7 +335,7 @@ def test_work_file_of_another_calibration_raises(engine, tmp_path):
     path = tmp_path / "work.json"
     CalibrationCache.open(path, engine, TEXT, BINS).add_text([], made_tail([0.9]))
     with pytest.raises(SettingError, match="seed=3, not seed=4"):
-        CalibrationCache.open(path, engine, replace(TEXT, seed=4), BINS)
+        CalibrationCache.open(path, engine, replace(TEXT, seed=4, prompts=PROMPTS[::-1]), BINS)
     with pytest.raises(SettingError, match="bin=12"):
         CalibrationCache.open(path, engine, TEXT, replace(BINS, width=10))
     again = oracle.custom_model(3, layers=2)

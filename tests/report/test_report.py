@@ -398,7 +398,7 @@ def test_a_folder_without_a_run_raises(tmp_path):
     with pytest.raises(SettingError, match=r"no metrics\.jsonl"):
         write_report([tmp_path], tmp_path / "report.html")
     with pytest.raises(SettingError, match="nothing: does not exist"):
-        write_report([tmp_path / "nothing"], tmp_path / "report.html")
+        write_report(tmp_path / "nothing", tmp_path / "report.html")
     with pytest.raises(SettingError, match="at least one run"):
         write_report([], tmp_path / "report.html")
 

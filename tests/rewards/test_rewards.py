@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,11 +184,11 @@ def test_a_bad_answer_affects_no_other(functions):
         assert sorted(reasons) == [1, 3, 4, 6, 7, 8, 9, 30]
         assert "no result within 1 s" in reasons[1]
         assert "no result within 1 s" in reasons[6]
-        assert "KeyError: 'no such thing'" in reasons[3]
+        assert re.search(r"KeyError: 'no such thing' \(my_rewards\.py, line \d+\)", reasons[3])
         assert "exit code 3" in reasons[4]
         assert f"signal {signal.SIGSEGV.value}" in reasons[7]
         assert "nan" in reasons[8]
-        assert "TypeError" in reasons[9]
+        assert "NoneType instead of a number" in reasons[9]
         assert "SystemExit: no more" in reasons[30]
         again = rewards.score(["aa", "b"], [{}] * 2)  # the replaced workers serve on, with no stale replies
         assert again.parts[functions] == [20, 10]
@@ -340,7 +341,7 @@ def test_different_numbers_of_completions_and_examples_raise():
 
 def test_weights_parts_and_repeated_names():
     specs = [
-        RewardTerm(name="math", weight=1.0),
+        "math",
         RewardTerm(name="format", weight=0.25, options={"has": "boxed"}),
         RewardTerm(name="format", weight=0.5, options={"pattern": r"\AThus"}),
         RewardTerm(name="length", weight=0.1, options={"target": 10}),

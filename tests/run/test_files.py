@@ -17,6 +17,17 @@ def test_an_interrupted_write_leaves_the_old_text(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("target", ["/dev/null", "page.html"])
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path, target):
+    path = tmp_path / "link"
+    path.symlink_to(target)
+    for text in ("old", "new"):
+        write_atomically(path, text)
+    assert path.is_symlink()
+    assert path.read_text() == ("" if target == "/dev/null" else "new")
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_other_settings_are_named_with_both_values():
     check_same_settings("work", {"seed": 1, "rank": 4}, {"seed": 1}, "use another file")
     for before, message in (({"seed": 2}, "seed=2, not seed=1"), ({}, "seed=None, not seed=1")):

@@ -145,7 +145,7 @@ def test_a_reward_that_fails_on_every_answer_stops_the_run(tmp_path, broken, cap
     ("function", "message"),
     [
         ("raises", "KeyError: 'solution'"),
-        ("returns_nothing", "not 'NoneType'"),
+        ("returns_nothing", "NoneType instead of a number"),
         ("not_a_number", " nan"),
         ("one_argument", "(completion, example, **options)"),
         ("odd", ""),
@@ -550,11 +550,14 @@ def test_an_evaluation_after_the_checkpoint_is_not_logged_twice(tmp_path, monkey
     assert toy.files(out) == toy.files(uninterrupted)
 
 
-def test_other_data_at_a_resume_raises(tmp_path, capsys):
+@pytest.mark.parametrize("changed", ["data.seed=1", "eval.size=9"])
+def test_other_data_at_a_resume_raises(tmp_path, capsys, changed):
     out = tmp_path / "run"
     toy.trainer(toy.quick(out)).run()
-    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK, "data.seed=1", "--resume") == 2
-    assert "training data differs" in capsys.readouterr().err
+    assert alula("train", toy.RECIPE, f"out={out}", *toy.QUICK, changed, "--resume") == 2
+    message = capsys.readouterr().err
+    assert "training data differs" in message
+    assert "eval.size" in message
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import alula.models.shapes as shapes
 import toy
 from alula.errors import SettingError
 from alula.trainer.check import print_plan
+from alula.trainer.preflight import Preflight
 
 EVICT = "sparsity.evict={method: snapkv, budget: 3, buffer: 1, window: 1, sinks: 1}"
 WIDE = "sparsity.evict={method: snapkv, budget: 20, buffer: 4, window: 1, sinks: 1}"
@@ -116,6 +117,13 @@ def test_a_prompt_that_does_not_fit_raises_before_the_first_step_and_in_check(se
         toy.trainer(settings(*overrides))
     assert [part for part in parts if part not in str(error.value)] == []
     assert str(planned.value) == str(error.value)
+
+
+def test_check_counts_what_the_run_will_use(settings):
+    rows = dict(Preflight(settings(SHORT, "eval={every: 1, size: 39}")).describe_data())
+    assert "prompts.jsonl: 2 examples" in rows["data"]
+    assert "38 examples" in rows["held-out data"]
+    assert "1 (prompt over 6 tokens)" in rows["held-out data"]
 
 
 @pytest.mark.parametrize(

@@ -755,7 +755,11 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(tmp_path):
     assert json.loads((out / "environment.json").read_text())["threads"] == torch.get_num_threads()
     with pytest.raises(SettingError, match=r"steps=2: .* 4 "):
         toy.trainer(toy.quick(out, "steps=2"), resume=True)
-    for setting, name in (("distill={rank: 4}", r"distill\.rank"), ("learner.lora={rank: 2}", r"learner\.lora\.rank")):
+    for setting, name in (
+        ("distill={rank: 4}", r"distill\.rank"),
+        ("learner.lora={rank: 2}", r"learner\.lora\.rank"),
+        ("data.options={symbols: 5, prefix: 2, length: 2}", r"data\.options\.symbols"),  # the task's tokenizer
+    ):
         with pytest.raises(SettingError, match=rf"{name}.*: changed since the run began.*step-00000004 does not fit"):
             toy.trainer(toy.quick(out, setting), resume=True)
     assert (out / "config.yaml").read_text() == settings

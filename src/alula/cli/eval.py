@@ -12,6 +12,7 @@ from alula.cli import options as shared
 from alula.cli.common import check_output_file, shared_page, warn_other_model
 from alula.cpus import set_threads
 from alula.errors import RunFailed, SettingError, require
+from alula.files import write_atomically
 
 if TYPE_CHECKING:
     from alula.data import Dataset
@@ -119,7 +120,7 @@ def evaluate(
                 results.append(evaluate_one(model, engine, dataset, policy, sampling, name, chat))
                 typer.echo(f"{model}, {dataset.name}, {policy.describe()}: {results[-1].accuracy:.1%}", err=True)
                 if out is not None:  # after each evaluation, so that nothing is lost
-                    out.write_text(json.dumps([r.to_dict() for r in results], indent=1) + "\n")
+                    write_atomically(out, json.dumps([r.to_dict() for r in results], indent=1) + "\n")
                 report_failures(results[-1], name)
         engine.sleep()  # frees its memory for the next one
         del engine

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from alula.files import write_atomically
 from alula.mismatch.calibrate.calibrate import Grid
 from alula.mismatch.calibrate.find_budget import BudgetSearch, below_limit, budgets_to_try, check_limit, find_budget
 from alula.mismatch.calibrate.verify import Verification, verify
@@ -61,7 +62,7 @@ def run_find_budget(
             return one
 
         results.append(find_budget(family, ladder, limit, measured, sweep=sweep))
-        out.write_text(json.dumps([one.to_dict() for one in results], indent=1) + "\n")
+        write_atomically(out, json.dumps([one.to_dict() for one in results], indent=1) + "\n")
     typer.echo(f"\n{table(results)}\n")
     for one in results:
         for remark in remarks(one):

@@ -1,5 +1,6 @@
 """Command-line entry point. Only the called command is imported, so `alula --help` is instant."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,6 +44,11 @@ def app(arguments: Sequence[str] | None = None) -> None:
     except (SettingError, RunFailed) as error:
         typer.echo(f"alula: {error}", err=True)
         sys.exit(2 if isinstance(error, SettingError) else 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        typer.echo(f"alula: {error.strerror}; free some space and run the command again.", err=True)
+        sys.exit(1)
 
 
 def add_current_folder() -> None:

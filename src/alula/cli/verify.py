@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from alula.files import write_atomically
 from alula.mismatch.calibrate.verify import Verification, verify
 from alula.objective.veto import TOO_MANY, Share
 
@@ -36,7 +37,7 @@ def run_verify(
             engine, schedule, policy, text, limit, quantile=quantile, confidence=confidence, progress=progress
         )
         records.append({"policy": name, **result.to_dict()})
-        out.write_text(json.dumps(records if len(named) > 1 else records[0], indent=1) + "\n")
+        write_atomically(out, json.dumps(records if len(named) > 1 else records[0], indent=1) + "\n")
         heading = f"{name}\n\n" if len(named) > 1 else ""
         typer.echo(f"{heading}{result.table()}\n{result.kv.describe()}\n{describe_vetoes(result)}")
         if not result.tested:

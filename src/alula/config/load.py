@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from alula.config.recipes import recipe_names, recipe_path
 from alula.config.run import RunConfig
-from alula.errors import SettingError, require
+from alula.errors import SettingError, one_or_more, require
 from alula.files import read_text
 from alula.settings import UNKNOWN, fields_of, first_error, is_section
 from alula.sparsity.policy import Evict, sparsity_settings
@@ -37,7 +37,7 @@ Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: str | Sequence[str] = ()) -> RunConfig:
     """The recipe at `path` with `section.setting=value` overrides, whose values are YAML.
 
     A run's folder stands for its config.yaml; `out` is then the folder's present path. A name without a folder and
@@ -60,7 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise SettingError(f"recipe {path}: must be a mapping of settings.")
     if folder:
         tree["out"] = str(folder)
-    for text in overrides:
+    for text in one_or_more(overrides):
         override(tree, text)
     tree.setdefault("out", f"runs/{path.stem}")
     return read_tree(tree)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from os import PathLike, fspath
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,7 +36,7 @@ def training_split(settings: Source) -> str | None:
 
 
 def load(
-    source: str,
+    source: str | PathLike[str],
     *,
     split: str | None = None,
     data_dir: str | Path | None = None,
@@ -61,6 +62,7 @@ def load(
     Settings that a source does not take raise.
     """
     require(size is None or size >= 1, f"size={size}: ask for at least one example.")
+    source = fspath(source)
     kind, _, rest = source.partition(":")
     generated = is_generated(source)
     if not generated:

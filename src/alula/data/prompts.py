@@ -6,6 +6,7 @@ from typing import Any
 
 from alula.data.dataset import Dataset, Example, Messages
 from alula.errors import SettingError, require
+from alula.models.chat_template import apply_chat_template, check_variables
 
 
 def prepare(
@@ -29,9 +30,14 @@ def prepare(
         raise SettingError("chat=true, but the tokenizer has no chat template; set chat=false or use another model.")
     require(use_chat or system is None, "system= needs a chat template; put the text into the prompt template.")
     if use_chat:
+        check_variables(tokenizer, template_options or (), "data.template_options")
         texts = [
-            tokenizer.apply_chat_template(
-                messages(example, system), tokenize=False, add_generation_prompt=True, **(template_options or {})
+            apply_chat_template(
+                tokenizer,
+                messages(example, system),
+                f"data {dataset.name}, prompt {example.prompt!a:.80}",
+                tokenize=False,
+                **(template_options or {}),
             )
             for example in dataset
         ]

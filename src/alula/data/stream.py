@@ -49,8 +49,8 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["data"] != self.fingerprint:
             raise SettingError(
-                "the training data differs from the checkpoint's, so its position is not valid; "
-                "restore the data and its settings, or start a new run."
+                "the training data differs from the checkpoint's, so its position is not valid; restore the data and "
+                "its settings (eval.size and eval.every too, if examples are set aside), or start a new run."
             )
         require(
             state["seed"] == self.seed,

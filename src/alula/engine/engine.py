@@ -86,6 +86,9 @@ class Engine(EngineCore):
         session_timeout: float = 600.0,
         keep_prefixes: bool = False,
     ) -> None:
+        require(
+            isinstance(loaded, LoadedModel), f"loaded={loaded!r:.80}: use Engine.load for a model's name or folder."
+        )
         check_counts(page, max_rows, prefill_tokens, max_length, lookahead, buckets)
         self.name, model = loaded.name, share_weights(loaded.model)
         parameter = next(model.parameters())
@@ -327,6 +330,7 @@ def check_counts(
     buckets: Many[int] | None,
 ) -> None:
     """Raise for sizes that are not positive integers."""
+    require(buckets is None or isinstance(buckets, Many), f"buckets={buckets!r}: give a list, such as [{buckets}].")
     counts = {
         "page": page,
         "max_rows": max_rows,

@@ -12,6 +12,7 @@ from alula.engine.rollout import Prompt, Rollout, Sampling
 from alula.engine.sequence import Request
 from alula.engine.stop_strings import StopStrings, resolve_stops
 from alula.errors import SettingError, require
+from alula.models.chat_template import apply_chat_template
 from alula.models.load import LoadedModel
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
 
@@ -45,11 +46,12 @@ class InputProcessor:
             not isinstance(prompts[0], (int, np.integer, dict)),
             "prompts: give a list of prompts; a single prompt of token ids or chat messages goes into a list too.",
         )
+        require(isinstance(sampling, Sampling), f"sampling={sampling!r}: must be a Sampling, such as Sampling(n=8).")
         policies = per_prompt("sparsity", DENSE if sparsity is None else sparsity, len(prompts))
         for policy in policies:
             require(
                 isinstance(policy, Sparsity),
-                f"sparsity={policy!r}: must be a Sparsity, such as Sparsity(evict=Evict('rkv', budget=512)).",
+                f"sparsity={policy!r}: must be a Sparsity, such as Sparsity.parse('rkv:512+128').",
             )
         for policy in set(policies):
             self.check_policy(policy)
@@ -101,7 +103,7 @@ class InputProcessor:
                 bool(getattr(self.tokenizer, "chat_template", None)),
                 f"{self.name} has no chat template; give prompts as text or token ids.",
             )
-            return list(self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+            return list(apply_chat_template(self.tokenizer, prompt, "prompts", return_dict=False))
         return [as_integer(token) for token in prompt]  # type: ignore[arg-type]
 
     def check_ids(self, name: str, ids: Many[int]) -> None:
@@ -128,6 +130,10 @@ class InputProcessor:
 
     def check_rollouts(self, rollouts: Many[Rollout], temperature: float | None) -> None:
         """Raise for rollouts that cannot be scored."""
+        require(
+            isinstance(rollouts, Many) and all(isinstance(r, Rollout) for r in rollouts),
+            "rollouts: give a list of rollouts, as `generate` returns it; a single one goes into a list too.",
+        )
         require(len(rollouts) > 0, "rollouts: the list is empty.")
         require(temperature is None or temperature > 0, f"temperature={temperature}: scoring needs a value above 0.")
         for index, r in enumerate(rollouts):

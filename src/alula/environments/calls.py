@@ -13,6 +13,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from alula.errors import with_place
+
 MOST_THREADS = 256
 """Calls that run at the same time; the others wait for their turn, and their timeout does not run yet."""
 
@@ -122,7 +124,7 @@ class Calls:
         try:
             value = self.resolve(call.function(*call.arguments))
         except BaseException as error:  # also an environment that calls exit()
-            failure = f"{type(error).__name__}: {error}"
+            failure = with_place(error)
         self._done.put((call_id, value, failure))
 
     def resolve(self, value: Any) -> Any:

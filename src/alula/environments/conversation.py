@@ -12,6 +12,7 @@ from typing import Any
 from alula.data.dataset import Messages
 from alula.environments.environment import Given
 from alula.errors import SettingError, require
+from alula.models.chat_template import apply_chat_template
 
 Tools = list[dict[str, Any]] | None
 
@@ -75,7 +76,7 @@ class Conversation:
 
     def _render(self, messages: Messages, tools: Tools = None) -> str:
         options = self.options | ({"tools": tools} if tools else {})
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        return str(apply_chat_template(self.tokenizer, messages, "environment.use", tokenize=False, **options))
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

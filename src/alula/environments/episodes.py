@@ -23,7 +23,7 @@ from alula.environments.calls import Calls, Outcome
 from alula.environments.conversation import Conversation, as_messages
 from alula.environments.environment import Environment
 from alula.environments.registry import Build
-from alula.errors import require
+from alula.errors import SettingError, require, with_place
 from alula.settings import EnvironmentSettings
 from alula.sparsity.policy import Sparsity
 
@@ -195,7 +195,7 @@ class Episodes:
             else:
                 self._continue(live, *checked(outcome.value))
         except Exception as error:  # what the environment returned cannot be used, or cannot be rendered
-            self._end(live, "error", f"{type(error).__name__}: {error}")
+            self._end(live, "error", with_place(error))
 
     def _submit(self, live: Live, messages: Messages, reward: float) -> None:
         """Start the policy's first turn, or the one that a replay has led to."""
@@ -297,7 +297,12 @@ class Episodes:
 
 def checked(answer: Any) -> tuple[Messages, float, bool]:
     """What `step` returned, with the types that the protocol names."""
-    messages, reward, done = answer
-    reward = float(reward)
+    try:
+        messages, reward, done = answer
+        reward = float(reward)
+    except (TypeError, ValueError):
+        raise SettingError(
+            f"step() returned {answer!r:.80} instead of messages, a reward and whether it is done"
+        ) from None
     require(math.isfinite(reward), f"its reward is {reward}.")
     return as_messages(messages or []), reward, bool(done)

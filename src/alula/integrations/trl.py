@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from alula.engine.engine import Engine
 from alula.engine.kv_cache import default_memory
 from alula.engine.rollout import Rollout, Sampling, kv_tokens, saved_share
-from alula.errors import SettingError, require
+from alula.errors import SettingError, reject_unknown_arguments, require
 from alula.models.load import LoadedModel, share_weights
 from alula.models.supported import check_config, check_dry_run
 from alula.objective import ragged
@@ -63,6 +63,11 @@ class SparseGRPOTrainer(GRPOTrainer):
     ) -> None:
         self.sparsity = Sparsity.parse(sparsity) if isinstance(sparsity, str) else sparsity
         self.correction = Correction.named(correction) if isinstance(correction, str) else correction
+        require(isinstance(self.sparsity, Sparsity), f"sparsity={sparsity!r}: must be a text or a Sparsity.")
+        require(
+            isinstance(self.correction, Correction),
+            f"correction={correction!r}: must be a preset's name, such as none.",
+        )
         check_settings(args or GRPOConfig(), self.correction)
         for name in ("tools", "rollout_func", "environment_factory"):
             require(not others.get(name), f"{name}: Alula's engine generates single answers; leave it out.")
@@ -73,6 +78,7 @@ class SparseGRPOTrainer(GRPOTrainer):
         """(shares weights, engine): an engine in TRL's compute dtype. It uses the trainer's parameters if they are in
         it; otherwise (float32 under autocast) a copy, updated before every generation."""
         self._check_model()
+        reject_unknown_arguments(Engine, options)
         require("sparse_adapter" not in options, f"engine: sparse_adapter would not be trained; {INSTEAD}.")
         check_dry_run(self.model, share_weights(self.model))
         twin = share_weights(self.model).eval()

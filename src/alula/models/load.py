@@ -166,12 +166,17 @@ def find_pretrained(source: str) -> dict[str, Any]:
             f"model {source!r}: GGUF files need {' and '.join(missing)}; install with `pip install 'alula[gguf]'`.",
         )
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    trained = path / "model"
-    hint = f"a run's model is in {trained}" if trained.is_dir() else "Alula reads safetensors and GGUF only"
-    require(
-        not path.is_dir() or any(path.glob("*.safetensors")),
-        f"model {source!r}: the folder has no .safetensors file; {hint}.",
-    )
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    for file, hint in (
+        ("*.safetensors", "Alula reads safetensors and GGUF only"),
+        ("config.json", "name the folder of a whole model"),
+    ):
+        if (run / "model").is_dir():
+            hint = f"a run's model is in {run / 'model'}"
+        require(
+            not path.is_dir() or any(path.glob(file)),
+            f"model {source!r}: the folder has no {file.removeprefix('*')} file; {hint}.",
+        )
     if not path.is_dir():
         offline_if_unreachable()
     return {"pretrained_model_name_or_path": str(path) if path.is_dir() else source}
@@ -285,7 +290,9 @@ def short_name(source: str) -> str:
 def load_failure(error: Exception, source: str) -> str:
     """Why a model's files cannot be read, as one sentence."""
     reason = first_line(error)
-    truncated = source.endswith(".gguf") and not isinstance(error, OSError) and "magic" not in reason
+    truncated = isinstance(error, SafetensorError)
+    if source.endswith(".gguf"):
+        truncated = not isinstance(error, OSError) and "magic" not in reason
     return f"{reason}; the file is probably incomplete, so fetch it again." if truncated else f"{reason}."
 
 

@@ -86,7 +86,7 @@ class Adapter:
         for name in (SETTINGS, WEIGHTS):
             require(
                 (folder / name).is_file(),
-                f"{given}: there is no {name}; name a folder written by `alula distill` or by a run with distill.",
+                f"{given}: there is no {name}; name adapter/ of `alula distill`, or sparse_adapter/ of a run.",
             )
         try:
             settings = json.loads((folder / SETTINGS).read_text())

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from string import Template
 
-from alula.errors import SettingError, require
+from alula.errors import SettingError, one_or_more, require
 from alula.files import write_atomically
 from alula.report import sections
 from alula.report.charts import chart_data, clock_data
@@ -19,10 +20,10 @@ LIVE_LINKS = (
 )
 
 
-def write_report(runs: list[Path], out: Path) -> None:
+def write_report(runs: Path | Sequence[Path], out: Path) -> None:
     """Write a page that compares the run folders `runs` to `out`."""
     require(not Path(out).is_dir(), f"--out {out}: is a folder; choose a file, such as {Path(out) / 'report.html'}.")
-    loaded = load_runs([Path(run) for run in runs])
+    loaded = load_runs([Path(run) for run in one_or_more(runs)])
     for run in loaded:
         for note in run.notes:
             print(f"alula: {note}", file=sys.stderr)

@@ -151,7 +151,7 @@ class WorkerPool:
             return
         if kind == "broken":
             self._remove(worker)
-            raise SettingError(f"a reward cannot be loaded: {value}")
+            raise SettingError(f"a reward cannot be loaded: {value}.")
         if kind == "ready":
             worker.ready = True
             return

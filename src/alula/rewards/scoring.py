@@ -8,7 +8,7 @@ from typing import Any
 
 from alula.cpus import available_cpus
 from alula.data.answers import reference_text
-from alula.errors import SettingError, require, unknown
+from alula.errors import SettingError, one_or_more, require, unknown
 from alula.rewards import graders
 from alula.rewards.length import length_reward
 from alula.rewards.pool import Job, Outcome, WorkerPool
@@ -52,27 +52,27 @@ Scorer = Callable[[Answers], Sequence[float]]
 
 class Rewards:
     """Scores answers. Rewards that execute third-party code run in `workers` killable processes, with `timeout` seconds
-    per answer and `memory` GiB per process."""
+    per answer and `memory` GiB per process. A name alone is that reward with weight 1."""
 
     def __init__(
         self,
-        terms: Sequence[RewardTerm],
+        terms: str | Sequence[RewardTerm | str],
         *,
         timeout: float = 10.0,
         workers: int | None = None,
         memory: float = 4.0,
     ) -> None:
-        require(len(terms) > 0, "rewards: name at least one reward.")
+        self.terms = [RewardTerm(name=term) if isinstance(term, str) else term for term in one_or_more(terms)]
+        require(len(self.terms) > 0, "rewards: name at least one reward.")
         require(timeout > 0, f"reward timeout={timeout}: must be above 0 seconds.")
         size = min(4, available_cpus()) if workers is None else workers
         require(size >= 1, f"reward workers={workers}: must be at least 1.")
         require(memory > 0, f"reward memory={memory}: must be above 0 GiB.")
-        self.terms = list(terms)
-        self.names = distinct([term.name for term in terms])
+        self.names = distinct([term.name for term in self.terms])
         self._local: dict[str, Scorer] = {}
         self._remote: list[str] = []
         graders_to_load: list[tuple[str, dict[str, Any]]] = []
-        for name, term in zip(self.names, terms):
+        for name, term in zip(self.names, self.terms):
             scorer = local_scorer(term)
             if scorer is not None:
                 self._local[name] = scorer

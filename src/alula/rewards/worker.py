@@ -10,7 +10,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from alula.errors import SettingError
+from alula.errors import with_place
 from alula.rewards.graders import Grader, build
 from alula.terminal import broken_pipe_safe
 
@@ -26,7 +26,7 @@ def main(channel: Connection) -> None:
     try:
         graders = [build(name, options, timeout) for name, options in specs]
     except Exception as error:
-        channel.send(("broken", describe(error)))
+        channel.send(("broken", with_place(error)))
         return
     channel.send(("ready", None))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -50,13 +50,13 @@ def limit_memory(size: int) -> None:
 
 def answer(grade: Grader, completion: str, example: dict[str, Any]) -> tuple[str, float | str]:
     try:
-        return "value", float(grade(completion, example))
+        value = grade(completion, example)
     except BaseException as error:  # also a function that calls exit()
-        return "failed", describe(error)
-
-
-def describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, SettingError) else f"{type(error).__name__}: {error}"[:500]
+        return "failed", with_place(error)
+    try:
+        return "value", float(value)
+    except (TypeError, ValueError):
+        return "failed", f"it returned a {type(value).__name__} instead of a number"
 
 
 def die_with_parent(parent: int) -> None:

@@ -159,7 +159,7 @@ def check_same_shape(before: Path, now: RunConfig, checkpoint: Path) -> None:
     """Raise if settings that decide what a checkpoint holds differ from a run's config.yaml."""
     if not before.exists():
         return
-    shape = ("model.", "learner.lora", "distill.rank", "distill.targets")
+    shape = ("model.", "learner.lora", "distill.rank", "distill.targets", "data.source", "data.options")
     changed = [name for name in changed_settings(before.read_text(), now) if name.startswith(shape)]
     if changed:
         raise SettingError(

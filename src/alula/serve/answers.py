@@ -124,9 +124,12 @@ class Names:
     def completion_logprobs(
         self, ids: list[int], logprobs: list[float], topk: Any | None, offsets: list[int]
     ) -> dict[str, Any]:
-        """`logprobs` of text completions. `offsets` tell where the tokens begin in the text."""
+        """`logprobs` of text completions. `offsets` tell where the tokens begin in the text. As in OpenAI's and vLLM's,
+        `top_logprobs` holds the sampled token besides the most likely ones."""
         names = [self(token) for token in ids]
-        top = None if topk is None else [dict(self.top(topk, i)) for i in range(len(ids))]
+        top = None
+        if topk is not None:
+            top = [{name: logprobs[i]} | dict(self.top(topk, i)) for i, name in enumerate(names)]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def top(self, topk: Any | None, i: int) -> list[tuple[str, float]]:

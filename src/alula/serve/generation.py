@@ -1,13 +1,11 @@
 """The routes that generate: vLLM's token route and OpenAI's two."""
 
 import asyncio
-import inspect
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from jinja2 import TemplateError
 from pydantic_core import to_json
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -15,6 +13,7 @@ from starlette.responses import Response
 from alula.engine.rollout import Rollout, Sampling
 from alula.engine.stop_strings import StopStrings
 from alula.errors import RunFailed, SettingError, require
+from alula.models.chat_template import apply_chat_template, check_variables
 from alula.serve.answers import (
     FINISH,
     JSONAnswer,
@@ -212,14 +211,9 @@ class Generation:
         tokenizer = self.tokenizer()
         require(bool(tokenizer.chat_template), f"{self.service.model} has no chat template; use /v1/completions.")
         extra = body.chat_template_kwargs or {}
-        own = inspect.signature(tokenizer.apply_chat_template).parameters
-        for name in extra:
-            require(name not in own, f"chat_template_kwargs.{name}: not a variable of a chat template; leave it out.")
+        check_variables(tokenizer, extra, "chat_template_kwargs")
         messages = chat_messages(body.messages)
-        try:
-            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **extra))
-        except (TemplateError, TypeError, ValueError) as error:
-            raise SettingError(f"messages: the model's chat template rejected them ({error}).") from None
+        return list(apply_chat_template(tokenizer, messages, "messages", return_dict=False, **extra))
 
 
 async def chain(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any]]:

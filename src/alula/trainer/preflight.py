@@ -24,6 +24,7 @@ from alula.models.supported import check_config
 from alula.rewards.scoring import TRIAL_EXAMPLES, try_out
 from alula.run.checkpoint import Checkpoints, Resume
 from alula.run.run_dir import check_folder
+from alula.run.run_log import left_out
 from alula.settings import Source
 from alula.trainer.build import first_adapter
 from alula.trainer.run_data import Data, load_held_out, split_data, tokenized
@@ -36,13 +37,15 @@ class Preflight:
         self.config = config
         self.sources = config.eval.data if config.eval.every else []
         self.training, self.held_out = self._read()
-        """Examples of either kind; None for those on the hub."""
+        """Examples of either kind, those that the run will use as far as it is known; None for those on the hub."""
         tokenizer = self.tokenizer = None if self.training is None else local_tokenizer(config)
         self.tokenized: Data | None = None
         """The data with the tokens of its prompts; None without training data or a tokenizer on this machine."""
         if self.training is not None and tokenizer is not None:
             known = tuple(dataset for dataset in self.held_out if dataset is not None)
-            self.tokenized = tokenized(config, (self.training, known), tokenizer)
+            self.training, known = self.tokenized = tokenized(config, (self.training, known), tokenizer)
+            left = iter(known)
+            self.held_out = [None if dataset is None else next(left) for dataset in self.held_out]
 
     def _read(self) -> tuple[Dataset | None, Sequence[Dataset | None]]:
         config = self.config
@@ -58,7 +61,10 @@ class Preflight:
         for source, dataset in zip(self.sources, self.held_out):
             yield "held-out data", described(source, dataset, "to evaluate on")
         if self.config.eval.every and not self.sources:
-            yield "held-out data", f"{count_text(self.config.eval.size, 'example')} of the same, set aside"
+            size, dropped = self.config.eval.size, ""
+            for dataset in filter(None, self.held_out):
+                size, dropped = len(dataset), left_out(dataset)
+            yield "held-out data", f"{count_text(size, 'example')} of the same, set aside{dropped}"
 
     def try_rewards(self) -> Iterator[tuple[str, str]]:
         """Grade the data itself, and describe the grades as rows of the table of work. A field that a reward lacks is
@@ -81,8 +87,7 @@ def described(source: Source, dataset: Dataset | None, purpose: str) -> str:
     name = f"{source.source} ({source.split})" if has_splits else source.source
     if dataset is None:
         return f"{name}: on the hub, not read"
-    dropped = "".join(f"; left out: {count:,} ({why})" for why, count in dataset.dropped.items())
-    return f"{name}: {count_text(len(dataset), 'example')} {purpose}{dropped}"
+    return f"{name}: {count_text(len(dataset), 'example')} {purpose}{left_out(dataset)}"
 
 
 def is_remote(source: Source) -> bool:

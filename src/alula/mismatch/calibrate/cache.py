@@ -120,10 +120,10 @@ def text_settings(engine: Engine, text: "TextSettings") -> dict[str, Any]:
         "kv_dtype": engine.geometry.kv_dtype,
         "device": engine.device.type,
         "prompts": len(text.prompts),
-        "prompt_ids": prompts,
         "length": text.length,
         "samples": text.samples,
         "temperature": text.temperature,
         "seed": text.seed,
         "text": "own" if text.own else "dense",
+        "prompt_ids": prompts,  # last: the seed and what else may have changed them is named before
     }
