@@ -26,6 +26,7 @@ from alula.engine.block_manager import pages_for
 from alula.engine.prefill import forward_packed
 from alula.engine.rollout import Rollout
 from alula.models.load import load_model
+from alula.ops.eight_bits import DTYPES, quantise
 from alula.ops.sample import sample
 from alula.sparsity.policy import DENSE
 
@@ -42,7 +43,7 @@ def steps(ceilings: Ceilings) -> Iterator[dict]:
     evicting = Sparsity(evict=Evict("rkv", budget=512, buffer=128))
     selecting = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
     loaded = load_model(SMALL, device="cuda")
-    for dtype in (None, "fp8"):
+    for dtype in (None, *DTYPES):
         one = Engine(loaded, kv_memory="62GiB", kv_dtype=dtype, max_rows=64, max_length=32768 + 64)
         for batch, context in ((64, 8192), (64, 1024), (16, 32768)):
             yield decode_step(one, batch, context, DENSE, ceilings)
@@ -107,12 +108,11 @@ def large(ceilings: Ceilings) -> list[dict]:
 
 def kernel(ceilings: Ceilings) -> Iterator[dict]:
     """The paged decode kernel alone over KV in bfloat16 and in 8 bits, 64 × 8k, random KV, pages in random order."""
-    for fp8 in (False, True):
-        yield timed_kernel(ceilings, fp8)
+    for kv_dtype in (None, *DTYPES):
+        yield timed_kernel(ceilings, kv_dtype)
 
 
-def timed_kernel(ceilings: Ceilings, fp8: bool) -> dict:
-    from alula.ops.eight_bits import quantise
+def timed_kernel(ceilings: Ceilings, kv_dtype: str | None) -> dict:
     from alula.ops.paged_attention import paged_attention
 
     batch, context, page, q_heads, kv_heads, dim = 64, 8192, 16, 16, 8, 128
@@ -124,8 +124,8 @@ def timed_kernel(ceilings: Ceilings, fp8: bool) -> dict:
     tokens = torch.full((batch, 1), context, device=DEVICE, dtype=torch.int32)
     q = torch.randn(batch, q_heads, dim, device=DEVICE, dtype=torch.bfloat16)
     scales = None
-    if fp8:
-        (keys, key_scales), (values, value_scales) = quantise(keys), quantise(values)
+    if kv_dtype:
+        (keys, key_scales), (values, value_scales) = (quantise(x, DTYPES[kv_dtype]) for x in (keys, values))
         scales = torch.stack([key_scales, value_scales])
     run = lambda: paged_attention(q, keys, values, table, tokens, dim**-0.5, context, scales)  # noqa: E731
     timed(run, DEVICE, 5)
@@ -136,7 +136,7 @@ def timed_kernel(ceilings: Ceilings, fp8: bool) -> dict:
         "batch": batch,
         "context": context,
         "kv": "random",
-        "kv_dtype": "fp8" if fp8 else None,
+        "kv_dtype": kv_dtype,
         "us": seconds * 1e6,
         "bytes_per_s": rate,
         "of_copy": rate / ceilings.bandwidth,

@@ -317,20 +317,25 @@ def markdown(table: Table) -> str:
 
 
 def fp8(results: dict) -> Table:
-    """Steps and rollouts with both kinds of KV."""
+    """Steps and rollouts with KV in bfloat16 and in the 8-bit formats that were measured."""
     rows = results["steps"]["rows"]
-    wide, narrow = ([r for r in rows if r["kv_dtype"] == kind] for kind in (None, "fp8"))
+    formats = [name for name in ("fp8", "int8") if any(r["kv_dtype"] == name for r in rows)]
     lines = []
-    for a, b in zip(wide, narrow, strict=True):
+    for a, *narrow in zip(*([r for r in rows if r["kv_dtype"] == name] for name in (None, *formats)), strict=True):
         if a["kind"] == "decode step":
             what, key, unit = f"step, {a['batch']} × {a['context']:,}", "ms", "ms"
-            floors = f"{a['floor_ms'] / b['floor_ms']:.2f} ×"
+            floors = f"{a['floor_ms'] / narrow[0]['floor_ms']:.2f} ×"
         else:
             what, key, unit = f"rollouts, {a['batch']} × (128 + {a['new_tokens']:,})", "seconds", "s"
             floors = ""
-        times = [f"{r[key]:.2f} {unit}" for r in (a, b)]
-        lines.append((f"{what}, {policy_name(a)}", *times, f"{a[key] / b[key]:.2f} ×", floors))
-    return ("qwen3-1.7b", "bfloat16", "fp8", "faster by", "floors allow"), lines
+        times = [text for b in narrow for text in (f"{b[key]:.2f} {unit}", f"{a[key] / b[key]:.2f} ×")]
+        lines.append((f"{what}, {policy_name(a)}", f"{a[key]:.2f} {unit}", *times, floors))
+    return (
+        "qwen3-1.7b",
+        "bfloat16",
+        *(head for name in formats for head in (name, "faster by")),
+        "floors allow",
+    ), lines
 
 
 def draws(results: dict) -> Table:
@@ -377,10 +382,10 @@ SECTIONS: dict[str, dict[str, Callable[[dict], Table | None]]] = {
 
 
 def quantised() -> Table:
-    """From the files that `alula calibrate --verify` writes: with fp8, and without."""
+    """From the files that `alula calibrate --verify` writes: with KV in 8 bits, and without."""
     columns = ("policy", "KV", "tail of α", "95 % band", "vetoed rollouts", "KV tokens saved")
     lines = []
-    for file, kv in (("fp8-smollm2", "fp8"), ("exact-smollm2", "float32")):
+    for file, kv in (("int8-smollm2", "int8"), ("fp8-smollm2", "fp8"), ("exact-smollm2", "float32")):
         results = json.loads((RESULTS / f"{file}.json").read_text())
         for r in results if isinstance(results, list) else [results]:
             tail, vetoed = r["tail"], r["vetoed"]
