@@ -22,3 +22,4 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path):
         assert taken["stack"] == 0, f"{name} spills {taken['stack']} bytes"
     for kv_dtype in ("int8", "fp8"):
         assert kernels[f"attention, {kv_dtype}"]["registers"] <= 128, "sixteen programs for each multiprocessor"
+        assert kernels[f"attention, {kv_dtype}"]["conversions"] == 0, "slower than several at once"

@@ -131,6 +131,8 @@ FUNCTIONS = """
             return float("nan")
         if completion == "none":
             return None
+        if completion == "huge":
+            return 10**400
         if completion == "child":       # a child process that survives a naive kill of the worker
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             with open(example["note"], "w") as note: note.write(str(child.pid))
@@ -174,14 +176,14 @@ def gone_within(seconds: float, pid: int) -> bool:
 @pytest.mark.slow
 def test_a_bad_answer_affects_no_other(functions):
     odd = ["aa", "hang", "b", "raise", "exit", "ccc", "hold", "segfault", "nan", "none", "dd"]
-    answers = [*odd, *["e"] * 19, "quit"]
+    answers = [*odd, *["e"] * 19, "quit", "huge"]
     with Rewards([RewardTerm(name=functions, weight=2.0, options={"scale": 10})], timeout=1.0, workers=2) as rewards:
         batch = rewards.score(answers, [{}] * len(answers))
         good = {0: 20, 2: 10, 5: 30, 10: 20} | dict.fromkeys(range(11, 30), 10)
         assert batch.parts[functions] == [good.get(i, 0.0) for i in range(len(answers))]
         assert batch.total == [2.0 * value for value in batch.parts[functions]]
         reasons = dict(batch.failures)
-        assert sorted(reasons) == [1, 3, 4, 6, 7, 8, 9, 30]
+        assert sorted(reasons) == [1, 3, 4, 6, 7, 8, 9, 30, 31]
         assert "no result within 1 s" in reasons[1]
         assert "no result within 1 s" in reasons[6]
         assert re.search(r"KeyError: 'no such thing' \(my_rewards\.py, line \d+\)", reasons[3])
@@ -190,6 +192,7 @@ def test_a_bad_answer_affects_no_other(functions):
         assert "nan" in reasons[8]
         assert "NoneType instead of a number" in reasons[9]
         assert "SystemExit: no more" in reasons[30]
+        assert "int instead of a number" in reasons[31]
         again = rewards.score(["aa", "b"], [{}] * 2)  # the replaced workers serve on, with no stale replies
         assert again.parts[functions] == [20, 10]
         assert again.failures == []

@@ -1,4 +1,4 @@
-"""Compiles kernels for Hopper without a GPU, and prints what each takes: JSON by name, registers and bytes of stack.
+"""Compiles kernels for Hopper without a GPU, and prints what each takes: JSON by name.
 
 Not in Triton's interpreter, so it is a process of its own (tests/ops/test_kernels_compile.py).
 """
@@ -15,9 +15,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from alula.ops.eight_bits import DTYPES
 from alula.ops.few_rows_linear import _few_rows
 from alula.ops.paged_attention import _merge, _split
-from alula.ops.paged_attention_8_bits import HEADROOM, _assembly, _split_8_bits
+from alula.ops.paged_attention_8_bits import HEADROOM, _split_8_bits, assembly
 from alula.ops.pieces import Pieces
 from alula.ops.rkv_score import _find_last
 from alula.ops.select_pages import _choose_pages
@@ -43,7 +44,7 @@ def type_of(name: str, given: dict[str, str]) -> str:
 
 
 def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int, **given: Any) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, on which registers are spilled."""
+    """Registers of a thread, bytes of its stack, on which registers are spilled, and conversions of single integers."""
     options = {"num_warps": warps, "num_stages": stages} | {k: given.pop(k) for k in ("maxnreg",) if k in given}
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -58,9 +59,10 @@ def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int, *
         file.write(compiled.asm["cubin"])
         file.flush()
         told = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        code = subprocess.run([CUOBJDUMP, "--dump-sass", file.name], capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert found is not None, told
-    return {"registers": int(found[1]), "stack": int(found[2])}
+    return {"registers": int(found[1]), "stack": int(found[2]), "conversions": len(re.findall(r"\bI2F\.", code))}
 
 
 def main() -> None:
@@ -69,18 +71,18 @@ def main() -> None:
     narrow = {"GROUP": 3, "HEADS": 3, "DIM": 64, "PAGE": 16}
     split = {"BLOCK_G": 8, "PRECISION": "tf32", "EPSILON": 1e-6, **pieces}
     factor = {"HEADROOM": HEADROOM, "FACTOR": tl.float16}
-    factor |= {"EVEN": _assembly("20", tl.float16), "ODD": _assembly("31", tl.float16)}
     apart, appending = ({"NEW": on, "NORM": on, "RING": on} for on in (False, True))
     few = {"BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_M": 64}
     wide, small = heads | split | {"DIM_POW2": 128, "BLOCK_N": 64}, narrow | split | {"DIM_POW2": 64, "BLOCK_N": 32}
     quantised = heads | factor | pieces | {"HALF": 64, "BLOCK_G": 8, "BLOCK_N": 32, "PRECISION": "tf32"}
+    int8, fp8 = (quantised | assembly(tl.float16, DTYPES[name]) | {"INT8": name == "int8"} for name in ("int8", "fp8"))
     stored = {"maxnreg": 128, "values": "*i16", "scales": "*u8", "value_scales": "i64"}
     made = {
         "attention": resources(_split, wide | apart, 2, 5),
         "attention that appends": resources(_split, small | appending, 1, 3),
         "merge": resources(_merge, {"GROUP": 2, "DIM": 128, "DIM_POW2": 128, "BLOCK_S": 16, **pieces}, 2, 3),
-        "attention, int8": resources(_split_8_bits, quantised | {"INT8": True}, 1, 2, keys="*i8", **stored),
-        "attention, fp8": resources(_split_8_bits, quantised | {"INT8": False}, 1, 2, keys="*fp8e4nv", **stored),
+        "attention, int8": resources(_split_8_bits, int8, 1, 2, keys="*i8", **stored),
+        "attention, fp8": resources(_split_8_bits, fp8, 1, 2, keys="*fp8e4nv", **stored),
         "gated product": resources(_few_rows, {"GATED": True, "PARTS": 1, **few}, 4, 6),
         "product in parts": resources(_few_rows, {"GATED": False, "PARTS": 8, **few}, 4, 6, out="*fp32"),
         "scan of R-KV": resources(

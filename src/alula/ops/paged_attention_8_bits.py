@@ -67,8 +67,7 @@ def split_8_bits(
         HEADROOM=HEADROOM,
         FACTOR=factor,
         INT8=keys.dtype == torch.int8,
-        EVEN=_assembly("20", factor),
-        ODD=_assembly("31", factor),
+        **assembly(factor, keys.dtype),
         num_warps=1,
         num_stages=2,
         maxnreg=128,  # without spilling; more programs run at once
@@ -76,26 +75,51 @@ def split_8_bits(
     )
 
 
-def _assembly(selected: str, factor: Any) -> str | None:
-    """Converts one byte of each of two 16-bit words from e4m3 to float16, in two instructions instead of six;
-    `selected` are the numbers of these bytes, the last one first. None for float32 and in the interpreter."""
+INT8_KEYS = """{
+    .reg .b32 bytes, more;
+    xor.b32 bytes, $2, 0x80808080;
+    mov.b32 more, 0x64806480;
+    prmt.b32 $0, bytes, 0x64646464, 0x4140;
+    prmt.b32 $1, bytes, 0x64646464, 0x4342;
+    sub.rn.f16x2 $0, $0, more;
+    sub.rn.f16x2 $1, $1, more;
+}"""
+"""0x6400 is 1024 in float16, whose last bit is then 1. Flipping an integer's sign bit adds 128; as the last byte, it
+makes the float16 1152 (0x6480) more than the integer."""
+
+INT8_VALUES = """{
+    .reg .b32 bytes, more;
+    xor.b32 bytes, $1, 0x80808080;
+    mov.b32 more, 0x64806480;
+    prmt.b32 bytes, bytes, 0x64646464, %#x;
+    sub.rn.f16x2 $0, bytes, more;
+}"""
+
+E4M3_VALUES = """{
+    .reg .b32 bytes; .reg .b16 low, high;
+    prmt.b32 bytes, $1, 0, %#x;
+    mov.b32 {low, high}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+}"""
+
+
+def assembly(factor: Any, stored: torch.dtype) -> dict[str, str | None]:
+    """How bytes become float16 in few instructions: of four keys, and the even or odd ones of two 16-bit words of
+    values. None where the compiler does it: for float32, in the interpreter, and for keys in e4m3."""
     if factor is not tl.float16 or interpreted():
-        return None
-    return f"""{{
-        .reg .b32 bytes; .reg .b16 low, high;
-        prmt.b32 bytes, $1, 0, 0x44{selected};
-        mov.b32 {{low, high}}, bytes;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-    }}"""
+        return {"KEYS": None, "EVEN": None, "ODD": None}
+    if stored == torch.int8:
+        return {"KEYS": INT8_KEYS, "EVEN": INT8_VALUES % 0x4240, "ODD": INT8_VALUES % 0x4341}
+    return {"KEYS": None, "EVEN": E4M3_VALUES % 0x4420, "ODD": E4M3_VALUES % 0x4431}
 
 
 @triton.jit
 def _value(pair, SHIFT: tl.constexpr, INT8: tl.constexpr, ASSEMBLY: tl.constexpr, FACTOR: tl.constexpr):
     """The values of the bytes at bit `SHIFT` of 16-bit words."""
-    if INT8:  # 0x6400 is 1024 in float16, whose last bit is then 1; flipping an integer's sign bit adds 128
-        return ((((pair >> SHIFT) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0).to(FACTOR)
-    elif ASSEMBLY is not None:
+    if ASSEMBLY is not None:
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [pair], dtype=tl.float16, is_pure=True, pack=2)
+    elif INT8:
+        return (pair >> SHIFT).to(tl.int8).to(FACTOR)
     else:
         return (pair >> SHIFT).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(FACTOR)
 
@@ -143,6 +167,7 @@ def _split_8_bits(
     HEADROOM: tl.constexpr,
     FACTOR: tl.constexpr,
     INT8: tl.constexpr,
+    KEYS: tl.constexpr,
     EVEN: tl.constexpr,
     ODD: tl.constexpr,
 ):
@@ -187,6 +212,8 @@ def _split_8_bits(
             else:
                 key = tl.load(key_base + slot[:, None] * DIM, mask=(d < DIM)[None, :], other=0.0)
                 pair = tl.load(value_base + slot[None, :] * (DIM // 2), mask=(h < DIM // 2)[:, None], other=0)
+            if KEYS is not None:
+                key = tl.inline_asm_elementwise(KEYS, "=r,=r,r", [key], dtype=tl.float16, is_pure=True, pack=4)
             logits = tl.dot(key.to(FACTOR), query, input_precision=PRECISION) * query_scale[None, :]
             logits *= power_of_two_triton(key_scale)[:, None]
             logits = tl.where((n < end - first)[:, None], logits, float("-inf"))

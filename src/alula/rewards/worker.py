@@ -55,7 +55,7 @@ def answer(grade: Grader, completion: str, example: dict[str, Any]) -> tuple[str
         return "failed", with_place(error)
     try:
         return "value", float(value)
-    except (TypeError, ValueError):
+    except Exception:  # also of an integer that is too large
         return "failed", f"it returned a {type(value).__name__} instead of a number"
 
 
