@@ -396,6 +396,16 @@ def quantised() -> Table:
     return columns, lines
 
 
+def rounding() -> Table:
+    """From the file that `kv_formats.py` writes."""
+    columns = ("KV", "rounded", "tail of α", "mean α", "KL divergence")
+    rows = json.loads((RESULTS / "kv-formats-smollm2.json").read_text())
+    lines = [
+        (r["format"], r["rounded"], f"{r['tail']:.3f}", f"{r['mean']:.3f}", f"{1000 * r['kl']:.2f}e-3") for r in rows
+    ]
+    return columns, lines
+
+
 def days() -> str:
     """When each section was taken, the oldest first."""
     sections: dict[str, list[str]] = {}
@@ -406,7 +416,7 @@ def days() -> str:
 
 
 def tables() -> dict[str, str]:
-    filled = {"quantised": markdown(quantised()), "days": days()}
+    filled = {"quantised": markdown(quantised()), "rounding": markdown(rounding()), "days": days()}
     for file, named in SECTIONS.items():
         path = RESULTS / f"{file}-h200.json"
         results = json.loads(path.read_text()) if path.exists() else {}

@@ -32,8 +32,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)
-    finally:
+    except BaseException:
         part.unlink(missing_ok=True)
+        raise
 
 
 def apply_umask(folder: Path) -> None:
