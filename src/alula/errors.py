@@ -1,5 +1,6 @@
 """Errors meant for the user. A message names the setting and its value, and gives a hint."""
 
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -43,8 +44,9 @@ def with_place(error: BaseException) -> str:
     """An error of a person's own function, with the line of it that raised; of a `SettingError` only the message."""
     if isinstance(error, SettingError):
         return str(error).rstrip(".")
-    folders = (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")), "<")
-    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(folders)]
+    folders = (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib")))
+    others = (*(f"{folder}{os.sep}" for folder in folders), "<")
+    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}"[:500] + place
 

@@ -3,8 +3,8 @@ standard errors as text."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,17 @@ def write_atomically(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
+    with replacement(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """A file next to `path` to be written, which replaces it at the end. If writing fails, `path` stays as it is."""
     path = Path(os.path.realpath(path))
     part = path.with_name(f"{path.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        yield part
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

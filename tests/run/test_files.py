@@ -1,6 +1,7 @@
 import pytest
 
-from alula.errors import SettingError
+import alula
+from alula.errors import SettingError, with_place
 from alula.files import check_same_settings, count_text, plus_minus, size_text, write_atomically
 
 
@@ -48,3 +49,12 @@ def test_counts():
 
 def test_standard_errors():
     assert [plus_minus(error) for error in (0.0214, 0.0, None)] == [" ± 2.1%", "", ""]
+
+
+def test_an_error_is_placed_in_a_persons_own_code():
+    """Also where that stands in a folder whose name begins as Alula's own."""
+    for file, placed in ((f"{alula.__path__[0]}_mine/reward.py", True), (f"{alula.__path__[0]}/reward.py", False)):
+        with pytest.raises(ZeroDivisionError) as raised:
+            exec(compile("\n1 / 0", file, "exec"))
+        text = with_place(raised.value.with_traceback(raised.tb.tb_next))
+        assert text == "ZeroDivisionError: division by zero" + placed * " (reward.py, line 2)"

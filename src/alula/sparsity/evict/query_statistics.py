@@ -1,6 +1,5 @@
 """Statistics of a model's queries, by head and RoPE frequency: what TriAttention knows of future queries."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alula.errors import SettingError
+from alula.files import replacement
 
 FORMAT = "alula-query-statistics"
 
@@ -36,7 +36,6 @@ class QueryStatistics:
 
     def save(self, path: Path) -> None:
         """Write a safetensors file, atomically."""
-        part = path.with_name(f"{path.name}.part")
         tensors = {
             "frequencies": self.frequencies,
             "mean": torch.view_as_real(self.mean).contiguous(),
@@ -45,8 +44,8 @@ class QueryStatistics:
             "lengths": torch.tensor([len(sequence) for sequence in self.text]),
         }
         metadata = {"format": FORMAT, "rope_scaling": repr(self.rope_scaling)}
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, part, metadata)
-        os.replace(part, path)
+        with replacement(path) as part:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, part, metadata)
 
     @classmethod
     def load(cls, path: Path) -> "QueryStatistics":
