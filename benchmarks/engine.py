@@ -38,22 +38,35 @@ def engine(source: str, kv_memory: str, **options: object) -> Engine:
     return Engine.load(source, device="cuda", kv_memory=kv_memory, **options)  # type: ignore[arg-type]
 
 
-def steps(ceilings: Ceilings) -> Iterator[dict]:
-    """KV in bfloat16 and in 8 bits, in one process: decode steps, the tokens of a pool, whole rollouts."""
-    evicting = Sparsity(evict=Evict("rkv", budget=512, buffer=128))
-    selecting = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
+EVICTING = Sparsity(evict=Evict("rkv", budget=512, buffer=128))
+SELECTING = Sparsity(select=Select("block-topk", budget=64 * 16, block=16, dense_layers=2))
+
+
+def stored_as(*dtypes: str | None) -> Iterator[Engine]:
+    """One engine after another on the same weights, which differ in how they store KV."""
     loaded = load_model(SMALL, device="cuda")
-    for dtype in (None, *DTYPES):
+    for dtype in dtypes:
         one = Engine(loaded, kv_memory="62GiB", kv_dtype=dtype, max_rows=64, max_length=32768 + 64)
-        for batch, context in ((64, 8192), (64, 1024), (16, 32768)):
-            yield decode_step(one, batch, context, DENSE, ceilings)
-        yield decode_step(one, 16, 32768, selecting, ceilings)
-        for policy in (DENSE, evicting):
-            rollouts(one, 64, 128, 2048, policy)  # captures its graphs
-            yield rollouts(one, 64, 128, 2048, policy)
+        yield one
         one.sleep()
         del one
         release()
+
+
+def steps(ceilings: Ceilings) -> Iterator[dict]:
+    """Decode steps with KV in bfloat16 and in 8 bits, in one process."""
+    for one in stored_as(None, *DTYPES):
+        for batch, context in ((64, 8192), (64, 1024), (16, 32768)):
+            yield decode_step(one, batch, context, DENSE, ceilings)
+        yield decode_step(one, 16, 32768, SELECTING, ceilings)
+
+
+def whole_rollouts(ceilings: Ceilings) -> Iterator[dict]:
+    """Rollouts with KV in bfloat16 and in int8, in one process."""
+    for one in stored_as(None, "int8"):
+        for policy in (DENSE, EVICTING):
+            rollouts(one, 64, 128, 2048, policy)  # captures its graphs
+            yield rollouts(one, 64, 128, 2048, policy)
 
 
 def prefill(ceilings: Ceilings) -> list[dict]:
@@ -319,6 +332,7 @@ SECTIONS = {
     "ready": ready,
     "kernel": kernel,
     "steps": steps,
+    "rollouts": whole_rollouts,
     "prefill": prefill,
     "large": large,
     "transformers": transformers_generate,

@@ -316,26 +316,21 @@ def markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
-def fp8(results: dict) -> Table:
+def eight_bits(results: dict) -> Table:
     """Steps and rollouts with KV in bfloat16 and in the 8-bit formats that were measured."""
-    rows = results["steps"]["rows"]
-    formats = [name for name in ("fp8", "int8") if any(r["kv_dtype"] == name for r in rows)]
+    steps, whole = (results[section]["rows"] for section in ("steps", "rollouts"))
+    names = [name for name in ("int8", "fp8") if any(r["kv_dtype"] == name for r in steps)]
     lines = []
-    for a, *narrow in zip(*([r for r in rows if r["kv_dtype"] == name] for name in (None, *formats)), strict=True):
-        if a["kind"] == "decode step":
-            what, key, unit = f"step, {a['batch']} × {a['context']:,}", "ms", "ms"
-            floors = f"{a['floor_ms'] / narrow[0]['floor_ms']:.2f} ×"
-        else:
-            what, key, unit = f"rollouts, {a['batch']} × (128 + {a['new_tokens']:,})", "seconds", "s"
-            floors = ""
-        times = [text for b in narrow for text in (f"{b[key]:.2f} {unit}", f"{a[key] / b[key]:.2f} ×")]
-        lines.append((f"{what}, {policy_name(a)}", f"{a[key]:.2f} {unit}", *times, floors))
-    return (
-        "qwen3-1.7b",
-        "bfloat16",
-        *(head for name in formats for head in (name, "faster by")),
-        "floors allow",
-    ), lines
+    for rows, size, key, unit in ((steps, "context", "ms", "ms"), (whole, "new_tokens", "seconds", "s")):
+        by_format = {(r["batch"], r[size], policy_name(r), r["kv_dtype"]): r for r in rows}
+        for exact in (r for r in rows if r["kv_dtype"] is None):
+            key_of = exact["batch"], exact[size], policy_name(exact)
+            narrow = [by_format.get((*key_of, name)) for name in names]
+            times = [f"{r[key]:.2f} {unit}, {exact[key] / r[key]:.2f} ×" if r else "" for r in narrow]
+            what = "step, {} × {:,}, {}" if rows is steps else "rollouts, {} × (128 + {:,}), {}"
+            floors = f"{exact['floor_ms'] / narrow[0]['floor_ms']:.2f} ×" if rows is steps and narrow[0] else ""
+            lines.append((what.format(*key_of), f"{exact[key]:.2f} {unit}", *times, floors))
+    return ("qwen3-1.7b", "bfloat16", *names, "floors allow"), lines
 
 
 def draws(results: dict) -> Table:
@@ -371,7 +366,7 @@ def opened(results: dict) -> Table:
 
 
 SECTIONS: dict[str, dict[str, Callable[[dict], Table | None]]] = {
-    "engine": {"engine": engine, "draws": draws, "fp8": fp8},
+    "engine": {"engine": engine, "draws": draws, "eight bits": eight_bits},
     "training": {"residual": residual, "steps": training_steps, "long steps": long_steps, "checked": checked},
     "vllm": {"vllm": against_vllm},
     "sparrow": {"decoding": decoding, "steady": steady, "sparrow": sparrow},

@@ -283,6 +283,7 @@ FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
     "robustness": survival,
     "equal-accuracy": equal_accuracy,
     "few-vetoes": equal_accuracy,
+    "int8": equal_accuracy,
 }
 
 
