@@ -3,12 +3,10 @@
 python experiments/figures.py                 # all
 python experiments/figures.py collapse tiny   # one question on one bed
 python experiments/figures.py speed
-python experiments/figures.py headline        # the README's
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean
 
@@ -261,15 +259,6 @@ def breakeven() -> str:
     return chart(title, "response tokens", "speed-up", lines)
 
 
-def headline() -> str:
-    """The README's figure: R-KV 128 on SmolLM2-135M, from the lines of the fourth warm-up."""
-    runs = by_arm(raw("collapse", "smollm2-4"))
-    arms = ("dense", "rkv naive", "rkv sparse-rl", "rkv strict")
-    lines = [over_steps(runs[arm], judge.dense_accuracy) for arm in arms]
-    lines = [replace(line, label=line.label.removeprefix("rkv ")) for line in lines]
-    return chart("Held-out accuracy of the dense policy, SmolLM2-135M, R-KV 128", "step", "accuracy", lines)
-
-
 FIGURES: dict[str, Callable[[str, str], dict[str, str]]] = {
     "collapse": learning,
     "compressors": learning,
@@ -301,8 +290,6 @@ def main() -> None:
             draw(question, bed)
     if len(sys.argv) == 1 or "speed" in sys.argv:
         (RESULTS / "speed" / "breakeven.svg").write_text(breakeven())
-    if len(sys.argv) == 1 or "headline" in sys.argv:
-        (RESULTS / "headline.svg").write_text(headline())
 
 
 if __name__ == "__main__":
