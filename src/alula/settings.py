@@ -18,6 +18,9 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+COLDEST, HOTTEST = 1e-4, 1e4
+"""Limits of a sampling temperature above 0. Far beyond them it would be 0 or infinite in float32."""
+Temperature = Annotated[float, Field(ge=COLDEST, le=HOTTEST)]
 Decay = Literal["constant", "linear", "cosine"]
 Shard = Literal["node", "all"]
 
@@ -225,7 +228,7 @@ class SamplingSettings(Section):
     """Rollouts per prompt: the group that an advantage is taken against."""
     max_new_tokens: Count = 1024
     """Longest answer."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the learner scores at the same temperature."""
     stop: Annotated[list[int | Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stops)] = []
     """Texts and token ids that end an answer, in rollouts and evaluations, in addition to the model's end-of-sequence
@@ -469,7 +472,7 @@ class EvalSettings(Section):
     """Most problems of a set to evaluate on."""
     k: Count = 1
     """Answers per problem."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=HOTTEST)] = 0.0
     """Sampling temperature of the evaluation; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling of the evaluation."""
@@ -481,7 +484,11 @@ class EvalSettings(Section):
     """Evaluate the sparse policy as well."""
 
     @model_validator(mode="after")
-    def _different_answers(self) -> "EvalSettings":
+    def _check_temperature(self) -> "EvalSettings":
+        require(
+            self.temperature == 0 or self.temperature >= COLDEST,
+            f"temperature={self.temperature}: must be 0 (greedy), or at least {COLDEST:g}.",
+        )
         most = max([source.k or self.k for source in self.data] or [self.k])
         require(
             most == 1 or self.temperature > 0,

@@ -143,6 +143,8 @@ def test_budget_may_be_a_schedule(recipe):
         (["sampling.n=many"], "sampling.n='many'"),
         (["sampling.n=1"], "sampling.n=1"),
         (["sampling.temperature=0"], "sampling.temperature=0: "),
+        (["sampling.temperature=1e300"], "sampling.temperature=1e+300: should be less than or equal to 10000"),
+        (["eval.temperature=1e-9"], "eval.temperature=1e-09: must be 0 (greedy), or at least 0.0001."),
         (["sampling.top_p=0.9"], "which top_p cuts"),
         (["sampling.top_k=40"], "which top_k cuts"),
         (["objective.correction=sparse_rl"], "did you mean 'sparse-rl'?"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from alula.errors import SettingError, named_settings, require, require_whole
+from alula.settings import COLDEST, HOTTEST
 from alula.sparsity.policy import DENSE, Sparsity
 
 Finish = Literal["stop", "length", "error", "aborted"]
@@ -61,7 +62,10 @@ class Sampling:
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             require(isinstance(value, Real) and not isinstance(value, bool), f"{name}={value!r}: must be a number.")
-        require(self.temperature >= 0, f"temperature={self.temperature}: must be 0 (greedy) or above.")
+        require(
+            self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
+            f"temperature={self.temperature}: must be 0 (greedy), or lie between {COLDEST:g} and {HOTTEST:g}.",
+        )
         require(0 < self.top_p <= 1, f"top_p={self.top_p}: must lie in (0, 1].")
         require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or a number of tokens.")
         require(self.topk_logprobs >= 0, f"topk_logprobs={self.topk_logprobs}: must be 0 or above.")
