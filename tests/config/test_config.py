@@ -11,7 +11,7 @@ from alula.config.load import all_settings, load_config, read_tree, to_yaml
 from alula.config.run import RunConfig
 from alula.errors import SettingError
 from alula.objective.settings import PRESETS, Correction
-from alula.settings import fields_of
+from alula.section import fields_of
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.select import METHODS as SELECTORS

@@ -15,6 +15,7 @@ from alula.errors import in_section, require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.objective.settings import ObjectiveSettings
 from alula.rewards.scoring import distinct
+from alula.section import Section
 from alula.settings import (
     CheckpointSettings,
     ControlSettings,
@@ -32,7 +33,6 @@ from alula.settings import (
     RewardSettings,
     RolloutSettings,
     SamplingSettings,
-    Section,
 )
 from alula.sparsity.policy import DENSE, Sparsity
 
