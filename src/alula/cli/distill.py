@@ -9,10 +9,11 @@ import typer
 
 from alula.cli import options as shared
 from alula.errors import require
-from alula.files import count_text
+from alula.files import check_same_settings, count_text
 
 if TYPE_CHECKING:
-    from alula.distill.distiller import Acceptance
+    from alula.distill.distiller import Acceptance, Distiller
+    from alula.run.checkpoint import Checkpoints
     from alula.sparsity.policy import Sparsity
 
 
@@ -39,7 +40,7 @@ def distill(
     data_dir: shared.DataDir = None,
     prompt: shared.PromptTemplate = None,
     chat: shared.Chat = None,
-    options: shared.TaskOptions = "{}",
+    options: shared.TaskOptions = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
@@ -60,7 +61,8 @@ def distill(
 
     policy = Sparsity.parse(sparsity)
     require(not policy.dense, "sparsity=dense: the dense policy is the teacher; give a sparse policy.")
-    for name, value in (("steps", steps), ("bin", width), ("save_every", save_every)):
+    counts = {"steps": steps, "prompts": prompts, "samples": samples, "bin": width, "save_every": save_every}
+    for name, value in counts.items():
         require(value >= 1, f"{name}={value}: must be at least 1.")
     settings = DistillSettings(
         rank=rank,
@@ -75,7 +77,6 @@ def distill(
     from alula.distill.distiller import Distiller
     from alula.distill.standalone import RolloutOptions, distill_prompts, measure
     from alula.engine.engine import Engine
-    from alula.files import check_same_settings
     from alula.models.experts import expert_parameters, unadapted_experts
     from alula.models.lora import Adapter
     from alula.run.checkpoint import Checkpoints
@@ -94,7 +95,7 @@ def distill(
         "split": split,
         "prompt": prompt,
         "chat": chat,
-        "options": options,
+        "options": options or [],
         "residual": residual,
         "rank": rank,
         "alpha": settings.alpha,
@@ -104,7 +105,7 @@ def distill(
     }
     check_folder(out, new=not resume, option="--out FOLDER")
     loaded, dataset = load_model_and_prompts(
-        model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed
+        model, data, split, data_dir, prompt, chat, options or [], device, dtype, residual, seed
     )
     training, test_set = dataset.split(held_out, seed)
     test = [list(example.prompt_ids or ()) for example in test_set]
@@ -117,12 +118,7 @@ def distill(
     last = checkpoints.begin(resume)
     done, before = 0, None
     if last is not None:
-        state = checkpoints.state(last)
-        check_same_settings(str(out), state["made_with"], made_with, "use the same setting, or another --out")
-        require(state["step"] <= steps, f"steps={steps}: {out} has already taken {state['step']}; raise --steps.")
-        checkpoints.load(last, distiller.tensors())
-        distiller.resume(state["distiller"])
-        done, before = state["step"], state["before"]
+        done, before = load_checkpoint(checkpoints, last, distiller, made_with, steps)
         typer.echo(f"continuing after step {done}", err=True)
     engine = Engine(
         loaded,
@@ -138,7 +134,7 @@ def distill(
         writer.log(step, row)
         kl, seconds = row["distill/kl"], row["time/rollout"] + row["time/distill"]
         typer.echo(f"step {step}/{steps}  KL {kl:.5f}  {seconds:.1f} s", err=True)
-        if step % save_every == 0:
+        if step % save_every == 0 or step == steps:
             state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
             checkpoints.save(step, distiller.tensors(), state)
 
@@ -156,6 +152,18 @@ def distill(
         f"Adapter written to {out / 'adapter'}. Use it with distill.adapter={out / 'adapter'} in a run, "
         "--sparse-adapter in alula calibrate, eval and serve, or Engine.load(..., sparse_adapter=...) in Python."
     )
+
+
+def load_checkpoint(
+    checkpoints: "Checkpoints", path: Path, distiller: "Distiller", made_with: dict[str, Any], steps: int
+) -> tuple[int, dict[str, Any]]:
+    """Continue from a checkpoint: its step, and the acceptance before the first one. Raises for other settings."""
+    state, out = checkpoints.state(path), checkpoints.folder.parent
+    check_same_settings(str(out), state["made_with"], made_with, "use the same setting, or another --out")
+    require(state["step"] <= steps, f"steps={steps}: {out} has already taken {state['step']}; raise --steps.")
+    checkpoints.load(path, distiller.tensors())
+    distiller.resume(state["distiller"])
+    return state["step"], state["before"]
 
 
 def schedules_of(policy: "Sparsity") -> list[list[Any]]:
