@@ -1,6 +1,6 @@
 """Sampling settings, rollouts and scores: the engine's inputs and outputs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal
@@ -199,13 +199,11 @@ class Rollout:
             dtype=torch.int64,
         )
 
-    def decoded(self, decode: Callable[[list[int]], str] | None = None) -> str:
-        """`text`, or the tokens decoded by `decode` for an engine without a tokenizer."""
-        if self.text is not None:
-            return self.text
-        if decode is None:
-            raise SettingError("the rollout carries no text: pass decode=, the tokenizer's decode.")
-        return decode(self.token_ids)
+    def answer(self) -> str:
+        """`text`; raises if the engine had no tokenizer."""
+        if self.text is None:
+            raise SettingError("the rollout has no text, since its engine has no tokenizer; load a model with one.")
+        return self.text
 
     def sampler_logprobs(self) -> Tensor:
         """`logprobs`; raises for tokens sampled with top-p or top-k, which have none."""

@@ -298,7 +298,7 @@ class Collector:
 
     def _begin_grading(self, batch: RolloutBatch) -> Callable[[], RewardBatch]:
         answers = Answers(
-            [rollout.decoded() for rollout in batch.rollouts],
+            [rollout.answer() for rollout in batch.rollouts],
             [example.record() for example in batch.examples],
             finishes=[rollout.finish for rollout in batch.rollouts],
             lengths=batch.lengths,
