@@ -12,8 +12,10 @@ from alula.errors import require
 from alula.files import check_same_settings, count_text
 
 if TYPE_CHECKING:
-    from alula.distill.distiller import Acceptance, Distiller
-    from alula.run.checkpoint import Checkpoints
+    from alula.data import Dataset
+    from alula.distill.distiller import Distiller
+    from alula.distill.standalone import RolloutOptions
+    from alula.engine.engine import Engine
     from alula.sparsity.policy import Sparsity
 
 
@@ -75,12 +77,11 @@ def distill(
     )
     from alula.cli.common import load_model_and_prompts
     from alula.distill.distiller import Distiller
-    from alula.distill.standalone import RolloutOptions, distill_prompts, measure
+    from alula.distill.standalone import RolloutOptions
     from alula.engine.engine import Engine
     from alula.models.experts import expert_parameters, unadapted_experts
     from alula.models.lora import Adapter
-    from alula.run.checkpoint import Checkpoints
-    from alula.run.run_dir import MetricsWriter, check_folder
+    from alula.run.run_dir import check_folder
 
     rollouts = RolloutOptions(prompts, samples, max_new_tokens, temperature, seed)
     made_with = {
@@ -114,12 +115,7 @@ def distill(
     left_out = unadapted_experts(expert_parameters(loaded.model), loaded.model.num_parameters(), "alula distill")
     if left_out:
         typer.echo(" ".join(left_out), err=True)
-    checkpoints = Checkpoints(out / "checkpoints", keep=1)
-    last = checkpoints.begin(resume)
-    done, before = 0, None
-    if last is not None:
-        done, before = load_checkpoint(checkpoints, last, distiller, made_with, steps)
-        typer.echo(f"continuing after step {done}", err=True)
+    work = Distillation(out, distiller, policy, rollouts, steps, width, save_every, made_with, resume)
     engine = Engine(
         loaded,
         page=policy.page(page),
@@ -129,23 +125,8 @@ def distill(
         sparse_adapter=distiller.adapter(),
     )
     engine.check(policy)
-
-    def log(step: int, row: dict[str, float]) -> None:
-        writer.log(step, row)
-        kl, seconds = row["distill/kl"], row["time/rollout"] + row["time/distill"]
-        typer.echo(f"step {step}/{steps}  KL {kl:.5f}  {seconds:.1f} s", err=True)
-        if step % save_every == 0 or step == steps:
-            state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
-            checkpoints.save(step, distiller.tensors(), state)
-
-    with MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None) as writer:
-        if before is None:
-            before = summarize(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
-        distill_prompts(engine, distiller, policy, training, steps, rollouts, log, done)
-        distiller.adapter().save(out / "adapter")
-        after = summarize(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
     summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
-    summary |= {"before": before, "after": after}
+    summary |= work.run(engine, training, test)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     show(summary)
     typer.echo(
@@ -154,16 +135,86 @@ def distill(
     )
 
 
-def load_checkpoint(
-    checkpoints: "Checkpoints", path: Path, distiller: "Distiller", made_with: dict[str, Any], steps: int
-) -> tuple[int, dict[str, Any]]:
-    """Continue from a checkpoint: its step, and the acceptance before the first one. Raises for other settings."""
-    state, out = checkpoints.state(path), checkpoints.folder.parent
-    check_same_settings(str(out), state["made_with"], made_with, "use the same setting, or another --out")
-    require(state["step"] <= steps, f"steps={steps}: {out} has already taken {state['step']}; raise --steps.")
-    checkpoints.load(path, distiller.tensors())
-    distiller.resume(state["distiller"])
-    return state["step"], state["before"]
+class Distillation:
+    """Trains the adapter, measures it before and after, and writes the folder `out`. With `resume` it continues from
+    the folder's last checkpoint, which must have been `made_with` the same settings."""
+
+    def __init__(
+        self,
+        out: Path,
+        distiller: "Distiller",
+        policy: "Sparsity",
+        rollouts: "RolloutOptions",
+        steps: int,
+        width: int,
+        save_every: int,
+        made_with: dict[str, Any],
+        resume: bool,
+    ) -> None:
+        from alula.run.checkpoint import Checkpoints
+
+        self.out, self.distiller, self.policy, self.rollouts = out, distiller, policy, rollouts
+        self.steps, self.width, self.save_every = steps, width, save_every
+        self.made_with, self.resume = made_with, resume
+        self.checkpoints = Checkpoints(out / "checkpoints", keep=1)
+        self.done = 0
+        """Steps that were taken before."""
+        self.before: dict[str, Any] | None = None
+        """Acceptance before the first step."""
+        if (last := self.checkpoints.begin(resume)) is not None:
+            self._load(last)
+
+    def _load(self, path: Path) -> None:
+        state, hint = self.checkpoints.state(path), "use the same setting, or another --out"
+        check_same_settings(str(self.out), state["made_with"], self.made_with, hint)
+        self.done, self.before = state["step"], state["before"]
+        require(
+            self.done <= self.steps, f"steps={self.steps}: {self.out} has already taken {self.done}; raise --steps."
+        )
+        self.checkpoints.load(path, self.distiller.tensors())
+        self.distiller.resume(state["distiller"])
+        typer.echo(f"continuing after step {self.done}", err=True)
+
+    def run(self, engine: "Engine", training: "Dataset", test: list[list[int]]) -> dict[str, Any]:
+        """Take the steps that are left; returns the acceptance on `test` before and after."""
+        from alula.distill.standalone import distill_prompts
+        from alula.run.run_dir import MetricsWriter
+
+        resume_from = (self.done or -1) if self.resume else None
+        with MetricsWriter(self.out, total_steps=self.steps, resume_from=resume_from) as writer:
+
+            def finish_step(step: int, row: dict[str, float]) -> None:
+                writer.log(step, row)
+                kl, seconds = row["distill/kl"], row["time/rollout"] + row["time/distill"]
+                typer.echo(f"step {step}/{self.steps}  KL {kl:.5f}  {seconds:.1f} s", err=True)
+                if step % self.save_every == 0 or step == self.steps:
+                    self._save(step)
+
+            if self.before is None:
+                self.before = self._acceptance(engine, test)
+            distill_prompts(
+                engine, self.distiller, self.policy, training, self.steps, self.rollouts, finish_step, self.done
+            )
+            self.distiller.adapter().save(self.out / "adapter")
+            return {"before": self.before, "after": self._acceptance(engine, test)}
+
+    def _save(self, step: int) -> None:
+        state = {
+            "distiller": self.distiller.state(),
+            "step": step,
+            "before": self.before,
+            "made_with": self.made_with,
+        }
+        self.checkpoints.save(step, self.distiller.tensors(), state)
+
+    def _acceptance(self, engine: "Engine", test: list[list[int]]) -> dict[str, Any]:
+        """Acceptance on the held-out prompts, over all tokens and by length."""
+        from alula.distill.standalone import measure
+        from alula.mismatch.calibrate.file import tail_to_dict
+
+        acceptance = measure(engine, self.distiller, self.policy, test, self.rollouts, seed=-1)
+        tails = tail_to_dict(acceptance.tails(self.width))
+        return acceptance.metrics() | {"tokens": len(acceptance.alpha), "by_length": tails}
 
 
 def schedules_of(policy: "Sparsity") -> list[list[Any]]:
@@ -176,15 +227,6 @@ def schedules_of(policy: "Sparsity") -> list[list[Any]]:
 
 def path_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def summarize(acceptance: "Acceptance", width: int) -> dict[str, Any]:
-    from alula.mismatch.calibrate.file import tail_to_dict
-
-    return acceptance.metrics() | {
-        "tokens": len(acceptance.alpha),
-        "by_length": tail_to_dict(acceptance.tails(width)),
-    }
 
 
 def show(summary: dict[str, Any]) -> None:
