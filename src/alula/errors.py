@@ -41,18 +41,18 @@ def first_line(error: BaseException) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """An error of a person's own function, with the line of it that raised; of a `SettingError` only the message."""
+    """An error of user code, with the file and line that raised it; of a `SettingError` only the message."""
     if isinstance(error, SettingError):
         return str(error).rstrip(".")
     folders = (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib")))
     others = (*(f"{folder}{os.sep}" for folder in folders), "<")
-    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}"[:500] + place
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    line = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:500] + line
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `SettingError(message)` unless `condition` holds."""
+    """Raise `SettingError(message)` unless `condition` is true."""
     if not condition:
         raise SettingError(message)
 

@@ -83,7 +83,7 @@ def load_model_and_prompts(
     task_options = parse_task_options(options)
     settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": task_options}
     per_source = settings_per_source(data, settings)
-    sets = [load_data(one, answer="", seed=seed, **own) for one, own in zip(data, per_source)]
+    sets = [load_data(one, answer="", seed=seed, **taken) for one, taken in zip(data, per_source)]
     loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
     set_threads(loaded.model)
     if loaded.tokenizer is None and data[0].startswith(TASK):

@@ -82,7 +82,7 @@ def evaluate(
     settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": parse_task_options(options or [])}
     work = [
         (
-            load(entry.data, size=limit, seed=seed, **own),
+            load(entry.data, size=limit, seed=seed, **taken),
             Sampling(
                 n=entry.k,
                 max_new_tokens=entry.max_new_tokens,
@@ -94,7 +94,7 @@ def evaluate(
             ),
             reward or default_reward(entry.data),
         )
-        for entry, own in zip(entries, settings_per_source([entry.data for entry in entries], settings))
+        for entry, taken in zip(entries, settings_per_source([entry.data for entry in entries], settings))
     ]
     check_output_file(out)
     results: list[EvalResult] = []

@@ -78,9 +78,11 @@ def run_leaderboard(
         shown = f"{name} in {kv_dtype}" if kv_dtype else name
         typer.echo(f"{shown}: at the bytes of {target} tokens" if target else shown)
         engines.kv_dtype = kv_dtype
-        own = engines.with_page(page)
-        step_ms = milliseconds(own, policy, lengths) if timing else None
-        row = measure_row(own, policy, text, dense, family=family, target=target, step_ms=step_ms, progress=progress)
+        page_engine = engines.with_page(page)
+        step_ms = milliseconds(page_engine, policy, lengths) if timing else None
+        row = measure_row(
+            page_engine, policy, text, dense, family=family, target=target, step_ms=step_ms, progress=progress
+        )
         return known.setdefault((name, kv_dtype), row.to_dict())
 
     def add(table: str, row: dict[str, Any]) -> None:

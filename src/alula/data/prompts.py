@@ -84,7 +84,7 @@ def check_known_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence
 
 
 def has_text(example: Example) -> bool:
-    """Whether a person wrote anything; a template and special tokens do not count."""
+    """Whether the prompt has any text; a template and special tokens do not count."""
     turns = [{"content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
     return any(str(turn.get("content") or "").strip() for turn in turns)
 

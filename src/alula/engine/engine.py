@@ -181,11 +181,11 @@ class Engine(EngineCore):
         """
         sampling = sampling or Sampling()
         requests = self.requests(prompts, sampling, sparsity, record=record, keep_hidden=keep_hidden, indices=indices)
-        place = {request.prompt_index: i for i, request in enumerate(requests)}
+        index_of = {request.prompt_index: i for i, request in enumerate(requests)}
         rollouts: list[Rollout | None] = [None] * (len(requests) * sampling.n)
         with progress_bar(len(rollouts), sys.stderr.isatty() if progress is None else progress) as advance:
             for rollout in self.stream(requests):
-                rollouts[place[rollout.prompt_index] * sampling.n + rollout.sample_index] = rollout
+                rollouts[index_of[rollout.prompt_index] * sampling.n + rollout.sample_index] = rollout
                 advance(len(rollout))
         return [r for r in rollouts if r is not None]
 

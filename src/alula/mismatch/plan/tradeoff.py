@@ -20,7 +20,7 @@ class Tradeoff:
 
 
 def usual_taus(calibration: Calibration) -> list[float]:
-    """The thresholds that a table shows whatever was asked for."""
+    """The thresholds of a table without --tau."""
     return [tau for gap in GAPS if (tau := calibration.floor.overall - gap) > 0]
 
 
