@@ -1,5 +1,6 @@
 """Errors meant for the user. A message names the setting and its value, and gives a hint."""
 
+import errno
 import os
 import re
 import sysconfig
@@ -15,6 +16,8 @@ from traceback import extract_tb
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of writing to a full disk, or beyond a quota."""
 
 
 class SettingError(ValueError):
