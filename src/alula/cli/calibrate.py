@@ -5,11 +5,11 @@ It has modes: without one it runs cli/tails.py, with --verify, --vetoed or --lea
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -152,38 +152,26 @@ def calibrate(
     bins = Bins(width, -(-length // width), quantile, confidence)
     page_sizes, allowed = parse_numbers("pages", pages), parse_numbers("budgets", budgets) if budgets else None
     families = parse_families(methods or "block-topk", page_sizes)
-    measured = [family.template for family in families]
-    run: Callable[..., int]
+    measurement: Measurement
     if verify:
-        from alula.cli.verify import run_verify
-        from alula.mismatch.calibrate.verify import parse_target
+        from alula.cli.verify import VerifyPolicies
 
-        policies = [(name, *parse_target(name, width, length, kv_dtype)) for name in verify]
-        require(len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
-        measured = [policy for _, _, policy in policies]
-        limit = tau[0] if tau else None
-        run = partial(run_verify, named=policies, tau=limit, quantile=quantile, confidence=confidence)
+        measurement = VerifyPolicies.of(verify, tau or [], bins, length, kv_dtype)
     elif vetoed is not None:
-        from alula.cli.find_budget import ladders_of, run_find_budget
+        from alula.cli.find_budget import FindBudgets
 
-        ladders = ladders_of(families, allowed, length, vetoed, prompts)
-        run = partial(run_find_budget, ladders=ladders, limit=vetoed, bins=bins, sweep=sweep)
+        measurement = FindBudgets.of(families, allowed, vetoed, bins, length=length, prompts=prompts, sweep=sweep)
     elif leaderboard:
-        from alula.cli.leaderboard import run_leaderboard
+        from alula.cli.leaderboard import CompareMethods
 
-        run = partial(
-            run_leaderboard,
-            families=families if methods else None,
-            targets=allowed or (length // 4, length // 2),
-            page=page_sizes[0],
-            statistics=statistics,
-            timing=timing is not False,
-        )
+        targets = allowed or (length // 4, length // 2)
+        named = families if methods else None
+        measurement = CompareMethods(named, targets, page_sizes[0], statistics, timing is not False)
     else:
-        from alula.cli.tails import default_budgets, run_calibration
+        from alula.cli.tails import MeasureTails, default_budgets
 
         grid = Grid(tuple(families), allowed or default_budgets(length), tuple(tau or ()), sweep, forward)
-        run = partial(run_calibration, grid=grid, bins=bins)
+        measurement = MeasureTails(grid, bins)
         require(out is None or out.suffix != ".svg", f"--out {out}: the plot has this name; use another ending.")
     out = out or Path(mode.output)
     check_output_file(out)
@@ -199,18 +187,27 @@ def calibrate(
         f"--length {length}: the model reads at most {positions} tokens; lower it, or raise max_position_embeddings in "
         "the model's config.json if it can read that far.",
     )
-    if methods or not leaderboard:  # the leaderboard of all methods leaves out what would be dense
-        check_dense_layers(measured, Geometry.of(loaded.model).layers)
+    check_dense_layers(measurement.policies, Geometry.of(loaded.model).layers)
     dataset = short_enough(dataset, length, prompts)
     engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, sparse_adapter)
     other_prompts = bool(verify) or vetoed is not None
     chosen = choose_prompts(dataset, prompts, seed, from_end=other_prompts)
     source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own=text == "own")
-    if not leaderboard and (statistics or any(map(needs_queries, measured))):  # a leaderboard has a text to measure on
+    if not leaderboard and (statistics or any(map(needs_queries, measurement.policies))):  # that one has a text
         engines.measure_queries(statistics, partial(dense_answers, text=source))
     if verify:
         warn_overlap(len(dataset), prompts)
-    raise typer.Exit(run(engines, source, out=out, progress=sys.stderr.isatty()))
+    raise typer.Exit(measurement.run(engines, source, out, sys.stderr.isatty()))
+
+
+class Measurement(Protocol):
+    """What a mode measures, checked as far as it can be without the model."""
+
+    @property
+    def policies(self) -> "list[Sparsity]": ...
+
+    def run(self, engines: Engines, text: "TextSettings", out: Path, progress: bool) -> int:
+        """Measure, print and write; returns the exit code."""
 
 
 @dataclass(frozen=True)
