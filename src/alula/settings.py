@@ -15,6 +15,7 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 COLDEST, HOTTEST = 1e-4, 1e4
 """Limits of a sampling temperature above 0. Far beyond them it would be 0 or infinite in float32."""
 Temperature = Annotated[float, Field(ge=COLDEST, le=HOTTEST)]
@@ -54,7 +55,7 @@ class Source(Section):
     """How the answer is written: `plain`, `####`, `boxed` or `unit`."""
     size: Count | None = None
     """Number of examples to generate, or to take from the start of a stored set."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for generated examples."""
     options: dict[str, Any] = {}
     """Options of a generator."""
@@ -165,7 +166,7 @@ class LoRASettings(Section):
     """Rank of the update of every linear layer."""
     alpha: Positive = 64.0
     """The update is scaled by alpha / rank."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for the adapters' initial values."""
 
 
@@ -278,7 +279,7 @@ class DistillSettings(Section):
     """The update is scaled by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
     """Linear layers with an adapter, by the last part of their name (`q_proj`), or `all` of them but the head."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for the adapter's initial values and for the choice of prompts to distil."""
     weight: Annotated[float, Field(ge=0)] = 1.0
     """λ in the loss L = L_policy + λ · KL(sparse ‖ dense)."""

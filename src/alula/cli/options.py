@@ -5,8 +5,16 @@ from typing import Annotated
 
 import typer
 
+from alula.errors import require
+
+
+def in_64_bits(seed: int) -> int:
+    require(-(1 << 63) <= seed < 1 << 63, f"--seed {seed}: must fit into 64 bits.")
+    return seed
+
+
 Model = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file, or shape:NAME for random weights.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(callback=in_64_bits, help="Seed of everything random.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
