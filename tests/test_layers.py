@@ -15,6 +15,7 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "toy.yaml"
 LAYERS = (
     ("errors", "terminal", "cgroups", "charts", "heap", "hub", "malloc"),
     ("cpus", "files", "imports"),
+    ("section",),
     ("settings",),
     ("distributed",),
     ("ops",),

@@ -88,8 +88,8 @@ class World:
     def global_order(self, keys: Sequence[Any]) -> tuple[list[int], int]:
         """The place of each of this rank's distinct keys in the sorted list of all ranks' keys, and its length."""
         ranked = sorted(key for keys in self.all_gather(list(keys)) for key in keys)
-        place = {key: i for i, key in enumerate(ranked)}
-        return [place[key] for key in keys], len(ranked)
+        index_of = {key: i for i, key in enumerate(ranked)}
+        return [index_of[key] for key in keys], len(ranked)
 
     def barrier(self) -> None:
         if self.is_distributed:

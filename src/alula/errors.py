@@ -1,20 +1,23 @@
 """Errors meant for the user. A message names the setting and its value, and gives a hint."""
 
+import errno
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 Settings = TypeVar("Settings")
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of writing to a full disk, or beyond a quota."""
 
 
 class SettingError(ValueError):
@@ -41,18 +44,18 @@ def first_line(error: BaseException) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """An error of a person's own function, with the line of it that raised; of a `SettingError` only the message."""
+    """An error of user code, with the file and line that raised it; of a `SettingError` only the message."""
     if isinstance(error, SettingError):
         return str(error).rstrip(".")
     folders = (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib")))
     others = (*(f"{folder}{os.sep}" for folder in folders), "<")
-    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}"[:500] + place
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    line = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:500] + line
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `SettingError(message)` unless `condition` holds."""
+    """Raise `SettingError(message)` unless `condition` is true."""
     if not condition:
         raise SettingError(message)
 
@@ -90,6 +93,28 @@ def reject_unknown_arguments(target: Any, names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise unknown(f"setting of {target.__name__}:", name, known)
+
+
+OPTION_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+"""The types of options that are checked, in words."""
+
+
+def check_options(target: Callable[..., Any], options: Mapping[str, Any], what: str) -> None:
+    """Raise for options of `what` that `target` does not accept, by their names or types. Positional-only parameters
+    are no options."""
+    accepted = {
+        name: parameter.annotation
+        for name, parameter in signature(target).parameters.items()
+        if parameter.kind is not Parameter.POSITIONAL_ONLY
+    }
+    for name, value in options.items():
+        if name not in accepted:
+            raise unknown(f"option of {what}", name, accepted)
+        types = set(get_args(accepted[name]) or [accepted[name]])
+        allowed = types | {int} if float in types else types
+        words = [OPTION_TYPES[kind] for kind in types if kind in OPTION_TYPES]
+        # type(): a bool is no number
+        require(not words or type(value) in allowed, f"{what}: {name}={value!r} must be {' or '.join(sorted(words))}.")
 
 
 def named_settings(cls: type[Settings]) -> type[Settings]:

@@ -12,7 +12,7 @@ from alula.errors import SettingError
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file that a person named; `what` begins the error, as in "recipe mine.yaml"."""
+    """The text of a file that the user named; `what` begins the error, as in "recipe mine.yaml"."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

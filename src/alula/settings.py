@@ -4,111 +4,23 @@ Components take these objects (`Learner(model, LearnerSettings(lr=1e-5))`), a re
 (`alula.config.run`). The checks here concern single values; this module imports nothing heavy.
 """
 
-import re
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from alula.errors import SettingError, require, unknown
+from alula.errors import SettingError, require
+from alula.section import Section
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+COLDEST, HOTTEST = 1e-4, 1e4
+"""Limits of a sampling temperature above 0. Far beyond them it would be 0 or infinite in float32."""
+Temperature = Annotated[float, Field(ge=COLDEST, le=HOTTEST)]
 Decay = Literal["constant", "linear", "cosine"]
 Shard = Literal["node", "all"]
-
-
-CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-Settings = TypeVar("Settings")
-
-
-class Section(BaseModel):
-    """A group of settings. An invalid value raises a SettingError."""
-
-    model_config = ConfigDict(**CONFIG, frozen=True)
-
-    if not TYPE_CHECKING:  # type checkers see the fields
-
-        def __init__(self, **settings: Any) -> None:
-            try:
-                super().__init__(**settings)
-            except ValidationError as error:
-                raise first_error(error, type(self)) from error
-
-        __init__.__pydantic_base_init__ = True  # validation of a whole tree keeps the path of an error
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_empty(cls, given: Any) -> Any:
-        """`null` means an empty list or mapping where that is the default."""
-        if not isinstance(given, dict):
-            return given
-        empty = {name for name, field in cls.model_fields.items() if field.default in ({}, [], ())}
-        return {name: value for name, value in given.items() if value is not None or name not in empty}
-
-
-@dataclass_transform(frozen_default=True)
-def settings_type(cls: type[Settings]) -> type[Settings]:
-    """Decorator: a frozen, hashable dataclass that is checked and documented like a `Section`.
-
-    For the types of the Python API that the tree contains (`Evict`, `Correction`, ...): they take values by position.
-    """
-    made: Any = dataclass(frozen=True, config=CONFIG)(cls)
-    for base in made.__mro__[1:]:  # pydantic reads the docstrings of the class itself only
-        for name, field in getattr(base, "__pydantic_fields__", {}).items():
-            made.__pydantic_fields__[name].description = made.__pydantic_fields__[name].description or field.description
-    validate = made.__init__
-
-    @wraps(validate)
-    def init(self: Any, *values: Any, **settings: Any) -> None:
-        try:
-            validate(self, *values, **settings)
-        except ValidationError as error:
-            raise first_error(error, made) from error
-
-    made.__init__ = init
-    return made
-
-
-def is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and hasattr(annotation, "__pydantic_fields__")
-
-
-def fields_of(section: Any) -> dict[str, FieldInfo]:
-    """The settings of a `Section` or a `settings_type`, by name."""
-    return section.__pydantic_fields__
-
-
-UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-
-
-def first_error(error: ValidationError, section: Any) -> SettingError:
-    """The first error as one sentence: setting, value and hint."""
-    first = min(error.errors(), key=lambda one: one["type"] not in UNKNOWN)  # a typo also leaves a gap
-    location = list(first["loc"])
-    if location and isinstance(location[0], int):  # a value by position
-        location[0] = [*fields_of(section), "?"][min(location[0], len(fields_of(section)))]
-    path = ".".join(str(part) for part in location)
-    if first["type"] in UNKNOWN:
-        return unknown(f"setting of {section.__name__}:", path, fields_of(section))
-    if first["type"] in ("missing", "missing_argument"):
-        if len(location) == 1 and is_section(absent := fields_of(section)[path].annotation):
-            needed = [name for name, field in fields_of(absent).items() if field.is_required()]
-            path = ".".join([path, *needed[:1]])
-        return SettingError(f"setting {path!r} is missing; give it in the recipe or as {path}=value.")
-    if first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-        if not path:
-            return SettingError(message)
-        return SettingError(f"{path}.{message}" if re.match(r"[\w.]+=", message) else f"{path}: {message}")
-    expected = first["msg"].removeprefix("Input ").rstrip(".")
-    if first["type"] == "string_type" and isinstance(first["input"], dict):
-        expected += f'; write a text that begins with a brace in quotes, as {first["loc"][-1]}: "{{field}}"'
-    return SettingError(f"setting {path}={first['input']!r}: {expected}.")
 
 
 class ModelSettings(Section):
@@ -143,7 +55,7 @@ class Source(Section):
     """How the answer is written: `plain`, `####`, `boxed` or `unit`."""
     size: Count | None = None
     """Number of examples to generate, or to take from the start of a stored set."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for generated examples."""
     options: dict[str, Any] = {}
     """Options of a generator."""
@@ -225,7 +137,7 @@ class SamplingSettings(Section):
     """Rollouts per prompt: the group that an advantage is taken against."""
     max_new_tokens: Count = 1024
     """Longest answer."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the learner scores at the same temperature."""
     stop: Annotated[list[int | Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stops)] = []
     """Texts and token ids that end an answer, in rollouts and evaluations, in addition to the model's end-of-sequence
@@ -254,7 +166,7 @@ class LoRASettings(Section):
     """Rank of the update of every linear layer."""
     alpha: Positive = 64.0
     """The update is scaled by alpha / rank."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for the adapters' initial values."""
 
 
@@ -367,7 +279,7 @@ class DistillSettings(Section):
     """The update is scaled by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
     """Linear layers with an adapter, by the last part of their name (`q_proj`), or `all` of them but the head."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for the adapter's initial values and for the choice of prompts to distil."""
     weight: Annotated[float, Field(ge=0)] = 1.0
     """λ in the loss L = L_policy + λ · KL(sparse ‖ dense)."""
@@ -469,7 +381,7 @@ class EvalSettings(Section):
     """Most problems of a set to evaluate on."""
     k: Count = 1
     """Answers per problem."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=HOTTEST)] = 0.0
     """Sampling temperature of the evaluation; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling of the evaluation."""
@@ -481,7 +393,11 @@ class EvalSettings(Section):
     """Evaluate the sparse policy as well."""
 
     @model_validator(mode="after")
-    def _different_answers(self) -> "EvalSettings":
+    def _check_temperature(self) -> "EvalSettings":
+        require(
+            self.temperature == 0 or self.temperature >= COLDEST,
+            f"temperature={self.temperature}: must be 0 (greedy), or at least {COLDEST:g}.",
+        )
         most = max([source.k or self.k for source in self.data] or [self.k])
         require(
             most == 1 or self.temperature > 0,

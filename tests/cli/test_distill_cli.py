@@ -53,7 +53,7 @@ def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
         str(out),
     ]
     assert alula("distill", *arguments) == 0
-    written = {"adapter", "metrics.jsonl", "status.json", "summary.json"}
+    written = {"adapter", "checkpoints", "metrics.jsonl", "status.json", "summary.json"}
     assert {path.name for path in out.iterdir()} == written, "no empty files"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -68,7 +68,7 @@ def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
     assert any(b.abs().max() > 0 for _, b in adapter.weights.values())
 
     def again(*changes: str) -> int:
-        return alula("distill", *arguments[:-1], tmp_path / "parts", "--save-every", 2, *changes)
+        return alula("distill", *arguments[:-1], tmp_path / "parts", "--save-every", 5, *changes)
 
     assert again("--steps", "2") == 0
     assert again("--steps", "3") == 2
@@ -99,8 +99,12 @@ COMMAND = [
     "shape:tiny-llama",
     "--data",
     "task:successor",
-    "--options",
-    "{symbols: 4, prefix: 2, length: 2}",
+    "--option",
+    "symbols=4",
+    "--option",
+    "prefix=2",
+    "--option",
+    "length=2",
     "--steps",
     "2",
     "--prompts",

@@ -86,6 +86,21 @@ def test_calibrate_checks_its_numbers_before_it_loads_the_model(capsys, monkeypa
     assert error.startswith(f"alula: {message}")
 
 
+@pytest.mark.parametrize(
+    ("command", "start"),
+    [
+        (["demo", "--seed", str(1 << 63)], "--seed 9223372036854775808: must fit into 64 bits."),
+        (["train", "toy", f"seed={1 << 63}"], "setting seed=9223372036854775808: "),
+        (["train", "toy", f"learner.lora.seed={-(1 << 63) - 1}"], "setting learner.lora.seed=-9223372036854775809: "),
+    ],
+)
+def test_a_seed_beyond_64_bits(tmp_path, capsys, monkeypatch, command, start):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = output_of(capsys, *command)
+    assert code == 2
+    assert error.startswith(f"alula: {start}")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_prompts_are_read_from_a_pipe(tmp_path, capsys):
     pipe = tmp_path / "pipe"

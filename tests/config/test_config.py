@@ -11,7 +11,7 @@ from alula.config.load import all_settings, load_config, read_tree, to_yaml
 from alula.config.run import RunConfig
 from alula.errors import SettingError
 from alula.objective.settings import PRESETS, Correction
-from alula.settings import fields_of
+from alula.section import fields_of
 from alula.sparsity.evict import METHODS as EVICTORS
 from alula.sparsity.policy import Evict, Select, Sparsity
 from alula.sparsity.select import METHODS as SELECTORS
@@ -143,6 +143,8 @@ def test_budget_may_be_a_schedule(recipe):
         (["sampling.n=many"], "sampling.n='many'"),
         (["sampling.n=1"], "sampling.n=1"),
         (["sampling.temperature=0"], "sampling.temperature=0: "),
+        (["sampling.temperature=1e300"], "sampling.temperature=1e+300: should be less than or equal to 10000"),
+        (["eval.temperature=1e-9"], "eval.temperature=1e-09: must be 0 (greedy), or at least 0.0001."),
         (["sampling.top_p=0.9"], "which top_p cuts"),
         (["sampling.top_k=40"], "which top_k cuts"),
         (["objective.correction=sparse_rl"], "did you mean 'sparse-rl'?"),

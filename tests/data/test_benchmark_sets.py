@@ -127,7 +127,7 @@ def test_rows_of_mathematics_become_gradable_examples(tmp_path, name):
     write(tmp_path, name, row)
     (example,) = load(name, data_dir=tmp_path)
     assert example.prompt == f"{question}\n{INSTRUCTION}"
-    grade = math_grader({"boxed_only": True})
+    grade = math_grader(boxed_only=True)
     assert grade(f"\\boxed{{{answer}}}", example.record()) == 1
     assert grade("\\boxed{12345}", example.record()) == 0
 
@@ -198,7 +198,7 @@ def test_setup_code_of_mbpp_may_use_the_program(tmp_path):
     write(tmp_path, "mbpp", MBPP | setup)
     (example,) = load("mbpp", data_dir=tmp_path)
     answer = "class Node: value = 2\ndef f(node): return node.value"
-    assert code_grader({}, timeout=10)(answer, example.record()) == 1
+    assert code_grader(10)(answer, example.record()) == 1
 
 
 def test_mbpp_is_one_file_with_the_published_splits(tmp_path):

@@ -185,6 +185,25 @@ def test_prompts_that_are_neither_text_nor_messages_name_the_row(tmp_path, promp
     assert load(str(path)).dropped == {"no answer": 1}
 
 
+def test_a_null_in_a_template_is_not_the_word_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "a", "hint": "b", "answer": "#### c"}\n{"q": "a", "hint": null, "answer": "d"}\n')
+    with pytest.raises(SettingError, match=f"data {path}, row 2: field 'hint' of the prompt template is null; correct"):
+        load(path, prompt="{q} {hint}")
+    path.write_text('{"prompt": "a", "answer": "#### c"}\n{"prompt": "a", "answer": null}\n')
+    for template in ({"answer_form": "####"}, {"answer": "the {answer}"}):
+        assert load(path, **template).dropped == {"no answer": 1}
+
+
+def test_chat_messages_in_a_text_template_are_not_the_text_of_a_list(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n')
+    with pytest.raises(SettingError, match=r"row 1: field 'prompt' of the prompt template is chat messages, .* alone"):
+        load(path, prompt="{prompt} Think.")
+    path.write_text('{"prompt": "Which?", "choices": ["a", "b"], "answer": "b"}\n')
+    assert load(path, prompt="{prompt} {choices}")[0].prompt == "Which? ['a', 'b']"
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------
 
 TEMPLATE = (

@@ -113,6 +113,8 @@ def test_largest_requests_that_fit_run(engine):
         (lambda: Sampling(max_new_tokens=4, min_new_tokens=5), "min_new_tokens=5"),
         (lambda: Sampling(temperature=-1), "temperature=-1"),
         (lambda: Sampling(temperature=float("nan")), "temperature=nan"),
+        (lambda: Sampling(temperature=1e300), "temperature=1e+300: must be 0 (greedy), or lie"),
+        (lambda: Sampling(temperature=1e-50), "temperature=1e-50"),  # 0 in float32: greedy, and its scores NaN
         (lambda: Sampling(top_p=0), "top_p=0"),
         (lambda: Sampling(top_k=-1), "top_k=-1"),
         (lambda: Sampling(n=1.5), "n=1.5"),

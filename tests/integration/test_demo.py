@@ -41,6 +41,22 @@ def test_the_demo_runs_from_start_to_end(tmp_path, monkeypatch):
         run_demo(tmp_path)
 
 
+def test_ctrl_c_ends_the_demo_not_only_its_present_run(tmp_path, monkeypatch):
+    started = []
+
+    class Stopped:
+        def __init__(self, config):
+            started.append(config.out)
+
+        def run(self):
+            return False  # as after Ctrl-C
+
+    monkeypatch.setattr("alula.demo.run.Trainer", Stopped)
+    monkeypatch.setattr("alula.demo.run.build_warm_model", lambda *_: tmp_path / "model")
+    assert alula("demo", "--out", tmp_path) == 130
+    assert len(started) == 1
+
+
 def test_the_table_fits_80_columns(tmp_path, monkeypatch, capsys):
     arm = Arm("2-naive-sparse", 0.75, 1.0, 0.5, 0.98, 36.0, 0.33, 8 << 20, 0.51, 104.0)
     monkeypatch.setattr("alula.demo.run.run_demo", lambda *_, **__: [arm])

@@ -608,6 +608,12 @@ def test_a_selector_without_layers_is_rejected_before_anything_is_generated(tmp_
     assert "lower dense_layers" in message, "of a calibration from Python"
 
 
+def test_a_length_beyond_the_models_positions_is_rejected(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("alula.cli.calibrate.Engines", None)
+    assert alula(*TINY, *SEARCH, "--length", 4097, "--bin", 2048, "--out", tmp_path / "c.json") == 2
+    assert "--length 4097: the model reads at most 4096 tokens" in capsys.readouterr().err
+
+
 def test_verify_reports_kv_savings(tmp_path, capsys):
     out = tmp_path / "v.json"
     assert alula(*TINY, *WIDTH, "--verify", "streaming:8+2,window=2,sinks=1", "--tau", 0.01, "--out", out) in (0, 1)
@@ -645,7 +651,8 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
         (["--vetoed", "0.1", "--verify", "rkv:64+8"], "--verify --vetoed: these are different measurements"),
         (["--vetoed", "0.2", "--methods", "rvk"], "did you mean 'rkv'"),
         (["--text", "both"], "--text both: write dense or own."),
-        (["--text", "own", "--verify", "rkv:64+8"], "--text own: --verify does not use it; drop it."),
+        (["--text", "own", "--verify", "rkv:64+8"], "--text: --verify does not use it; drop it."),
+        (["--quantile", "0.05", "--leaderboard"], "--quantile: --leaderboard does not use it; drop it."),
         (["--budgets", "64", "--verify", "rkv:64+8"], "--budgets: --verify does not use it; drop it."),
         (["--leaderboard", "--sweep"], "--sweep: --leaderboard does not use it; drop it."),
         (["--vetoed", "0.2", "--no-forward"], "--no-forward: --vetoed does not use it; drop it."),
@@ -653,9 +660,10 @@ def test_several_policies_pass_only_if_all_hold(tmp_path, capsys, order):
         (["--timing", "--verify", "rkv:64+8"], "--timing: --verify does not use it"),
         (["--bin", "0"], "--bin 0: must be at least 1."),
         (["--length", "0"], "--length 0: must be at least 1."),
-        (["--options", "{symbols: x}"], "task copy-last: symbols='x' must be a whole number."),
-        (["--options", "{symbols"], "--options '{symbols': not YAML"),
-        (["--data", "none.jsonl", "--options", "{symbols: 4}"], "data 'none.jsonl' does not exist"),
+        (["--option", "symbols=x"], "task copy-last: symbols='x' must be a whole number."),
+        (["--option", "symbols"], "--option 'symbols': write name=value."),
+        (["--option", "symbols={"], "--option 'symbols={': not YAML"),
+        (["--data", "none.jsonl", "--option", "symbols=4"], "data 'none.jsonl' does not exist"),
         (["--out", "c.svg"], "--out c.svg: the plot has this name"),
         (["--out", "/proc/none/c.json"], "--out /proc/none/c.json: cannot be written ("),
         (["--verify", "rkv:64+8", "--out", "/proc/none/v.json"], "--out /proc/none/v.json: cannot be written ("),

@@ -392,6 +392,15 @@ def test_a_prompt_beyond_the_calibrated_lengths_raises(calibration_file, capsys)
     assert "--prompt 1000000: the calibration ends at" in capsys.readouterr().err
 
 
+def test_a_low_dense_floor_can_be_planned(tmp_path, capsys):
+    file, floor = tmp_path / "calibration.json", make_tail(np.full(BINS, 0.10))
+    low = replace(calibration(realistic(drop=0.5)), floor=floor, notes={"shape": asdict(GEOMETRY)})
+    low.save(file)
+    assert alula("plan", file, "--tau", "0.05", "--out", tmp_path / "s.json") == 0
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| 0.")]
+    assert rows == ["0.100", "0.080", "0.060", "0.050", "0.035", "0.010"]
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [

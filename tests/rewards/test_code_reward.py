@@ -94,7 +94,7 @@ def test_huge_integers_are_compared_and_never_fail_the_grading(sandbox):
     program, huge = "def f(x):\n    return 10**5000 if x else 1", "1" + 5000 * "0"
     tests = [{"call": "f(1)", "expected": huge}, {"call": "f(1)", "expected": "1"}, {"call": "f(0)", "expected": "1"}]
     assert outcomes(sandbox, program, tests) == [True, False, True]
-    assert build({"partial": True}, 10.0)(program, {"tests": tests}) == pytest.approx(2 / 3)
+    assert build(10.0, partial=True)(program, {"tests": tests}) == pytest.approx(2 / 3)
 
 
 def test_values_that_differ():
@@ -142,10 +142,10 @@ def test_output_is_compared_by_lines_and_numbers(expected, printed, same):
 
 def test_calls_partial_and_all_or_nothing():
     half = "```python\ndef add(a, b): return a + b if a < 2 else None\n```"
-    assert build({}, 10)(half, ADD) == 0
-    assert build({"partial": True}, 10)(half, ADD) == 0.5
-    assert build({}, 10)("```python\ndef add(a, b): return a + b\n```", ADD) == 1
-    assert build({}, 10)("I do not know.", ADD) == 0
+    assert build(10)(half, ADD) == 0
+    assert build(10, partial=True)(half, ADD) == 0.5
+    assert build(10)("```python\ndef add(a, b): return a + b\n```", ADD) == 1
+    assert build(10)("I do not know.", ADD) == 0
 
 
 def test_scripts_run_once_per_input(sandbox):
@@ -302,7 +302,7 @@ def server(sandbox, monkeypatch):
 
 
 def test_a_server_grades_as_the_local_sandbox_does(server):
-    grade = build({"url": server.url, "seconds": 2, "memory": 300}, 10)
+    grade = build(10, url=server.url, seconds=2, memory=300)
     good = "```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```"
     assert [grade(good, ADD), grade("print(sum(map(int, input().split())))", SUM), grade("x", ADD)] == [1, 1, 0]
     path, body = server.requests[1]

@@ -20,7 +20,7 @@ from alula.rewards import format as answer_format
 from alula.rewards.length import overlong_penalty, target_penalty
 from alula.rewards.math_answer import build
 
-grade = build({})
+grade = build()
 
 RIGHT = [
     # (reference, completion), in the forms of the benchmarks' reference answers
@@ -86,7 +86,7 @@ def test_wrong_answers(reference, completion):
 
 
 def test_boxed_only_scores_nothing_outside_a_box():
-    strict = build({"boxed_only": True})
+    strict = build(boxed_only=True)
     assert strict("The answer is 42", {"answer": "42"}) == 0
     assert strict("The answer is \\boxed{42}", {"answer": "42"}) == 1
 
@@ -311,6 +311,10 @@ def test_closing_ends_a_grading(functions, tmp_path):
         (RewardTerm(name="maths"), "did you mean 'math'"),
         (RewardTerm(name="length"), "max_tokens and buffer"),
         (RewardTerm(name="length", options={"maximum": 3}), "maximum"),
+        (RewardTerm(name="length", options={"target": "x"}), "reward length: target='x' must be a whole number"),
+        (RewardTerm(name="length", options={"target": 2.5}), "reward length: target=2.5 must be a whole number"),
+        (RewardTerm(name="task:pointer", options={"partial": "no"}), "reward task:pointer: partial='no' must be true"),
+        (RewardTerm(name="model:/nowhere", options={"folder": "/"}), "unknown option of reward model:/nowhere"),
         (RewardTerm(name="task:pointr"), "did you mean 'pointer'"),
         (RewardTerm(name="model:/nowhere/at/all"), "model:/nowhere/at/all"),
     ],
@@ -326,7 +330,12 @@ def test_invalid_settings_raise_when_built(spec, message):
         (RewardTerm(name="no_such_module:f"), "'no_such_module'"),
         (RewardTerm(name="my_rewards:behav"), "did you mean 'behave'"),
         (RewardTerm(name="math", options={"boxed": True}), "did you mean 'boxed_only'"),
+        (RewardTerm(name="math", options={"boxed_only": "no"}), "reward math: boxed_only='no' must be true or false"),
         (RewardTerm(name="format", options={"pattern": "("}), "pattern"),
+        (RewardTerm(name="format", options={"pattern": 3}), "reward format: pattern=3 must be a text"),
+        (RewardTerm(name="format", options={"pattern": "a", "has": "boxed"}), "either has=boxed, has=think or pattern"),
+        (RewardTerm(name="code", options={"timeout": 3.0}), "unknown option of reward code 'timeout'"),
+        (RewardTerm(name="code", options={"memory": "1g"}), "reward code: memory='1g' must be a whole number"),
     ],
 )
 def test_invalid_graders_raise_at_start(functions, spec, message):
@@ -370,7 +379,7 @@ def test_overlong_penalty_is_that_of_dapo():
 
 
 def test_thinking_format():
-    check = answer_format.build({"has": "think"})
+    check = answer_format.build(has="think")
     good = ["<think>a</think> b", "a</think>b", "\n<think>\na\n</think>\n\nb"]
     bad = ["b", "<think>a", "<think>a</think>", "<think></think>b", "<think>a</think>b</think>", "x<think>a</think>b"]
     assert [check(text, {}) for text in good] == [1] * len(good)

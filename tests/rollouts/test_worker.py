@@ -29,7 +29,7 @@ def worker_of(config):
 def work(worker, jobs, needs, **orders):
     """All rollouts of the jobs, in order."""
     report = worker.work(Orders([(number, job, needs) for number, job in enumerate(jobs)], **orders))
-    assert report.refused == []
+    assert report.rejected == []
     finished = list(report.finished)
     while worker.runner.unfinished:
         finished += worker.work(Orders()).finished
@@ -94,11 +94,11 @@ def test_acceptance_is_measured_where_the_tokens_were_sampled(run, worker):
 def test_a_worker_with_other_weights_refuses_a_job(run):
     """A worker that was started anew has none, whatever it loaded."""
     worker, job = worker_of(run.config), Job(PROMPTS[0], Sampling(max_new_tokens=4))
-    assert worker.work(Orders([(0, job, Needs(version=0))])).refused == [0]
+    assert worker.work(Orders([(0, job, Needs(version=0))])).rejected == [0]
     weights = shipment(run.learner.full_parameters(), number=5, version=3)
-    assert worker.work(Orders([(0, job, Needs((4, -1)))], weights=weights)).refused == [0]
-    assert worker.work(Orders([(0, job, Needs((5, 0)))])).refused == [0], "another adapter"
-    assert worker.work(Orders([(0, job, Needs(version=4))])).refused == [0], "too old"
+    assert worker.work(Orders([(0, job, Needs((4, -1)))], weights=weights)).rejected == [0]
+    assert worker.work(Orders([(0, job, Needs((5, 0)))])).rejected == [0], "another adapter"
+    assert worker.work(Orders([(0, job, Needs(version=4))])).rejected == [0], "too old"
     [rollout] = work(worker, [job], Needs(version=2))
     assert [(span.version, span.tokens) for span in rollout.spans] == [(3, len(rollout))]
 

@@ -1,5 +1,6 @@
 """Faults in a run: rewards, disks, checkpoints, numbers and signals; each is reported and loses little work."""
 
+import errno
 import json
 import os
 import re
@@ -242,9 +243,10 @@ def test_disk_too_full_for_the_model_prints_one_line(tmp_path, monkeypatch, caps
     assert "Traceback" not in error
 
 
-def test_disk_too_full_for_metrics_prints_one_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_too_full_for_metrics_prints_one_line(tmp_path, monkeypatch, capsys, code):
     def full(self, name, row):
-        raise OSError(28, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(MetricsWriter, "_append", full)
     assert alula("train", toy.RECIPE, f"out={tmp_path / 'run'}", *toy.QUICK) == 1

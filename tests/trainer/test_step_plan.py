@@ -142,6 +142,8 @@ def test_the_division_into_learners_and_workers(tmp_path):
 
 def test_what_does_not_fit_and_what_was_not_measured(tmp_path):
     large = planner(tmp_path, Cluster("h100"))
+    with pytest.raises(DoesNotFit, match=r"sampling.prompts=.*: each of the 72 ranks needs at least one; raise it."):
+        planner(tmp_path, Cluster(nodes=9, gpus=8)).together()
     with pytest.raises(DoesNotFit, match=r"the learner needs .* GiB on each of 1 GPUs"):
         large.together()
     assert [text.partition(":")[0] for text in large.extrapolated()] == ["h100", "8.2 B parameters"]

@@ -326,7 +326,7 @@ def test_answers_are_graded_while_they_are_scored(tmp_path, monkeypatch, kl):
 
     _, batch, result, _, run = one_step(config, note_scoring)
     run.rewards.close()
-    assert batch.rewards == [len(rollout.decoded()) % 3 for rollout in batch.rollouts]
+    assert batch.rewards == [len(rollout.answer()) % 3 for rollout in batch.rollouts]
     assert not any(batch.failures)
     assert result.updates
 

@@ -5,11 +5,11 @@ It has modes: without one it runs cli/tails.py, with --verify, --vetoed or --lea
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.sparsity.policy import Sparsity
 
-PAGES, QUANTILE, CONFIDENCE = "16", 0.05, 0.95
-"""Defaults of options."""
-
 
 def calibrate(
+    context: typer.Context,
     model: shared.Model,
     data: shared.Prompts,
     methods: Annotated[
@@ -47,7 +45,7 @@ def calibrate(
     pages: Annotated[
         str,
         typer.Option(help="Block sizes of selectors, separated by commas; the first is --leaderboard's page size."),
-    ] = PAGES,
+    ] = "16",
     length: Annotated[
         int, typer.Option(help="Longest sequence, prompt included; prompts above half of it are left out.")
     ] = 4096,
@@ -64,8 +62,8 @@ def calibrate(
     text: Annotated[
         str, typer.Option(help="dense: measure all budgets on the dense policy's text; own: each on its own rollouts.")
     ] = "dense",
-    quantile: Annotated[float, typer.Option(help="The quantile of acceptance that is the tail.")] = QUANTILE,
-    confidence: Annotated[float, typer.Option(help="Confidence of the bands, over all bins together.")] = CONFIDENCE,
+    quantile: Annotated[float, typer.Option(help="The quantile of acceptance that is the tail.")] = 0.05,
+    confidence: Annotated[float, typer.Option(help="Confidence of the bands, over all bins together.")] = 0.95,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature, for the dense text and the sparse policies.")
     ] = 1.0,
@@ -74,7 +72,7 @@ def calibrate(
     data_dir: shared.DataDir = None,
     prompt: shared.PromptTemplate = None,
     chat: shared.Chat = None,
-    options: shared.TaskOptions = "{}",
+    options: shared.TaskOptions = None,
     sparse_adapter: shared.SparseAdapter = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
@@ -141,114 +139,122 @@ def calibrate(
     """
     from alula.mismatch.calibrate.calibrate import Grid, TextSettings
     from alula.mismatch.measure import Bins
-    from alula.models.geometry import Geometry
+    from alula.models.geometry import Geometry, max_positions
     from alula.sparsity.evict import needs_queries
     from alula.sparsity.family import parse_families
 
     check_numbers(length, bin_width, prompts, samples, temperature, tau or [], quantile, confidence)
     require(text in ("dense", "own"), f"--text {text}: write dense or own.")
-    own = text == "own"
-    given = {
-        "--methods": methods is not None,
-        "--budgets": budgets is not None,
-        "--pages": pages != PAGES,
-        "--bin": bin_width is not None,
-        "--tau": bool(tau),
-        "--sweep": sweep,
-        "--no-forward": not forward,
-        "--text own": own,
-        "--quantile": quantile != QUANTILE,
-        "--confidence": confidence != CONFIDENCE,
-        "--timing": timing is True,
-        "--no-timing": timing is False,
-    }
-    modes = {"--verify": bool(verify), "--vetoed": vetoed is not None, "--leaderboard": leaderboard}
-    mode = check_options(
-        [mode for mode, asked in modes.items() if asked], [name for name, asked in given.items() if asked]
-    )
+    mode = mode_of(given_options(context))
 
     # what the mode measures, checked before anything is loaded
     width = bin_width or min(2000, -(-length // 8))
     bins = Bins(width, -(-length // width), quantile, confidence)
     page_sizes, allowed = parse_numbers("pages", pages), parse_numbers("budgets", budgets) if budgets else None
     families = parse_families(methods or "block-topk", page_sizes)
-    measured = [family.template for family in families]
-    run: Callable[..., int]
+    measurement: Measurement
     if verify:
-        from alula.cli.verify import run_verify
-        from alula.mismatch.calibrate.verify import parse_target
+        from alula.cli.verify import VerifyPolicies
 
-        policies = [(name, *parse_target(name, width, length, kv_dtype)) for name in verify]
-        require(len(tau or []) < 2, f"--tau {' --tau '.join(map(str, tau or []))}: --verify takes one.")
-        measured = [policy for _, _, policy in policies]
-        limit = tau[0] if tau else None
-        run = partial(run_verify, named=policies, tau=limit, quantile=quantile, confidence=confidence)
+        measurement = VerifyPolicies.of(verify, tau or [], bins, length, kv_dtype)
     elif vetoed is not None:
-        from alula.cli.find_budget import ladders_of, run_find_budget
+        from alula.cli.find_budget import FindBudgets
 
-        ladders = ladders_of(families, allowed, length, vetoed, prompts)
-        run = partial(run_find_budget, ladders=ladders, limit=vetoed, bins=bins, sweep=sweep)
+        measurement = FindBudgets.of(families, allowed, vetoed, bins, length=length, prompts=prompts, sweep=sweep)
     elif leaderboard:
-        from alula.cli.leaderboard import run_leaderboard
+        from alula.cli.leaderboard import CompareMethods
 
-        run = partial(
-            run_leaderboard,
-            families=families if methods else None,
-            targets=allowed or (length // 4, length // 2),
-            page=page_sizes[0],
-            statistics=statistics,
-            timing=timing is not False,
-        )
+        targets = allowed or (length // 4, length // 2)
+        named = families if methods else None
+        measurement = CompareMethods(named, targets, page_sizes[0], statistics, timing is not False)
     else:
-        from alula.cli.tails import default_budgets, run_calibration
+        from alula.cli.tails import MeasureTails, default_budgets
 
         grid = Grid(tuple(families), allowed or default_budgets(length), tuple(tau or ()), sweep, forward)
-        run = partial(run_calibration, grid=grid, bins=bins)
+        measurement = MeasureTails(grid, bins)
         require(out is None or out.suffix != ".svg", f"--out {out}: the plot has this name; use another ending.")
-    out = out or Path(OUTPUTS[mode])
+    out = out or Path(mode.output)
     check_output_file(out)
     if statistics is not None and not statistics.exists():
         check_output_file(statistics, "--statistics")
 
     loaded, dataset = load_model_and_prompts(
-        model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed
+        model, data, split, data_dir, prompt, chat, options or [], device, dtype, residual, seed
     )
-    if methods or not leaderboard:  # the leaderboard of all methods leaves out what would be dense
-        check_dense_layers(measured, Geometry.of(loaded.model).layers)
+    positions = max_positions(loaded.model.config)
+    require(
+        length <= positions,
+        f"--length {length}: the model reads at most {positions} tokens; lower it, or raise max_position_embeddings in "
+        "the model's config.json if it can read that far.",
+    )
+    check_dense_layers(measurement.policies, Geometry.of(loaded.model).layers)
     dataset = short_enough(dataset, length, prompts)
     engines = Engines(loaded, length, kv_dtype, kv_memory, max_rows, sparse_adapter)
     other_prompts = bool(verify) or vetoed is not None
     chosen = choose_prompts(dataset, prompts, seed, from_end=other_prompts)
-    source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own)
-    if not leaderboard and (statistics or any(map(needs_queries, measured))):  # a leaderboard has a text to measure on
+    source = TextSettings(chosen, length, samples, temperature, seed + other_prompts, own=text == "own")
+    if not leaderboard and (statistics or any(map(needs_queries, measurement.policies))):  # that one has a text
         engines.measure_queries(statistics, partial(dense_answers, text=source))
     if verify:
         warn_overlap(len(dataset), prompts)
-    raise typer.Exit(run(engines, source, out=out, progress=sys.stderr.isatty()))
+    raise typer.Exit(measurement.run(engines, source, out, sys.stderr.isatty()))
 
 
-TIMING, SEARCH = ("--timing", "--no-timing"), ("--no-forward", "--text own")
-UNUSED = {
-    "--verify": ("--methods", "--budgets", "--pages", "--sweep", *SEARCH, *TIMING),
-    "--vetoed": ("--tau", *SEARCH, *TIMING),
-    "--leaderboard": ("--bin", "--tau", "--sweep", *SEARCH, "--quantile", "--confidence"),
-    "a calibration": TIMING,
+class Measurement(Protocol):
+    """What a mode measures, checked as far as it can be without the model."""
+
+    @property
+    def policies(self) -> "list[Sparsity]": ...
+
+    def run(self, engines: Engines, text: "TextSettings", out: Path, progress: bool) -> int:
+        """Measure, print and write; returns the exit code."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What `alula calibrate` does."""
+
+    name: str
+    output: str
+    """Default of --out."""
+    unused: frozenset[str]
+    """Parameters of the command that it has no use for."""
+
+
+CALIBRATION = Mode("a calibration", "calibration.json", frozenset({"timing"}))
+OTHER_MODES = {
+    "--verify": Mode(
+        "--verify",
+        "verified.json",
+        frozenset({"methods", "budgets", "pages", "sweep", "forward", "text", "timing"}),
+    ),
+    "--vetoed": Mode("--vetoed", "vetoed.json", frozenset({"tau", "forward", "text", "timing"})),
+    "--leaderboard": Mode(
+        "--leaderboard",
+        "leaderboard.json",
+        frozenset({"bin_width", "tau", "sweep", "forward", "text", "quantile", "confidence"}),
+    ),
 }
-"""What a mode of `alula calibrate` has no use for."""
-OUTPUTS = {
-    "--verify": "verified.json",
-    "--vetoed": "vetoed.json",
-    "--leaderboard": "leaderboard.json",
-    "a calibration": "calibration.json",
-}
 
 
-def check_options(modes: "Sequence[str]", given: "Sequence[str]") -> str:
-    """The mode. Raises for two at once, and for options that the mode would ignore."""
+def given_options(context: typer.Context) -> dict[str, str]:
+    """The options on the command line: parameter -> option, `--no-...` for a flag that is switched off."""
+    options = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE":
+            off = parameter.secondary_opts and context.params[str(parameter.name)] is False
+            options[str(parameter.name)] = (parameter.secondary_opts if off else parameter.opts)[0]
+    return options
+
+
+def mode_of(given: Mapping[str, str]) -> Mode:
+    """The mode that the options choose. Raises for two at once, and for options that the mode would ignore."""
+    modes = [option for option in given.values() if option in OTHER_MODES]
     require(len(modes) < 2, f"{' '.join(modes)}: these are different measurements; ask for one at a time.")
-    mode = modes[0] if modes else "a calibration"
-    for option in given:
-        require(option not in UNUSED[mode], f"{option}: {mode} does not use it; drop it.")
+    mode = OTHER_MODES[modes[0]] if modes else CALIBRATION
+    for parameter, option in given.items():
+        require(parameter not in mode.unused, f"{option}: {mode.name} does not use it; drop it.")
     return mode
 
 
@@ -270,6 +276,7 @@ def check_numbers(
     confidence: float,
 ) -> None:
     from alula.mismatch.tail import MIN_PROMPTS
+    from alula.settings import COLDEST, HOTTEST
 
     require(length >= 1, f"--length {length}: must be at least 1.")
     require(bin_width is None or bin_width >= 1, f"--bin {bin_width}: must be at least 1.")
@@ -277,7 +284,10 @@ def check_numbers(
         prompts >= MIN_PROMPTS, f"--prompts {prompts}: a tail needs at least {MIN_PROMPTS} to be trusted; use more."
     )
     require(samples >= 1, f"--samples {samples}: must be at least 1.")
-    require(temperature > 0, f"--temperature {temperature}: must be above 0.")
+    require(
+        COLDEST <= temperature <= HOTTEST,
+        f"--temperature {temperature}: must lie between {COLDEST:g} and {HOTTEST:g}.",
+    )
     for tau in taus:
         require(0 < tau < 1, f"--tau {tau}: must be between 0 and 1, since it is a probability of acceptance.")
     for name, share in (("quantile", quantile), ("confidence", confidence)):

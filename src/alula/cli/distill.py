@@ -9,10 +9,13 @@ import typer
 
 from alula.cli import options as shared
 from alula.errors import require
-from alula.files import count_text
+from alula.files import check_same_settings, count_text
 
 if TYPE_CHECKING:
-    from alula.distill.distiller import Acceptance
+    from alula.data import Dataset
+    from alula.distill.distiller import Distiller
+    from alula.distill.standalone import RolloutOptions
+    from alula.engine.engine import Engine
     from alula.sparsity.policy import Sparsity
 
 
@@ -39,7 +42,7 @@ def distill(
     data_dir: shared.DataDir = None,
     prompt: shared.PromptTemplate = None,
     chat: shared.Chat = None,
-    options: shared.TaskOptions = "{}",
+    options: shared.TaskOptions = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
@@ -60,7 +63,8 @@ def distill(
 
     policy = Sparsity.parse(sparsity)
     require(not policy.dense, "sparsity=dense: the dense policy is the teacher; give a sparse policy.")
-    for name, value in (("steps", steps), ("bin", width), ("save_every", save_every)):
+    counts = {"steps": steps, "prompts": prompts, "samples": samples, "bin": width, "save_every": save_every}
+    for name, value in counts.items():
         require(value >= 1, f"{name}={value}: must be at least 1.")
     settings = DistillSettings(
         rank=rank,
@@ -73,13 +77,11 @@ def distill(
     )
     from alula.cli.common import load_model_and_prompts
     from alula.distill.distiller import Distiller
-    from alula.distill.standalone import RolloutOptions, distill_prompts, measure
+    from alula.distill.standalone import RolloutOptions
     from alula.engine.engine import Engine
-    from alula.files import check_same_settings
     from alula.models.experts import expert_parameters, unadapted_experts
     from alula.models.lora import Adapter
-    from alula.run.checkpoint import Checkpoints
-    from alula.run.run_dir import MetricsWriter, check_folder
+    from alula.run.run_dir import check_folder
 
     rollouts = RolloutOptions(prompts, samples, max_new_tokens, temperature, seed)
     made_with = {
@@ -94,7 +96,7 @@ def distill(
         "split": split,
         "prompt": prompt,
         "chat": chat,
-        "options": options,
+        "options": options or [],
         "residual": residual,
         "rank": rank,
         "alpha": settings.alpha,
@@ -104,7 +106,7 @@ def distill(
     }
     check_folder(out, new=not resume, option="--out FOLDER")
     loaded, dataset = load_model_and_prompts(
-        model, data, split, data_dir, prompt, chat, options, device, dtype, residual, seed
+        model, data, split, data_dir, prompt, chat, options or [], device, dtype, residual, seed
     )
     training, test_set = dataset.split(held_out, seed)
     test = [list(example.prompt_ids or ()) for example in test_set]
@@ -113,17 +115,7 @@ def distill(
     left_out = unadapted_experts(expert_parameters(loaded.model), loaded.model.num_parameters(), "alula distill")
     if left_out:
         typer.echo(" ".join(left_out), err=True)
-    checkpoints = Checkpoints(out / "checkpoints", keep=1)
-    last = checkpoints.begin(resume)
-    done, before = 0, None
-    if last is not None:
-        state = checkpoints.state(last)
-        check_same_settings(str(out), state["made_with"], made_with, "use the same setting, or another --out")
-        require(state["step"] <= steps, f"steps={steps}: {out} has already taken {state['step']}; raise --steps.")
-        checkpoints.load(last, distiller.tensors())
-        distiller.resume(state["distiller"])
-        done, before = state["step"], state["before"]
-        typer.echo(f"continuing after step {done}", err=True)
+    work = Distillation(out, distiller, policy, rollouts, steps, width, save_every, made_with, resume)
     engine = Engine(
         loaded,
         page=policy.page(page),
@@ -133,29 +125,96 @@ def distill(
         sparse_adapter=distiller.adapter(),
     )
     engine.check(policy)
-
-    def log(step: int, row: dict[str, float]) -> None:
-        writer.log(step, row)
-        kl, seconds = row["distill/kl"], row["time/rollout"] + row["time/distill"]
-        typer.echo(f"step {step}/{steps}  KL {kl:.5f}  {seconds:.1f} s", err=True)
-        if step % save_every == 0:
-            state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
-            checkpoints.save(step, distiller.tensors(), state)
-
-    with MetricsWriter(out, total_steps=steps, resume_from=(done or -1) if resume else None) as writer:
-        if before is None:
-            before = summarize(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
-        distill_prompts(engine, distiller, policy, training, steps, rollouts, log, done)
-        distiller.adapter().save(out / "adapter")
-        after = summarize(measure(engine, distiller, policy, test, rollouts, seed=-1), width)
     summary = {"model": model, "sparsity": policy.describe(), "steps": steps, "held_out": len(test)}
-    summary |= {"before": before, "after": after}
+    summary |= work.run(engine, training, test)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     show(summary)
     typer.echo(
         f"Adapter written to {out / 'adapter'}. Use it with distill.adapter={out / 'adapter'} in a run, "
         "--sparse-adapter in alula calibrate, eval and serve, or Engine.load(..., sparse_adapter=...) in Python."
     )
+
+
+class Distillation:
+    """Trains the adapter, measures it before and after, and writes the folder `out`. With `resume` it continues from
+    the folder's last checkpoint, which must have been `made_with` the same settings."""
+
+    def __init__(
+        self,
+        out: Path,
+        distiller: "Distiller",
+        policy: "Sparsity",
+        rollouts: "RolloutOptions",
+        steps: int,
+        width: int,
+        save_every: int,
+        made_with: dict[str, Any],
+        resume: bool,
+    ) -> None:
+        from alula.run.checkpoint import Checkpoints
+
+        self.out, self.distiller, self.policy, self.rollouts = out, distiller, policy, rollouts
+        self.steps, self.width, self.save_every = steps, width, save_every
+        self.made_with, self.resume = made_with, resume
+        self.checkpoints = Checkpoints(out / "checkpoints", keep=1)
+        self.done = 0
+        """Steps that were taken before."""
+        self.before: dict[str, Any] | None = None
+        """Acceptance before the first step."""
+        if (last := self.checkpoints.begin(resume)) is not None:
+            self._load(last)
+
+    def _load(self, path: Path) -> None:
+        state, hint = self.checkpoints.state(path), "use the same setting, or another --out"
+        check_same_settings(str(self.out), state["made_with"], self.made_with, hint)
+        self.done, self.before = state["step"], state["before"]
+        require(
+            self.done <= self.steps, f"steps={self.steps}: {self.out} has already taken {self.done}; raise --steps."
+        )
+        self.checkpoints.load(path, self.distiller.tensors())
+        self.distiller.resume(state["distiller"])
+        typer.echo(f"continuing after step {self.done}", err=True)
+
+    def run(self, engine: "Engine", training: "Dataset", test: list[list[int]]) -> dict[str, Any]:
+        """Take the steps that are left; returns the acceptance on `test` before and after."""
+        from alula.distill.standalone import distill_prompts
+        from alula.run.run_dir import MetricsWriter
+
+        resume_from = (self.done or -1) if self.resume else None
+        with MetricsWriter(self.out, total_steps=self.steps, resume_from=resume_from) as writer:
+
+            def finish_step(step: int, row: dict[str, float]) -> None:
+                writer.log(step, row)
+                kl, seconds = row["distill/kl"], row["time/rollout"] + row["time/distill"]
+                typer.echo(f"step {step}/{self.steps}  KL {kl:.5f}  {seconds:.1f} s", err=True)
+                if step % self.save_every == 0 or step == self.steps:
+                    self._save(step)
+
+            if self.before is None:
+                self.before = self._acceptance(engine, test)
+            distill_prompts(
+                engine, self.distiller, self.policy, training, self.steps, self.rollouts, finish_step, self.done
+            )
+            self.distiller.adapter().save(self.out / "adapter")
+            return {"before": self.before, "after": self._acceptance(engine, test)}
+
+    def _save(self, step: int) -> None:
+        state = {
+            "distiller": self.distiller.state(),
+            "step": step,
+            "before": self.before,
+            "made_with": self.made_with,
+        }
+        self.checkpoints.save(step, self.distiller.tensors(), state)
+
+    def _acceptance(self, engine: "Engine", test: list[list[int]]) -> dict[str, Any]:
+        """Acceptance on the held-out prompts, over all tokens and by length."""
+        from alula.distill.standalone import measure
+        from alula.mismatch.calibrate.file import tail_to_dict
+
+        acceptance = measure(engine, self.distiller, self.policy, test, self.rollouts, seed=-1)
+        tails = tail_to_dict(acceptance.tails(self.width))
+        return acceptance.metrics() | {"tokens": len(acceptance.alpha), "by_length": tails}
 
 
 def schedules_of(policy: "Sparsity") -> list[list[Any]]:
@@ -168,15 +227,6 @@ def schedules_of(policy: "Sparsity") -> list[list[Any]]:
 
 def path_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def summarize(acceptance: "Acceptance", width: int) -> dict[str, Any]:
-    from alula.mismatch.calibrate.file import tail_to_dict
-
-    return acceptance.metrics() | {
-        "tokens": len(acceptance.alpha),
-        "by_length": tail_to_dict(acceptance.tails(width)),
-    }
 
 
 def show(summary: dict[str, Any]) -> None:

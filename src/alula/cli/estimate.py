@@ -33,10 +33,10 @@ def estimate(
         int | None, typer.Option(min=1, help="Mean tokens of an answer; by default all have full length.")
     ] = None,
 ) -> None:
-    """Estimate how a step of RECIPE divides into rollouts, scoring, updates and weight transfer.
+    """Estimate the seconds of rollouts, scoring, updates and weight transfer in a step of RECIPE.
 
-    Two ways are compared: every GPU generates and then learns; or some generate while the others learn, in the best
-    division. No GPU, no weights and no data are needed. Rewards and evaluations are not counted.
+    Two layouts are compared: every GPU generates and then learns; or some GPUs generate while the others learn, in the
+    fastest division. No GPU, weights or data are needed. Rewards and evaluations are not counted.
     """
     from alula.config.load import load_config
     from alula.trainer.step_plan import MEMORY, Cluster, DoesNotFit, StepPlanner
@@ -88,7 +88,7 @@ def print_table(planner: "StepPlanner", together: "StepPlan | None", apart: "Ste
         division = f"{apart.learners} learn, {apart.workers} generate"
         add(apart, f"{division},\nin turn", apart.in_turn)
         add(apart, f"{division},\none step off", apart.one_step_off)
-        table.add_column()
+    for _ in rows[""][1:]:
         table.add_column()
     for name, cells in rows.items():
         table.add_row(name, *cells, end_section=name in ("", "weights", "step"))

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,61 +21,78 @@ if TYPE_CHECKING:
     from alula.mismatch.calibrate.calibrate import TextSettings
     from alula.mismatch.measure import Bins
     from alula.sparsity.family import PolicyFamily
+    from alula.sparsity.policy import Sparsity
 
 
-def ladders_of(
-    families: "Sequence[PolicyFamily]", budgets: tuple[int, ...] | None, length: int, limit: float, prompts: int
-) -> "list[tuple[PolicyFamily, tuple[int, ...]]]":
-    """Every family with the budgets to try, ascending. Raises if the limit cannot be tested or a budget is invalid."""
-    check_limit(limit, prompts)
-    if budgets is None:
-        return [(family, budgets_to_try(family, length)) for family in families]
-    return [(family, Grid((family,), budgets).budgets) for family in families]
+@dataclass(frozen=True)
+class FindBudgets:
+    """The methods of --vetoed, each with the budgets to try, ascending."""
 
+    ladders: Sequence[tuple["PolicyFamily", tuple[int, ...]]]
+    limit: float
+    bins: "Bins"
+    sweep: bool
 
-def run_find_budget(
-    engines: "Engines",
-    text: "TextSettings",
-    ladders: "Sequence[tuple[PolicyFamily, tuple[int, ...]]]",
-    limit: float,
-    bins: "Bins",
-    sweep: bool,
-    out: Path,
-    progress: bool,
-) -> int:
-    """Find the smallest budget of every family, write and print it; the exit code is 1 if no family has one."""
-    results: list[BudgetSearch] = []
-    for family, ladder in ladders:
-        engine = engines.with_page(family.block or 16)
+    @classmethod
+    def of(
+        cls,
+        families: Sequence["PolicyFamily"],
+        budgets: tuple[int, ...] | None,
+        limit: float,
+        bins: "Bins",
+        *,
+        length: int,
+        prompts: int,
+        sweep: bool,
+    ) -> "FindBudgets":
+        """Raises if so many prompts cannot show the limit, or if a budget is invalid."""
+        check_limit(limit, prompts)
+        if budgets is None:
+            ladders = [(family, budgets_to_try(family, length)) for family in families]
+        else:
+            ladders = [(family, Grid((family,), budgets).budgets) for family in families]
+        return cls(ladders, limit, bins, sweep)
 
-        def measured(budget: int, family: "PolicyFamily" = family, engine: "Engine" = engine) -> Verification:
-            schedule = Schedule((budget,) * bins.count, bins.width)
-            one = verify(
-                engine,
-                schedule,
-                family.policy(budget),
-                text,
-                None,
-                quantile=bins.quantile,
-                confidence=bins.confidence,
-                progress=progress,
+    @property
+    def policies(self) -> list["Sparsity"]:
+        return [family.template for family, _ in self.ladders]
+
+    def run(self, engines: "Engines", text: "TextSettings", out: Path, progress: bool) -> int:
+        """Find the smallest budget of every family, write and print it; the exit code is 1 if no family has one."""
+        results: list[BudgetSearch] = []
+        for family, ladder in self.ladders:
+            engine = engines.with_page(family.block or 16)
+            measure = partial(self._measure, engine, text, family, progress=progress)
+            results.append(find_budget(family, ladder, self.limit, measure, sweep=self.sweep))
+            write_atomically(out, json.dumps([one.to_dict() for one in results], indent=1) + "\n")
+        typer.echo(f"\n{table(results)}\n")
+        for one in results:
+            for remark in remarks(one):
+                typer.echo(remark)
+        if not self.sweep:
+            typer.echo(
+                "Only these budgets were measured; a larger one usually has fewer vetoes, but not always (--sweep "
+                "measures all)."
             )
-            typer.echo(f"{family.policy(budget).describe()}: {shares(one, limit)}")
-            return one
+        typer.echo(f"{out}: {verdict(results)}")
+        return int(all(one.budget is None for one in results))
 
-        results.append(find_budget(family, ladder, limit, measured, sweep=sweep))
-        write_atomically(out, json.dumps([one.to_dict() for one in results], indent=1) + "\n")
-    typer.echo(f"\n{table(results)}\n")
-    for one in results:
-        for remark in remarks(one):
-            typer.echo(remark)
-    if not sweep:
-        typer.echo(
-            "Only these budgets were measured; a larger one usually has fewer vetoes, but not always (--sweep "
-            "measures all)."
+    def _measure(
+        self, engine: "Engine", text: "TextSettings", family: "PolicyFamily", budget: int, *, progress: bool
+    ) -> Verification:
+        bins, policy = self.bins, family.policy(budget)
+        result = verify(
+            engine,
+            Schedule((budget,) * bins.count, bins.width),
+            policy,
+            text,
+            None,
+            quantile=bins.quantile,
+            confidence=bins.confidence,
+            progress=progress,
         )
-    typer.echo(f"{out}: {verdict(results)}")
-    return int(all(one.budget is None for one in results))
+        typer.echo(f"{policy.describe()}: {shares(result, self.limit)}")
+        return result
 
 
 def shares(one: Verification, limit: float) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -43,66 +43,102 @@ def default_families(target: int, page: int) -> list[PolicyFamily]:
     return parse_families(",".join([*evictors, *SELECTORS]), (page,))
 
 
-def run_leaderboard(
-    engines: "Engines",
-    text: "TextSettings",
-    families: Sequence[PolicyFamily] | None,
-    targets: Sequence[int],
-    page: int,
-    out: Path,
-    statistics: Path | None,
-    progress: bool,
-    timing: bool = True,
-) -> int:
-    """Measure every method at every target, write after each row, print both tables. `families` default to all. Where
-    the engines quantise KV, every method is measured with KV of the model's dtype as well. Rows of earlier commands
-    stay in the file, and in the tables. The dense text is kept in a work file, so that all rows stand on the same
-    text, and `triattention` on statistics of its first answers. Without `timing`, or on a CPU, new rows have no time
-    per step. The exit code is 0."""
-    dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
-    engines.kv_dtype = None
-    engine = engines.with_page(page)
-    check_kv_dtype(dtypes[-1], engine.dtype, engine.device)
-    record = open_record(out, engine, text)
-    dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
-    if statistics or families is None or any(needs_queries(family.template) for family in families):
-        measured = [r.prompt_ids + r.token_ids for r in dense.rollouts if r.prompt_index < TEXT_PROMPTS]
-        engines.measure_queries(statistics, lambda engine: measured)
-    lengths = [(len(r.prompt_ids), len(r)) for r in dense.rollouts]
-    known = {(row["policy"], row["kv_dtype"]): row for table in TABLES for row in record[table]}
+@dataclass(frozen=True)
+class CompareMethods:
+    """The methods of --leaderboard, all if `families` is None, at the bytes of every number of tokens in `targets`."""
 
-    def measure(family: str, target: int | None, policy: Sparsity, page: int, kv_dtype: str | None) -> dict[str, Any]:
-        name = policy.describe()
-        if (name, kv_dtype) in known:
-            return known[name, kv_dtype] | {"target": target}
-        shown = f"{name} in {kv_dtype}" if kv_dtype else name
+    families: Sequence[PolicyFamily] | None
+    targets: Sequence[int]
+    page: int
+    statistics: Path | None
+    timing: bool = True
+    """Whether new rows have a time per step, on a GPU."""
+
+    @property
+    def policies(self) -> list[Sparsity]:
+        """Those that were named: of all methods, one that would be dense is left out of the tables."""
+        return [family.template for family in self.families or ()]
+
+    def run(self, engines: "Engines", text: "TextSettings", out: Path, progress: bool) -> int:
+        """Measure every method at every target, write after each row, print both tables. Where the engines quantise KV,
+        every method is measured with KV of the model's dtype as well. Rows of earlier commands stay in the file, and in
+        the tables. The dense text is kept in a work file, so that all rows stand on the same text, and `triattention`
+        on statistics of its first answers. The exit code is 0."""
+        dtypes = [None, engines.kv_dtype] if engines.kv_dtype else [None]
+        engines.kv_dtype = None
+        engine = engines.with_page(self.page)
+        check_kv_dtype(dtypes[-1], engine.dtype, engine.device)
+        record = open_record(out, engine, text)
+        dense = DenseText.of(engine, dense_rollouts(out.with_suffix(".work.json"), engine, text, progress))
+        if self.statistics or self.families is None or any(map(needs_queries, self.policies)):
+            measured = [r.prompt_ids + r.token_ids for r in dense.rollouts if r.prompt_index < TEXT_PROMPTS]
+            engines.measure_queries(self.statistics, lambda engine: measured)
+        rows = Rows(engines, text, dense, record, out, self.timing, progress)
+        for kv_dtype in dtypes:
+            rows.add("dense", "dense", None, DENSE, self.page, kv_dtype)
+            geometry = replace(engine.geometry, kv_dtype=kv_dtype)
+            for target in self.targets:
+                chosen = self.families or default_families(target, self.page)
+                for table, family, policy, page in entries(geometry, self.page, chosen, target, rows.lengths, record):
+                    rows.add(table, family, target, policy, page, kv_dtype)
+        write_atomically(out, json.dumps(record) + "\n")
+        typer.echo("\n" + tables(record) + "\n")
+        for reason in record["left_out"]:
+            typer.echo(reason)
+        typer.echo(f"{out}: methods are ranked apart only where the paired interval of their vetoed shares excludes 0.")
+        return 0
+
+
+class Rows:
+    """The rows of a leaderboard's record. A policy is measured once, and its row may stand in several tables."""
+
+    def __init__(
+        self,
+        engines: "Engines",
+        text: "TextSettings",
+        dense: DenseText,
+        record: dict[str, Any],
+        out: Path,
+        timing: bool,
+        progress: bool,
+    ) -> None:
+        self.engines, self.text, self.dense, self.record, self.out = engines, text, dense, record, out
+        self.timing, self.progress = timing, progress
+        self.lengths = [(len(r.prompt_ids), len(r)) for r in dense.rollouts]
+        self.known = {(row["policy"], row["kv_dtype"]): row for table in TABLES for row in record[table]}
+
+    def add(
+        self, table: str, family: str, target: int | None, policy: Sparsity, page: int, kv_dtype: str | None
+    ) -> None:
+        """Put a policy's row into a table, unless it is there."""
+        key = (policy.describe(), kv_dtype)
+        row = self.known.get(key)
+        if row is None:
+            row = self.known[key] = self._measure(family, target, policy, page, kv_dtype)
+        there = {(other["policy"], other["kv_dtype"], other["target"]) for other in self.record[table]}
+        if (*key, target) not in there:
+            self.record[table].append(row | {"target": target})
+            write_atomically(self.out, json.dumps(self.record) + "\n")
+
+    def _measure(
+        self, family: str, target: int | None, policy: Sparsity, page: int, kv_dtype: str | None
+    ) -> dict[str, Any]:
+        shown = f"{policy.describe()} in {kv_dtype}" if kv_dtype else policy.describe()
         typer.echo(f"{shown}: at the bytes of {target} tokens" if target else shown)
-        engines.kv_dtype = kv_dtype
-        own = engines.with_page(page)
-        step_ms = milliseconds(own, policy, lengths) if timing else None
-        row = measure_row(own, policy, text, dense, family=family, target=target, step_ms=step_ms, progress=progress)
-        return known.setdefault((name, kv_dtype), row.to_dict())
-
-    def add(table: str, row: dict[str, Any]) -> None:
-        if (row["policy"], row["kv_dtype"], row["target"]) not in [
-            (other["policy"], other["kv_dtype"], other["target"]) for other in record[table]
-        ]:
-            record[table].append(row)
-            write_atomically(out, json.dumps(record) + "\n")
-
-    for kv_dtype in dtypes:
-        add("dense", measure("dense", None, DENSE, page, kv_dtype))
-        geometry = replace(engine.geometry, kv_dtype=kv_dtype)
-        for target in targets:
-            chosen = families or default_families(target, page)
-            for table, family, policy, own_page in entries(geometry, page, chosen, target, lengths, record):
-                add(table, measure(family, target, policy, own_page, kv_dtype))
-    write_atomically(out, json.dumps(record) + "\n")
-    typer.echo("\n" + tables(record) + "\n")
-    for reason in record["left_out"]:
-        typer.echo(reason)
-    typer.echo(f"{out}: methods are ranked apart only where the paired interval of their vetoed shares excludes 0.")
-    return 0
+        self.engines.kv_dtype = kv_dtype
+        engine = self.engines.with_page(page)
+        step_ms = milliseconds(engine, policy, self.lengths) if self.timing else None
+        row = measure_row(
+            engine,
+            policy,
+            self.text,
+            self.dense,
+            family=family,
+            target=target,
+            step_ms=step_ms,
+            progress=self.progress,
+        )
+        return row.to_dict()
 
 
 def dense_rollouts(work_file: Path, engine: "Engine", text: "TextSettings", progress: bool) -> list["Rollout"]:

@@ -1,6 +1,5 @@
 """Command-line entry point. Only the called command is imported, so `alula --help` is instant."""
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ import typer
 
 from alula import __version__
 from alula.cli.completion import typed_words
-from alula.errors import RunFailed, SettingError
+from alula.errors import DISK_FULL, RunFailed, SettingError
 
 COMMANDS = {
     "generate": ("alula.cli.generate:generate", "Generate with a model, dense or under any sparsity."),
@@ -45,7 +44,7 @@ def app(arguments: Sequence[str] | None = None) -> None:
         typer.echo(f"alula: {error}", err=True)
         sys.exit(2 if isinstance(error, SettingError) else 1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         typer.echo(f"alula: {error.strerror}; free some space and run the command again.", err=True)
         sys.exit(1)

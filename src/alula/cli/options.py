@@ -5,8 +5,16 @@ from typing import Annotated
 
 import typer
 
+from alula.errors import require
+
+
+def in_64_bits(seed: int) -> int:
+    require(-(1 << 63) <= seed < 1 << 63, f"--seed {seed}: must fit into 64 bits.")
+    return seed
+
+
 Model = Annotated[str, typer.Argument(help="Hub id, Hugging Face folder, GGUF file, or shape:NAME for random weights.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(callback=in_64_bits, help="Seed of everything random.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; by default bfloat16 on CUDA, else float32.")
@@ -26,7 +34,10 @@ Split = Annotated[str | None, typer.Option(help="Split of a Hugging Face data se
 DataDir = Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")]
 PromptTemplate = Annotated[str | None, typer.Option(help="Prompt template, with {field}s of the row.")]
 Chat = Annotated[bool | None, typer.Option(help="Use the chat template; by default if the model has one.")]
-TaskOptions = Annotated[str, typer.Option(help="Options of a generated task, as YAML: '{symbols: 8}'.")]
+TaskOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="Option of a generated task, such as symbols=8; repeatable."),
+]
 Sparsity = Annotated[str, typer.Option(help="dense, rkv:512+128, block-topk:1024, ...")]
 Sparsities = Annotated[
     list[str] | None, typer.Option(help="dense (the default), rkv:512+128, block-topk:1024, ...; repeatable.")

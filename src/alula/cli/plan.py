@@ -1,6 +1,5 @@
 """`alula plan`: the cheapest schedule whose tail stays above a threshold, and the cost of other thresholds."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -122,12 +121,11 @@ def as_bytes(text: str) -> float:
 
 def thresholds(calibration: "Calibration", cost: "CostModel", work: "Workload", tau: float | None) -> "list[Tradeoff]":
     """The cost of the usual thresholds, of `tau`, and of the strictest one that can be reached."""
-    from alula.mismatch.plan.tradeoff import GAPS, tradeoffs
+    from alula.mismatch.plan.tradeoff import tradeoffs, usual_taus
 
-    taus = {calibration.floor.overall - gap for gap in GAPS} | ({tau} if tau is not None else set())
-    reachable = (row.reachable for row in tradeoffs(calibration, cost, work, sorted(taus)) if row.plan is None)
-    taus |= {value for value in reachable if math.isfinite(value)}
-    return tradeoffs(calibration, cost, work, sorted(taus))
+    taus = {*usual_taus(calibration), *([] if tau is None else [tau])}
+    reachable = {row.reachable for row in tradeoffs(calibration, cost, work, sorted(taus)) if row.plan is None}
+    return tradeoffs(calibration, cost, work, sorted(taus | {value for value in reachable if 0 < value < 1}))
 
 
 def describe(plan: "Plan", calibration: "Calibration") -> str:

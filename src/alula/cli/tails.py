@@ -1,5 +1,6 @@
 """`alula calibrate` without a mode: measures tails of a grid of policies, writes and prints them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,26 @@ if TYPE_CHECKING:
     from alula.cli.common import Engines
     from alula.mismatch.calibrate.file import Calibration
     from alula.mismatch.measure import Bins
+    from alula.sparsity.policy import Sparsity
 
 
-def run_calibration(engines: "Engines", text: TextSettings, grid: Grid, bins: "Bins", out: Path, progress: bool) -> int:
-    """Calibrate or continue, write and print the tails; the exit code is 0."""
-    work_file = out.with_suffix(".work.json")
-    write(calibrate(engines.with_page, text, grid, bins, work_file, log=typer.echo, progress=progress), out)
-    return 0
+@dataclass(frozen=True)
+class MeasureTails:
+    """A calibration: the tails of a grid of policies."""
+
+    grid: Grid
+    bins: "Bins"
+
+    @property
+    def policies(self) -> list["Sparsity"]:
+        return [family.template for family in self.grid.families]
+
+    def run(self, engines: "Engines", text: TextSettings, out: Path, progress: bool) -> int:
+        """Calibrate or continue, write and print the tails; the exit code is 0."""
+        work_file = out.with_suffix(".work.json")
+        tails = calibrate(engines.with_page, text, self.grid, self.bins, work_file, log=typer.echo, progress=progress)
+        write(tails, out)
+        return 0
 
 
 def default_budgets(length: int) -> tuple[int, ...]:

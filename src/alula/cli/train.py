@@ -1,6 +1,5 @@
 """`alula train`: trains from a recipe, with settings on the command line, into a run folder."""
 
-import errno
 import os
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from alula.cli.completion import complete_recipe, complete_setting
-from alula.errors import require
+from alula.errors import DISK_FULL, RunFailed, require
 
 
 def train(
@@ -68,10 +67,9 @@ def train(
     try:
         finished = Trainer(config, resume="auto" if auto_resume else resume).run()
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in DISK_FULL:
             raise
-        typer.echo(f"alula: the disk of {config.out} is full; free some space and run again with --resume.", err=True)
-        raise typer.Exit(1) from error
+        raise RunFailed(f"the disk of {config.out} is full; free some space and run again with --resume.") from error
     if finished and push_to_hub is not None and os.environ.get("RANK", "0") == "0":
         from alula.run.push import push
 

@@ -2,49 +2,68 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from alula.errors import require
 from alula.files import write_atomically
-from alula.mismatch.calibrate.verify import Verification, verify
+from alula.mismatch.calibrate.verify import Verification, parse_target, verify
 from alula.objective.veto import TOO_MANY, Share
 
 if TYPE_CHECKING:
     from alula.cli.common import Engines
     from alula.mismatch.calibrate.calibrate import TextSettings
+    from alula.mismatch.measure import Bins
     from alula.sparsity.policy import Sparsity
     from alula.sparsity.schedule import Schedule
 
 
-def run_verify(
-    engines: "Engines",
-    text: "TextSettings",
-    named: Sequence[tuple[str, "Schedule", "Sparsity"]],
-    tau: float | None,
-    quantile: float,
-    confidence: float,
-    out: Path,
-    progress: bool,
-) -> int:
-    """Measure each policy, write and print the results; the exit code is 0 if all hold."""
-    code, records = 0, []
-    for name, schedule, policy in named:
-        engine = engines.with_page(policy.page())
-        limit = schedule.notes.get("tau") if tau is None else tau
-        result = verify(
-            engine, schedule, policy, text, limit, quantile=quantile, confidence=confidence, progress=progress
-        )
-        records.append({"policy": name, **result.to_dict()})
-        write_atomically(out, json.dumps(records if len(named) > 1 else records[0], indent=1) + "\n")
-        heading = f"{name}\n\n" if len(named) > 1 else ""
-        typer.echo(f"{heading}{result.table()}\n{result.kv.describe()}\n{describe_vetoes(result)}")
-        if not result.tested:
-            typer.echo(result.kv.never_sparse(name, policy))
-        typer.echo(f"{out}: {verdict(result)}")
-        code = code if result.holds else 1
-    return code
+@dataclass(frozen=True)
+class VerifyPolicies:
+    """The policies of --verify, each with the schedule whose bins it is measured in."""
+
+    named: Sequence[tuple[str, "Schedule", "Sparsity"]]
+    tau: float | None
+    bins: "Bins"
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], taus: Sequence[float], bins: "Bins", length: int, kv_dtype: str | None
+    ) -> "VerifyPolicies":
+        require(len(taus) < 2, f"--tau {' --tau '.join(map(str, taus))}: --verify takes one.")
+        named = [(name, *parse_target(name, bins.width, length, kv_dtype)) for name in names]
+        return cls(named, taus[0] if taus else None, bins)
+
+    @property
+    def policies(self) -> list["Sparsity"]:
+        return [policy for _, _, policy in self.named]
+
+    def run(self, engines: "Engines", text: "TextSettings", out: Path, progress: bool) -> int:
+        """Measure each policy, write and print the results; the exit code is 0 if all hold."""
+        records, several, code = [], len(self.named) > 1, 0
+        for name, schedule, policy in self.named:
+            result = verify(
+                engines.with_page(policy.page()),
+                schedule,
+                policy,
+                text,
+                schedule.notes.get("tau") if self.tau is None else self.tau,
+                quantile=self.bins.quantile,
+                confidence=self.bins.confidence,
+                progress=progress,
+            )
+            records.append({"policy": name, **result.to_dict()})
+            write_atomically(out, json.dumps(records if several else records[0], indent=1) + "\n")
+            heading = f"{name}\n\n" if several else ""
+            typer.echo(f"{heading}{result.table()}\n{result.kv.describe()}\n{describe_vetoes(result)}")
+            if not result.tested:
+                typer.echo(result.kv.never_sparse(name, policy))
+            typer.echo(f"{out}: {verdict(result)}")
+            code = code if result.holds else 1
+        return code
 
 
 def describe_vetoes(result: Verification) -> str:

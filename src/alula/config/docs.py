@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from alula.config.load import sections_in
 from alula.config.run import RunConfig
 from alula.objective.settings import Correction
-from alula.settings import fields_of
+from alula.section import fields_of
 
 DEFAULTS = {"out": "`runs/<recipe name>`"}
 """Defaults that `alula.config.load` fills in."""

@@ -14,7 +14,7 @@ from alula.config.recipes import recipe_names, recipe_path
 from alula.config.run import RunConfig
 from alula.errors import SettingError, one_or_more, require
 from alula.files import read_text
-from alula.settings import UNKNOWN, fields_of, first_error, is_section
+from alula.section import UNKNOWN, fields_of, first_error, is_section
 from alula.sparsity.policy import Evict, sparsity_settings
 
 SHORTHANDS: dict[tuple[str, ...], Callable[[str], dict[str, Any]]] = {

@@ -15,6 +15,7 @@ from alula.errors import in_section, require, unknown
 from alula.mismatch.tail import MIN_PROMPTS
 from alula.objective.settings import ObjectiveSettings
 from alula.rewards.scoring import distinct
+from alula.section import Section
 from alula.settings import (
     CheckpointSettings,
     ControlSettings,
@@ -32,7 +33,7 @@ from alula.settings import (
     RewardSettings,
     RolloutSettings,
     SamplingSettings,
-    Section,
+    Seed,
 )
 from alula.sparsity.policy import DENSE, Sparsity
 
@@ -42,7 +43,7 @@ class RunConfig(Section):
     """The run's folder."""
     steps: Count = 100
     """Batches of rollouts to train on."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for data order, rollouts, mini-batches and random weights."""
     model: ModelSettings
     """The model to train."""

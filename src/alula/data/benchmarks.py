@@ -163,7 +163,7 @@ def trainable() -> list[str]:
 
 
 def hub_split(benchmark: Benchmark, split: str | None) -> Hub:
-    """The hub's copy with the split to read: the hub's own default, or the one that is asked for."""
+    """The hub's copy with the split to read: the hub's own default, or `split`."""
     if split is None or split == benchmark.split:
         return benchmark.hub
     return replace(benchmark.hub, split=split)

@@ -193,7 +193,10 @@ def constant(node: ast.expr) -> tuple[Any] | None:
         case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
             first, second = constant(left), constant(right)
             if first and second and all(isinstance(v, int | float) for v in (*first, *second)):
-                return (_ARITHMETIC[type(op)](*first, *second),)
+                try:
+                    return (_ARITHMETIC[type(op)](*first, *second),)
+                except ArithmeticError:  # such as a division by zero
+                    return None
         case ast.Call(ast.Name(id), [argument], []) if id in _CONVERSIONS:
             value = constant(argument)
             try:

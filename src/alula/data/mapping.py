@@ -47,14 +47,23 @@ class FieldMapping:
         if self.answer_form not in ANSWER_FORMS:
             raise SettingError(f"answer_form={self.answer_form}: {unknown('form', self.answer_form, ANSWER_FORMS)}")
 
-    def example(self, row: Mapping[str, Any]) -> Example:
-        prompt, answer = fill(self.prompt, row, "prompt"), None
-        template = self.answer_template(row)
+    def example(self, row: Mapping[str, Any]) -> Example | None:
+        """None for a row without an answer, which no verifier could grade."""
+        answer, template = None, self.answer_template(row)
         if template is not None:
-            answer = ANSWER_FORMS[self.answer_form](fill(template, row, "answer"))
-        if template is None or not empty(answer):  # `apply` drops the others
-            check_prompt(prompt)
+            answer = self.extract_answer(template, row)
+            if empty(answer):
+                return None
+        prompt = fill(self.prompt, row, "prompt")
+        check_prompt(prompt)
         return Example(prompt, answer, dict(row))
+
+    def extract_answer(self, template: str, row: Mapping[str, Any]) -> Any:
+        try:
+            answer = fill(template, row, "answer")
+        except NullField:
+            return None
+        return None if answer is None else ANSWER_FORMS[self.answer_form](answer)
 
     def answer_template(self, row: Mapping[str, Any]) -> str | None:
         """`answer`, or None for a coding task's row without one: its tests grade it."""
@@ -64,12 +73,12 @@ class FieldMapping:
     def apply(
         self, rows: Iterable[Mapping[str, Any]], name: str, source: str | None = None, section: str = "data"
     ) -> Dataset:
-        """The examples of all rows. Rows without an answer are dropped and counted: no verifier could grade them.
+        """The examples of all rows. Rows without an answer are dropped and counted.
 
         `source` is the name of the data in errors, if it differs from `name`; `section` is that of its settings.
         """
         where = f"{section} {source or name}"
-        examples: list[Example] = []
+        examples: list[Example | None] = []
         for row in rows:
             try:
                 examples.append(self.example(row))
@@ -85,7 +94,7 @@ class FieldMapping:
                     f"{where}, row {len(examples) + 1}: {error}; correct the row, or name another field with "
                     f"{section}.prompt."
                 ) from None
-        kept = [e for e in examples if self.answer_template(e.fields) is None or not empty(e.answer)]
+        kept = [example for example in examples if example is not None]
         dropped = {"no answer": len(examples) - len(kept)} if len(kept) < len(examples) else {}
         require(len(examples) > 0, f"{where}: no usable rows (read 0): the data is empty.")
         require(
@@ -97,12 +106,19 @@ class FieldMapping:
 
 def check_prompt(prompt: Any) -> None:
     """Raise for what no tokenizer could read. The message lacks the row, and a hint."""
-    messages = isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)
     shown = f"prompt {prompt!a:.80}"
-    require(isinstance(prompt, str) or bool(messages), f"{shown} is neither text nor a list of chat messages")
+    require(isinstance(prompt, str) or is_chat(prompt), f"{shown} is neither text nor a list of chat messages")
     require(
         _SURROGATE.search(prompt_text(prompt)) is None, f"{shown} has half of a surrogate pair, which is no character"
     )
+
+
+def is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
+
+
+class NullField(SettingError):
+    """A field of a template of text is null in a row."""
 
 
 class NoField(Exception):
@@ -118,11 +134,22 @@ class NoField(Exception):
 
 
 def fill(template: str, row: Mapping[str, Any], setting: str) -> Any:
-    """The template with the row's fields filled in; a template of one field returns its value."""
+    """The template with the row's fields filled in. A template of a single field returns its value, null included."""
     single = _FIELD.fullmatch(template)
     if single:
         return look_up(single[1], row, setting)
-    return _FIELD.sub(lambda match: str(look_up(match[1], row, setting)), template)
+    return _FIELD.sub(lambda match: field_text(match[1], row, setting), template)
+
+
+def field_text(field: str, row: Mapping[str, Any], setting: str) -> str:
+    """A field's value as a part of a text."""
+    value, shown = look_up(field, row, setting), f"field {field!r} of the {setting} template"
+    if value is None:
+        raise NullField(f"{shown} is null")
+    require(
+        not is_chat(value), f'{shown} is chat messages, which stay a conversation in the template "{{{field}}}" alone'
+    )
+    return str(value)
 
 
 def look_up(path: str, row: Mapping[str, Any], setting: str) -> Any:

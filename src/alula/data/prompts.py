@@ -79,13 +79,12 @@ def check_known_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence
             if unknown in tokenizer(word, add_special_tokens=False)["input_ids"]:
                 raise SettingError(
                     f"data {dataset.name}: the model's tokenizer does not know the symbol {word!r}; give the "
-                    "task options that the model was trained with: data.options in a recipe, --options in a command "
-                    "(--option in alula eval)."
+                    "task options that the model was trained with: data.options in a recipe, --option in a command."
                 )
 
 
 def has_text(example: Example) -> bool:
-    """Whether a person wrote anything; a template and special tokens do not count."""
+    """Whether the prompt has any text; a template and special tokens do not count."""
     turns = [{"content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
     return any(str(turn.get("content") or "").strip() for turn in turns)
 

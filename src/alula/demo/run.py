@@ -79,7 +79,9 @@ def run_demo(
         say(f"\n{name.partition('-')[2]}: {' '.join(settings) or 'all KV'}")
         start, folder = time.perf_counter(), out / "runs" / name
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted demo
-        Trainer(load_config(recipe, [*common, *settings, f"out={folder}"])).run()
+        finished = Trainer(load_config(recipe, [*common, *settings, f"out={folder}"])).run()
+        if not finished:  # the trainer took the signal, which was meant for the whole demo
+            raise KeyboardInterrupt
         arms.append(summary(name, folder, time.perf_counter() - start))
     write_report([out / "runs" / name for name in ARMS], out / "report.html")
     (out / "summary.json").write_text(json.dumps([vars(arm) for arm in arms], indent=1) + "\n")

@@ -113,9 +113,9 @@ class Distiller:
             parts.append(self._update(rollouts, index, advantages, alphas))
         tokens = sum(part["tokens"] for part in parts)
         metrics = {name: sum(p[name] * p["tokens"] for p in parts) / max(tokens, 1) for name in parts[0]}
-        found = [alpha for rank in self.world.all_gather([alpha.cpu() for alpha in alphas]) for alpha in rank]
-        if found:
-            alpha = torch.cat(found).numpy()
+        gathered = [alpha for rank in self.world.all_gather([alpha.cpu() for alpha in alphas]) for alpha in rank]
+        if gathered:
+            alpha = torch.cat(gathered).numpy()
             metrics |= {"acceptance_mean": float(alpha.mean()), "acceptance_tail": lower_quantile(alpha, QUANTILE)}
         return metrics | {"tokens": tokens, "time": perf_counter() - started}
 

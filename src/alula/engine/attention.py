@@ -250,6 +250,6 @@ def attention_received(query: Tensor, key: Tensor, scaling: float, block: int = 
     position = torch.arange(length, device=query.device)
     for first in range(0, queries, block):
         logits = q[:, :, first : first + block] @ k.transpose(-1, -2)
-        own = position[length - queries + first :][: logits.shape[2], None]
-        total += torch.softmax(logits.masked_fill(position > own, float("-inf")), -1).sum((1, 2))
+        query_position = position[length - queries + first :][: logits.shape[2], None]
+        total += torch.softmax(logits.masked_fill(position > query_position, float("-inf")), -1).sum((1, 2))
     return total

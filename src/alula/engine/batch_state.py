@@ -64,7 +64,7 @@ class BatchFeatures:
             request = sequence.request
             sampling, evictor = request.sampling, request.evictor
             select, sums = request.sparsity.select, evictor is not None and evictor.accumulates
-            own = cls(
+            needed = cls(
                 ring=evictor.queries if evictor else 0,
                 accumulated=sequence.max_kv_tokens() if sums else 0,
                 proposal=bool(sampling.filtered or sampling.min_new_tokens),
@@ -76,7 +76,7 @@ class BatchFeatures:
                 banned=max(1, len(request.stop)) if sampling.min_new_tokens else 1,
                 stops=len(request.stop) if request.session else 0,
             )
-            features = own if features is None else features | own
+            features = needed if features is None else features | needed
         return features or cls()
 
 
@@ -220,9 +220,9 @@ class BatchState:
     def row_state(self, rows: int) -> RowState:
         """What decode steps advance, of the rows 0 .. rows-1."""
         names = ("position", "kv_len", "remaining", "live", "context_len", "token", "forced")
-        own = {name: getattr(self, name)[:rows] for name in names}
+        buffers = {name: getattr(self, name)[:rows] for name in names}
         stops = {"stop": self.stop[:rows], "ended": self.ended[:rows]} if self.features.stops else {}
-        return RowState(**own, column=self.column, **stops)
+        return RowState(**buffers, column=self.column, **stops)
 
     def enter(self, sequence: Sequence, row: int, page: int) -> None:
         """Note a sequence's settings for a row; they are uploaded with the next chunk."""

@@ -1,7 +1,7 @@
 """The engine: prompts in, rollouts out, under any sparsity."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from os import PathLike
 from pathlib import Path
@@ -170,7 +170,6 @@ class Engine(EngineCore):
         record: bool | Many[bool] = False,
         keep_hidden: int | Many[int] = 0,
         indices: Many[int] | None = None,
-        on_rollout: Callable[[Rollout], None] | None = None,
         progress: bool | None = None,
     ) -> list[Rollout]:
         """`sampling.n` rollouts per prompt, in order. `sparsity` is one policy or one per prompt; None is dense.
@@ -178,19 +177,16 @@ class Engine(EngineCore):
         `record` (one value, or one per prompt) also returns the evictor's history (`Rollout.history`) or the
         selector's choices. `keep_hidden` (likewise) is the number of rollouts per prompt that return their hidden
         states (`Rollout.hidden`). `indices` number the prompts in the keys of their random numbers (seed, prompt index,
-        sample, position); by default 0, 1, ... `on_rollout` is called with each rollout as it finishes; it may raise to
-        stop.
+        sample, position); by default 0, 1, ...
         """
         sampling = sampling or Sampling()
         requests = self.requests(prompts, sampling, sparsity, record=record, keep_hidden=keep_hidden, indices=indices)
-        place = {request.prompt_index: i for i, request in enumerate(requests)}
+        index_of = {request.prompt_index: i for i, request in enumerate(requests)}
         rollouts: list[Rollout | None] = [None] * (len(requests) * sampling.n)
         with progress_bar(len(rollouts), sys.stderr.isatty() if progress is None else progress) as advance:
             for rollout in self.stream(requests):
-                rollouts[place[rollout.prompt_index] * sampling.n + rollout.sample_index] = rollout
+                rollouts[index_of[rollout.prompt_index] * sampling.n + rollout.sample_index] = rollout
                 advance(len(rollout))
-                if on_rollout is not None:
-                    on_rollout(rollout)
         return [r for r in rollouts if r is not None]
 
     def tokenize(self, prompt: Prompt) -> list[int]:

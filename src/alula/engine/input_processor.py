@@ -14,6 +14,7 @@ from alula.engine.stop_strings import StopStrings, resolve_stops
 from alula.errors import SettingError, require
 from alula.models.chat_template import apply_chat_template
 from alula.models.load import LoadedModel
+from alula.settings import COLDEST, HOTTEST
 from alula.sparsity.policy import DENSE, Sparsity, check_schedules
 
 
@@ -135,7 +136,10 @@ class InputProcessor:
             "rollouts: give a list of rollouts, as `generate` returns it; a single one goes into a list too.",
         )
         require(len(rollouts) > 0, "rollouts: the list is empty.")
-        require(temperature is None or temperature > 0, f"temperature={temperature}: scoring needs a value above 0.")
+        require(
+            temperature is None or COLDEST <= temperature <= HOTTEST,
+            f"temperature={temperature}: scoring needs a value between {COLDEST:g} and {HOTTEST:g}.",
+        )
         for index, r in enumerate(rollouts):
             require(len(r) > 0, f"rollout {index} has no tokens to score.")
             self.check_ids(f"rollout {index}", r.prompt_ids + r.token_ids)

@@ -75,12 +75,12 @@ class KVCache:
 
     def read(self, layer: int, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, Hkv, D] of tokens."""
-        found = [part[layer][page, :, slot] for part in self.parts]
+        stored = [part[layer][page, :, slot] for part in self.parts]
         if self.scales is None:
-            return found[0], found[1]
-        key, value, *exponents = found
-        stored = (key.view(self.keys.dtype), value.view(self.values.dtype))
-        read = [eight_bits.dequantise(x, exponent, self.dtype) for x, exponent in zip(stored, exponents)]
+            return stored[0], stored[1]
+        key, value, *exponents = stored
+        quantised = (key.view(self.keys.dtype), value.view(self.values.dtype))
+        read = [eight_bits.dequantise(x, exponent, self.dtype) for x, exponent in zip(quantised, exponents)]
         return read[0], read[1]
 
     def paged(self, which: int, table: Tensor, n: int) -> PagedKeys:

@@ -282,11 +282,11 @@ class ModelRunner:
         if key in self.graphs:
             captured = self.graphs[key]
             return captured.replay(table) if captured else evict(self.cache, state, event, table)
-        own = table[torch.arange(rows, device=self.device).clamp(max=len(table) - 1)]
-        work, done = partial(evict, self.cache, state, event, own), []
+        table_copy = table[torch.arange(rows, device=self.device).clamp(max=len(table) - 1)]
+        work, done = partial(evict, self.cache, state, event, table_copy), []
         try:
             graph, kept = self.graphs.capture(key, work, lambda: done.append(work()))
-            self.graphs[key] = CapturedEviction(graph, own, kept)
+            self.graphs[key] = CapturedEviction(graph, table_copy, kept)
         except RuntimeError:  # no memory, or a method that cannot be captured
             if not done:
                 raise
@@ -318,9 +318,9 @@ class ModelRunner:
         hidden = torch.empty(sum(counts), self.model.config.hidden_size, dtype=self.cache.dtype, device=self.device)
         ends = np.cumsum(counts)
         for source in {id(teacher.hidden): teacher.hidden for teacher in teachers}.values():
-            own = [i for i, teacher in enumerate(teachers) if teacher.hidden is source]
-            read = np.concatenate([teachers[i].start + first[i] + np.arange(counts[i]) for i in own])
-            write = np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in own])
+            members = [i for i, teacher in enumerate(teachers) if teacher.hidden is source]
+            read = np.concatenate([teachers[i].start + first[i] + np.arange(counts[i]) for i in members])
+            write = np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in members])
             if source.device == self.device:
                 rows = source.index_select(0, to_device(read, self.device))
             else:

@@ -1,6 +1,6 @@
 """Sampling settings, rollouts and scores: the engine's inputs and outputs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Literal
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from alula.errors import SettingError, named_settings, require, require_whole
+from alula.settings import COLDEST, HOTTEST
 from alula.sparsity.policy import DENSE, Sparsity
 
 Finish = Literal["stop", "length", "error", "aborted"]
@@ -61,7 +62,10 @@ class Sampling:
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             require(isinstance(value, Real) and not isinstance(value, bool), f"{name}={value!r}: must be a number.")
-        require(self.temperature >= 0, f"temperature={self.temperature}: must be 0 (greedy) or above.")
+        require(
+            self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
+            f"temperature={self.temperature}: must be 0 (greedy), or lie between {COLDEST:g} and {HOTTEST:g}.",
+        )
         require(0 < self.top_p <= 1, f"top_p={self.top_p}: must lie in (0, 1].")
         require(self.top_k >= 0, f"top_k={self.top_k}: must be 0 (off) or a number of tokens.")
         require(self.topk_logprobs >= 0, f"topk_logprobs={self.topk_logprobs}: must be 0 or above.")
@@ -195,13 +199,11 @@ class Rollout:
             dtype=torch.int64,
         )
 
-    def decoded(self, decode: Callable[[list[int]], str] | None = None) -> str:
-        """`text`, or the tokens decoded by `decode` for an engine without a tokenizer."""
-        if self.text is not None:
-            return self.text
-        if decode is None:
-            raise SettingError("the rollout carries no text: pass decode=, the tokenizer's decode.")
-        return decode(self.token_ids)
+    def answer(self) -> str:
+        """`text`; raises if the engine had no tokenizer."""
+        if self.text is None:
+            raise SettingError("the rollout has no text, since its engine has no tokenizer; load a model with one.")
+        return self.text
 
     def sampler_logprobs(self) -> Tensor:
         """`logprobs`; raises for tokens sampled with top-p or top-k, which have none."""

@@ -44,8 +44,8 @@ class RowPages:
         first = max(0, pages_for(sequence.kv_len + before, self.page) - len(sequence.pages))
         if before == steps:
             return first
-        own = len(sequence.pages) - sequence.shared + first
-        return first + max(0, self.after_eviction(sequence, steps) - own)
+        unshared = len(sequence.pages) - sequence.shared + first
+        return first + max(0, self.after_eviction(sequence, steps) - unshared)
 
     def secure(self, sequence: Sequence, steps: int, pages: int) -> None:
         """Allocate the pages up to the next eviction in these steps; the rest of `pages` is promised to it."""

@@ -166,23 +166,23 @@ class Scheduler:
         keys = self._prefix_keys(request)
         evictor = request.evictor
         again = max(1, evictor.queries if evictor else 0)  # evictors need these queries, the first token its logits
-        found = self.pool.find(keys[: max(0, prompt - again) // self.page])
+        cached_pages = self.pool.find(keys[: max(0, prompt - again) // self.page])
         pages = pages_for(prompt, self.page)
-        self.pool.share(found)
+        self.pool.share(cached_pages)
         self._place(group.pending[0], [0] * (prompt // self.page))
-        claim = pages - len(found) + self.rows.claim(group.pending[0])
+        claim = pages - len(cached_pages) + self.rows.claim(group.pending[0])
         self._place(group.pending[0], [])
-        computed = prompt - len(found) * self.page
+        computed = prompt - len(cached_pages) * self.page
         self._cut_short = limit is not None and computed > limit
         if self._cut_short or not self._make_room(claim, admission.swap_out, keep=group.pending[0]):
             self._cut_short &= claim + self._growing <= self.rows.available()
-            self.pool.release(found)
+            self.pool.release(cached_pages)
             return None
-        group.pages, group.prefilled = found + self.pool.allocate(pages - len(found)), True
+        group.pages, group.prefilled = cached_pages + self.pool.allocate(pages - len(cached_pages)), True
         self.pool.remember(keys, group.pages)
-        level = max((1 + levels[page] for page in found if page in levels), default=0)
-        levels |= dict.fromkeys(group.pages[len(found) : prompt // self.page], level)
-        cached = len(found) * self.page
+        level = max((1 + levels[page] for page in cached_pages if page in levels), default=0)
+        levels |= dict.fromkeys(group.pages[len(cached_pages) : prompt // self.page], level)
+        cached = len(cached_pages) * self.page
         for sequence in group.pending:
             sequence.kv.cached_prompt_tokens = cached
         admission.prefill.append(Prefill(request, group.pages, list(group.pending), cached, level))

@@ -49,14 +49,14 @@ def park(runner: ModelRunner, sequence: Sequence) -> None:
 def move_rows(runner: ModelRunner, moves: list[Move]) -> None:
     """Move the state of sequences to other rows."""
     for kind in {move.sequence.request.kind for move in moves}:
-        state, own = runner.batches[kind], [move for move in moves if move.sequence.request.kind == kind]
-        source = to_device(np.asarray([move.source for move in own]), runner.device)
-        target = to_device(np.asarray([move.target for move in own]), runner.device)
+        state, of_kind = runner.batches[kind], [move for move in moves if move.sequence.request.kind == kind]
+        source = to_device(np.asarray([move.source for move in of_kind]), runner.device)
+        target = to_device(np.asarray([move.target for move in of_kind]), runner.device)
         state.token[target], state.ended[target] = state.token[source], state.ended[source]
         for buffer in (state.ring, state.accumulated):
             if buffer is not None:
                 buffer[:, target] = buffer[:, source]
-        for move in own:
+        for move in of_kind:
             state.enter(move.sequence, move.target, runner.cache.page)
 
 
@@ -107,8 +107,8 @@ def host_bytes(sequence: Sequence, geometry: Geometry, page: int, itemsize: int,
         page_bytes = 2 * [vectors * geometry.head_dim] + 2 * [vectors]  # values, and their scales
     parts = []
     for each in page_bytes:
-        whole, rest = divmod(pages, pages_in_piece(each))
-        parts += whole * [pages_in_piece(each) * each] + [rest * each]
+        full, rest = divmod(pages, pages_in_piece(each))
+        parts += full * [pages_in_piece(each) * each] + [rest * each]
     if evictor is not None and evictor.queries:
         parts.append(geometry.layers * geometry.query_heads * evictor.queries * geometry.head_dim * itemsize)
     if evictor is not None and evictor.accumulates:

@@ -36,7 +36,7 @@ class Outcome:
 
     key: Any
     seconds: float
-    """Since the call was asked for."""
+    """Since `start` was called."""
     value: Any = None
     failure: str | None = None
 
@@ -92,7 +92,7 @@ class Calls:
         return outcomes
 
     def forget(self) -> None:
-        """Give up all calls but those without a key, whose outcome nobody needs."""
+        """Give up all calls but those without a key, whose outcome is not needed."""
         for call_id, call in list(self._running.items()):
             if call.key is not None:
                 del self._running[call_id]

@@ -33,7 +33,7 @@ def load_verifiers(name: str, options: Mapping[str, Any]) -> Any:
 
 
 class Tasks:
-    """The tasks of a taskset by their index, read as far as they were asked for: a taskset may have no end."""
+    """The tasks of a taskset by their index, read as far as needed: a taskset may have no end."""
 
     def __init__(self, taskset: Any) -> None:
         self._left, self._lock = iter(taskset), Lock()
@@ -124,7 +124,7 @@ class Service:
         self._ready: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start it once, whoever calls first."""
+        """Start it at the first call; further calls wait until it is ready."""
         if self._ready is None:
             self._ready = asyncio.create_task(self._start())
         await asyncio.shield(self._ready)

@@ -25,35 +25,26 @@ def evaluate(
     rewards: Rewards,
     k: int = 1,
     *,
-    decode: Callable[[list[int]], str] | None = None,
     answer_of: Callable[[str], str | None] | None = final_answer,
     correct: str | None = None,
     threshold: float = 1.0,
-    batch: int | None = None,
     model: str = "model",
     sparsity: str = "dense",
     keep_samples: int = 0,
 ) -> EvalResult:
     """Generate and grade k answers to every problem.
 
-    An answer is correct if the reward `correct` (default: the first one) reaches `threshold`. `decode` turns tokens
-    into text for rollouts without text; `answer_of` extracts the answer that votes in maj@k (None: no maj@k, for
-    programs); `batch` problems are generated at a time (default: all); the first `keep_samples` answers are kept for
-    reading.
+    An answer is correct if the reward `correct` (default: the first one) reaches `threshold`. `answer_of` extracts the
+    answer that votes in maj@k (None: no maj@k, for programs). The first `keep_samples` answers are kept for reading.
     """
     require(k >= 1, f"k={k}: ask for at least one answer per problem.")
     judge = correct or rewards.names[0]
     if judge not in rewards.names:
         raise unknown("reward for correct=", judge, rewards.names)
-    rollouts: list[Rollout] = []
-    size = batch or len(dataset)
-    for start in range(0, len(dataset), size):
-        prompts = [prompt_of(example) for example in dataset[start : start + size]]
-        generated = generate(prompts, k)
-        assert len(generated) == len(prompts) * k, f"{len(prompts)} prompts, k={k}, but {len(generated)} rollouts"
-        rollouts += generated
+    rollouts = generate([prompt_of(example) for example in dataset], k)
+    assert len(rollouts) == len(dataset) * k, f"{len(dataset)} prompts, k={k}, but {len(rollouts)} rollouts"
     examples = [example for example in dataset for _ in range(k)]
-    texts = [rollout.decoded(decode) for rollout in rollouts]
+    texts = [rollout.answer() for rollout in rollouts]
     graded = rewards.score(
         texts,
         [example.record() for example in examples],

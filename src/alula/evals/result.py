@@ -77,14 +77,5 @@ class EvalResult:
     samples: list[Sample] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "EvalResult":
-        nested = {
-            "lengths": Lengths(**values["lengths"]),
-            "kv": KVSummary(**values["kv"]),
-            "pass_at": {int(j): value for j, value in values["pass_at"].items()},
-            "samples": [Sample(**sample) for sample in values["samples"]],
-        }
-        return cls(**{**values, **nested})

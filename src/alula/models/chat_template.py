@@ -20,6 +20,6 @@ def apply_chat_template(tokenizer: Any, messages: Any, name: str, **options: Any
 
 def check_variables(tokenizer: Any, names: Iterable[str], setting: str) -> None:
     """Raise for variables of `setting` that are arguments of transformers' call, such as `tokenize`."""
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in names:
-        require(name not in own, f"{setting}.{name}: not a variable of a chat template; leave it out.")
+        require(name not in arguments, f"{setting}.{name}: not a variable of a chat template; leave it out.")

@@ -68,8 +68,8 @@ def head_dim(config: Any) -> int:
 
 def attention_scaling(model: Any) -> float:
     """The factor that the model's attention multiplies its logits with."""
-    own = (m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling"))
-    return next(own, Geometry.of(model).head_dim ** -0.5)
+    scalings = (m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling"))
+    return next(scalings, Geometry.of(model).head_dim ** -0.5)
 
 
 def max_positions(config: Any) -> int:

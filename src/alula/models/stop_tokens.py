@@ -12,8 +12,8 @@ def stop_token_ids(*holders: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """
     ids: set[int] = set()
     for holder in (*holders, tokenizer):
-        own = getattr(holder, "eos_token_id", None)
-        ids.update(own if isinstance(own, (list, tuple)) else [] if own is None else [own])
+        eos = getattr(holder, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
     end = end_of_turn(tokenizer)
     return tuple(sorted(ids if end is None else ids | {end}))
 

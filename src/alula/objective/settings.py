@@ -11,7 +11,8 @@ from pydantic_core import ArgsKwargs
 
 from alula.errors import SettingError, require, unknown
 from alula.objective.losses import LOSSES
-from alula.settings import Positive, settings_type
+from alula.section import settings_type
+from alula.settings import Positive
 
 Level = Literal["none", "token", "sequence", "geometric"]
 Counted = Literal["all", "accepted"]

@@ -54,8 +54,8 @@ def append(
         return query
     if rotary is not None:
         here = position[: len(k)]
-        own = rotary._replace(cos=rotary.cos[here], sin=rotary.sin[here])
-        q, k = rotate_torch(q, rotary.query_norm, own), rotate_torch(k, rotary.key_norm, own)
+        at_rows = rotary._replace(cos=rotary.cos[here], sin=rotary.sin[here])
+        q, k = rotate_torch(q, rotary.query_norm, at_rows), rotate_torch(k, rotary.key_norm, at_rows)
     append_torch(q, k, v, keys, values, table, kv_len, live, position, ring_size, ring, summaries, selector, scales)
     return q
 

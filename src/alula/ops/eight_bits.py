@@ -26,8 +26,8 @@ def quantise(x: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
     top = x.abs().amax(-1)
     if stored == torch.int8:  # 127 = 1.984375 · 2^6: a significand above 1.984375 needs the next exponent
         exponent = (((top.view(torch.int32) + 0x1FFFF) >> 23) - 6).clamp(min=1)
-        whole = (x * power_of_two(254 - exponent)[..., None]).round().where(top.isfinite()[..., None], 0.0)
-        return whole.to(stored), exponent.where(top.isfinite(), 255).to(torch.uint8)
+        rounded = (x * power_of_two(254 - exponent)[..., None]).round().where(top.isfinite()[..., None], 0.0)
+        return rounded.to(stored), exponent.where(top.isfinite(), 255).to(torch.uint8)
     # 448 = 1.75 · 2^8
     exponent = (((top.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=1)
     scaled = x * power_of_two(254 - exponent)[..., None]

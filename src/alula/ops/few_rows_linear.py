@@ -50,9 +50,9 @@ def programs(rows: int) -> int:
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    whole = weight.shape[0] % BLOCK_N == 0 and weight.shape[1] % BLOCK_K == 0
+    tiles_evenly = weight.shape[0] % BLOCK_N == 0 and weight.shape[1] % BLOCK_K == 0
     plain = x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype != torch.float32
-    return use_triton(x) and len(x) <= MOST_ROWS and whole and plain and bias is None
+    return use_triton(x) and len(x) <= MOST_ROWS and tiles_evenly and plain and bias is None
 
 
 def _launch(x: Tensor, weight: Tensor, out: Tensor, parts: int, gated: bool = False) -> None:

@@ -128,8 +128,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, T
     if q.is_cuda:
         # No boundaries: with them cuDNN takes its packed path, which is slow and has a wrong backward pass.
         shape = (None, None, q.shape[2], k.shape[2])
-        found = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *shape, True, 0.0, True, False, scale=scaling)
-        return found[0], found[1][..., 0]
+        results = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *shape, True, 0.0, True, False, scale=scaling)
+        return results[0], results[1][..., 0]
     scores = _scores(q, k, scaling)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return torch.softmax(scores, -1).to(v.dtype) @ v, torch.logsumexp(scores, -1)
@@ -141,10 +141,10 @@ def _backward(
     if q.is_cuda:
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
         shape = (None, None, q.shape[2], k.shape[2])
-        found = torch.ops.aten._cudnn_attention_backward(
+        gradients = torch.ops.aten._cudnn_attention_backward(
             gradient, q, k, v, out, lse[..., None], state, state, None, *shape, 0.0, True, scale=scaling
         )
-        return found[0], found[1], found[2]
+        return gradients[0], gradients[1], gradients[2]
     group = q.shape[1] // k.shape[1]
     weights = torch.exp(_scores(q, k, scaling) - lse[..., None])
     inner = gradient.float() @ v.repeat_interleave(group, 1).float().transpose(-1, -2)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from alula.data.answers import last_boxed
-from alula.errors import SettingError, require, unknown
+from alula.errors import SettingError, unknown
 
 
 def has_boxed(completion: str) -> bool:
@@ -23,20 +23,18 @@ def has_thinking(completion: str) -> bool:
 CHECKS: dict[str, Callable[[str], bool]] = {"boxed": has_boxed, "think": has_thinking}
 
 
-def build(options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], float]:
+def build(has: str | None = None, pattern: str | None = None) -> Callable[[str, Mapping[str, Any]], float]:
     """The grader: 1 if the completion has the format, else 0. Either `has` (boxed or think) or `pattern`, a regular
     expression to search for (`.` matches newlines; anchor with \\A and \\Z to match all of it)."""
-    require(
-        len(options) == 1 and set(options) <= {"has", "pattern"},
-        f"reward format: give either has=boxed, has=think or pattern=<regular expression>, got {dict(options)}.",
-    )
-    if "has" in options:
-        if options["has"] not in CHECKS:
-            raise unknown("form (reward format, has)", str(options["has"]), CHECKS)
-        check = CHECKS[options["has"]]
+    if has is not None and pattern is None:
+        if has not in CHECKS:
+            raise unknown("form (reward format, has)", has, CHECKS)
+        check = CHECKS[has]
         return lambda completion, example: float(check(completion))
+    if pattern is None or has is not None:
+        raise SettingError("reward format: give either has=boxed, has=think or pattern=<regular expression>.")
     try:
-        pattern = re.compile(options["pattern"], re.DOTALL)
+        expression = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise SettingError(f"reward format: pattern={options['pattern']!r} is not valid: {error}.") from error
-    return lambda completion, example: float(pattern.search(completion) is not None)
+        raise SettingError(f"reward format: pattern={pattern!r} is not valid: {error}.") from error
+    return lambda completion, example: float(expression.search(completion) is not None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from alula.data.answers import after_thinking, last_boxed
-from alula.errors import SettingError, require, unknown
+from alula.errors import SettingError, check_options, require, unknown
 from alula.imports import import_object
 from alula.rewards import format as answer_format
 from alula.rewards import math_answer
@@ -23,13 +23,16 @@ def is_function(name: str) -> bool:
 def build(name: str, options: Mapping[str, Any], timeout: float = 10.0) -> Grader:
     """The grader of a reward. `timeout` is the time limit of one answer, which the caller enforces."""
     if name == "math":
-        return math_answer.build(options)
+        check_options(math_answer.build, options, "reward math")
+        return math_answer.build(**options)
     if name == "code":
         from alula.rewards.code.reward import build as build_code
 
-        return build_code(options, timeout)
+        check_options(build_code, options, "reward code")
+        return build_code(timeout, **options)
     if name == "format":
-        return answer_format.build(options)
+        check_options(answer_format.build, options, "reward format")
+        return answer_format.build(**options)
     if name.startswith("reasoning-gym:"):
         require(not options, f"reward {name} takes no options, got {sorted(options)}.")
         return reasoning_gym_grader(name.removeprefix("reasoning-gym:"))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from alula.data.answers import SEARCHED_CHARACTERS, after_thinking, last_boxed, last_marked, reference_text
-from alula.errors import unknown
 
 TINY = 1e-3
 """Numbers below this are compared with this relative tolerance."""
@@ -20,15 +19,11 @@ _WORD_UNIT = re.compile(r"^(-?[\d,.]+)\s+(?!(?:or|and|pi|sin|cos|tan|log|ln|sqrt
 _SET_BUILDER = re.compile(r"^\\\{\s*[a-z]\s*(?:\||\\mid|:)\s*(.*?)\s*\\\}$")
 
 
-def build(options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], float]:
+def build(boxed_only: bool = False) -> Callable[[str, Mapping[str, Any]], float]:
     """The grader: 1 if the completion's final answer equals `example["answer"]`, else 0.
 
     With `boxed_only`, an answer outside \\boxed{…} scores 0.
     """
-    for option in options:
-        if option != "boxed_only":
-            raise unknown("option of the reward math", option, ["boxed_only"])
-    boxed_only = bool(options.get("boxed_only", False))
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off; ours is on

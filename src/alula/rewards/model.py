@@ -31,6 +31,7 @@ class ModelReward:
     def __init__(
         self,
         folder: str,
+        /,
         *,
         label: str | int | None = None,
         batch_size: int = 16,

@@ -1,6 +1,5 @@
 """The weighted sum of several rewards: `Rewards(terms).score(completions, examples)`."""
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any
 
 from alula.cpus import available_cpus
 from alula.data.answers import reference_text
-from alula.errors import SettingError, one_or_more, require, unknown
+from alula.errors import SettingError, check_options, one_or_more, require, unknown
 from alula.rewards import graders
 from alula.rewards.length import length_reward
 from alula.rewards.pool import Job, Outcome, WorkerPool
@@ -221,11 +220,8 @@ def environment_reward() -> Scorer:
 
 
 def configured(term: RewardTerm, build: Callable[..., Scorer], *arguments: str) -> Scorer:
-    """The scorer with the term's options; unknown options raise."""
-    try:
-        inspect.signature(build).bind(*arguments, **term.options)
-    except TypeError as error:
-        raise SettingError(f"reward {term.name}: {error}.") from error
+    """The scorer with the term's options."""
+    check_options(build, term.options, f"reward {term.name}")
     return build(*arguments, **term.options)
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from alula.rewards.scoring import Answers
 
 
-def task_reward(name: str, partial: bool = False) -> Callable[["Answers"], Sequence[float]]:
+def task_reward(name: str, /, partial: bool = False) -> Callable[["Answers"], Sequence[float]]:
     """1 for a correct answer, else 0; with `partial`, the fraction of the answer that is correct."""
     task = task_class(name)
 

@@ -12,8 +12,8 @@ from alula.sparsity.policy import DENSE, Sparsity
 class Job:
     """`sampling.n` rollouts of a prompt, or one episode that begins with `start`.
 
-    All randomness is keyed by (sampling.seed, prompt_index, sample, position): whoever works on it, the tokens are the
-    same.
+    All randomness is keyed by (sampling.seed, prompt_index, sample, position): the tokens are the same on any
+    engine.
     """
 
     prompt_ids: Sequence[int]

@@ -113,6 +113,6 @@ class JobQueue:
 
     @property
     def waiting(self) -> int:
-        """Rollouts of jobs that nobody works on."""
+        """Rollouts of jobs that wait for a worker."""
         tasks = [self.tasks[number] for _, number in self._waiting if number in self.tasks]
         return sum(task.job.rollouts for task in tasks if not task.done)

@@ -71,7 +71,7 @@ class Rollouts(ABC):
         """Most KV memory in use at a time since the last call, of the engines that this rank counts."""
 
     def metrics(self) -> dict[str, float]:
-        """What is worth knowing about the engines since the last call."""
+        """Metrics of the engines since the last call."""
         return {}
 
     @abstractmethod

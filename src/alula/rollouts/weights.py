@@ -32,7 +32,7 @@ class Piece:
 def pack(
     parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[list[Piece], Bytes]]:
-    """Buckets of at most `bucket_bytes`. One is valid until the next one is asked for: they share their memory."""
+    """Buckets of at most `bucket_bytes`. A bucket is valid until the next one is requested: they share memory."""
     bucket = torch.empty(bucket_bytes // ALIGNED * ALIGNED, dtype=torch.uint8)
     pieces: list[Piece] = []
     used = 0
@@ -52,20 +52,20 @@ def pack(
 
 def unpack(buckets: Iterable[tuple[list[Piece], Bytes]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors in their order. One that lies in a single bucket is a view of it."""
-    whole: Tensor | None = None
+    joined: Tensor | None = None
     for pieces, data in buckets:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the store's memory cannot be written to, and nobody does
+            warnings.simplefilter("ignore")  # the store's memory is read-only, and only read
             bucket = torch.from_numpy(data)
         for piece in pieces:
             part = bucket[piece.offset : piece.offset + piece.bytes]
             size = int(np.prod(piece.shape, dtype=np.int64)) * piece.dtype.itemsize
             if piece.bytes < size:
                 if piece.first == 0:
-                    whole = torch.empty(size, dtype=torch.uint8)
-                assert whole is not None
-                whole[piece.first : piece.first + piece.bytes].copy_(part)
+                    joined = torch.empty(size, dtype=torch.uint8)
+                assert joined is not None
+                joined[piece.first : piece.first + piece.bytes].copy_(part)
                 if piece.first + piece.bytes < size:
                     continue
-                part = whole
+                part = joined
             yield piece.name, part.view(piece.dtype).view(piece.shape)

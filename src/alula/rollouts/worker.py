@@ -60,7 +60,7 @@ class Orders:
 @dataclass(frozen=True)
 class Report:
     finished: list[tuple[int, Rollout]]
-    refused: list[int]
+    rejected: list[int]
     """Jobs that need other weights than the worker has."""
     shipments: tuple[int, int]
     progress: int
@@ -119,7 +119,7 @@ class RolloutWorker:
             self._take_adapter(orders.adapter)
         if orders.text is not None:
             self.engine.measure_queries(orders.text)
-        refused = [number for number, job, needs in orders.jobs if not self._add(number, job, needs)]
+        rejected = [number for number, job, needs in orders.jobs if not self._add(number, job, needs)]
         finished: list[tuple[int, Rollout]] = []
         with frozen_heap():
             while self.runner.unfinished and time.monotonic() < began + SLICE:
@@ -135,7 +135,7 @@ class RolloutWorker:
         idle, self.last = began - self.last, now
         return Report(
             finished,
-            refused,
+            rejected,
             self.shipments,
             self.progress + self.runner.progress,
             now - began,

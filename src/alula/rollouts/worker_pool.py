@@ -21,7 +21,7 @@ from alula.rollouts.worker import Orders, Report, Shipment
 POLL = 0.05
 """Seconds between two looks at calls that were made meanwhile."""
 PATIENCE = 10.0
-"""Seconds after which a person is told what the run waits for."""
+"""Seconds until a message says what the run waits for."""
 MOST_FAILED_STARTS = 3
 """Workers that may die one after the other before any has started."""
 
@@ -60,7 +60,7 @@ class WorkerPool:
         self.text: list[list[int]] | None = None
         """The text that the model's queries are measured on, if an evictor needs that."""
         self.messages: deque[str] = deque()
-        """What a person should know, for the main thread to print."""
+        """For the main thread to print."""
         self.lost = self.failed_starts = 0
         self.busy = self.idle = 0.0
         self.peaks: dict[str, int] = {}
@@ -88,12 +88,12 @@ class WorkerPool:
         """Rollouts of these jobs that are not in `seen` yet, to which they are added; waits for some to come."""
         with self._changed:
             self._raise_error()
-            found = self._unseen(numbers, seen)
-            if not found and not self.done(numbers):
+            unseen = self._unseen(numbers, seen)
+            if not unseen and not self.done(numbers):
                 self._changed.wait(wait)
                 self._raise_error()
-                found = self._unseen(numbers, seen)
-            return found
+                unseen = self._unseen(numbers, seen)
+            return unseen
 
     def done(self, numbers: Iterable[int]) -> bool:
         with self._changed:
@@ -124,7 +124,7 @@ class WorkerPool:
 
     def wait_until_ready(self, check_stop: Callable[[], None], say: Callable[[str], None]) -> int:
         """Wait for all workers, or for `least` of them after the timeout; returns how many are ready."""
-        start, told = time.monotonic(), False
+        start, announced = time.monotonic(), False
         while True:
             check_stop()
             with self._changed:
@@ -132,8 +132,8 @@ class WorkerPool:
                 ready = len(self._ready())
                 waited = time.monotonic() - start
                 late = waited > self.timeout
-                if waited > PATIENCE and not told:
-                    told = True
+                if waited > PATIENCE and not announced:
+                    announced = True
                     say(
                         f"waiting for rollout workers: {ready} of {self.size} are ready. The cluster has "
                         f"{resources()}; rollouts.timeout={self.timeout:g} s limits the wait."
@@ -187,9 +187,9 @@ class WorkerPool:
 
     def _unseen(self, numbers: Iterable[int], seen: set[tuple[int, int]]) -> list[tuple[int, Rollout]]:
         tasks = [self.queue.tasks[number] for number in numbers]
-        found = [(t.number, s, r) for t in tasks for s, r in t.finished.items() if (t.number, s) not in seen]
-        seen |= {(number, sample) for number, sample, _ in found}
-        return [(number, rollout) for number, _, rollout in found]
+        unseen = [(t.number, s, r) for t in tasks for s, r in t.finished.items() if (t.number, s) not in seen]
+        seen |= {(number, sample) for number, sample, _ in unseen}
+        return [(number, rollout) for number, _, rollout in unseen]
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -280,8 +280,8 @@ class WorkerPool:
             worker.progress, worker.since = report.progress, time.monotonic()
         for number, rollout in report.finished:
             self.queue.finish(number, rollout)
-        self.queue.give_back(report.refused, lost=False)
-        worker.jobs -= set(report.refused)
+        self.queue.give_back(report.rejected, lost=False)
+        worker.jobs -= set(report.rejected)
         worker.jobs -= {n for n in worker.jobs if n not in self.queue.tasks or self.queue.tasks[n].done}
         worker.sent = report.shipments
         self.busy, self.idle = self.busy + report.busy, self.idle + report.idle

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from alula.engine.rollout import Sampling
 from alula.errors import SettingError, require, unknown
+from alula.settings import Seed
 from alula.sparsity.policy import DENSE, Sparsity
 from alula.sparsity.schedule import PRESETS
 from alula.sparsity.text import settings_of
@@ -49,7 +50,7 @@ class SamplingFields(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(None, ge=-1, le=MOST)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: Seed | None = None
     stop: Stops = None
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     ignore_eos: bool | None = False

@@ -1,4 +1,4 @@
-"""What one HTTP request asks of the engine, and the events that answer it."""
+"""The engine requests of one HTTP request, and the events that answer them."""
 
 import asyncio
 from collections.abc import AsyncGenerator

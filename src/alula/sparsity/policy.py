@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from alula.errors import SettingError, require, unknown
-from alula.settings import fields_of, settings_type
+from alula.section import fields_of, settings_type
 from alula.sparsity.schedule import Schedule
 from alula.sparsity.text import budget as parse_budget
 from alula.sparsity.text import part_text, settings_of

@@ -161,8 +161,8 @@ def assign_minibatches(batch: RolloutBatch, updates: int, unit: str, seed: int, 
     if unit == "groups":
         return torch.tensor(order, dtype=torch.int64).repeat_interleave(batch.n) * updates // max(groups, 1)
     dealt = [
-        (position + place) % updates
+        (position + turn) % updates
         for position, prompt in zip(order, batch.prompt_indices)
-        for place in shuffled(batch.n, seed, prompt)
+        for turn in shuffled(batch.n, seed, prompt)
     ]
     return torch.tensor(dealt, dtype=torch.int64)

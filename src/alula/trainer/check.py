@@ -131,10 +131,10 @@ def free_memory(config: RunConfig) -> int | None:
 
 def totals(config: RunConfig, plan: MemoryPlan, free: int | None) -> list[tuple[str, str]]:
     """The last rows of the memory table."""
-    place = ", a worker" if plan.workers else ""
+    of_worker = ", a worker" if plan.workers else ""
     rows = [
         ("total, learning (KV pool released)", size_text(plan.learning)),
-        (f"total, generating{place}", size_text(plan.generating(config.engine.kv_memory))),
+        (f"total, generating{of_worker}", size_text(plan.generating(config.engine.kv_memory))),
     ]
     if not plan.activations:
         rows.append(("  activations of a mixture not counted: learner.activation_checkpointing is off", ""))

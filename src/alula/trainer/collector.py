@@ -126,7 +126,7 @@ class Collector:
         """The first `sampling.prompts` groups of all ranks that have a signal, filled up with groups without."""
         signal = batch.has_signal().tolist()
         order, _ = self.world.global_order([(not has, index) for has, index in zip(signal, batch.prompt_indices)])
-        return batch.choose([group for group, place in enumerate(order) if place < self.config.sampling.prompts])
+        return batch.choose([group for group, rank in enumerate(order) if rank < self.config.sampling.prompts])
 
     def resume(self, position: Mapping[str, Any], sparsity: Sparsity) -> None:
         """Continue after this position of the prompt stream, under this policy."""
@@ -298,7 +298,7 @@ class Collector:
 
     def _begin_grading(self, batch: RolloutBatch) -> Callable[[], RewardBatch]:
         answers = Answers(
-            [rollout.decoded() for rollout in batch.rollouts],
+            [rollout.answer() for rollout in batch.rollouts],
             [example.record() for example in batch.examples],
             finishes=[rollout.finish for rollout in batch.rollouts],
             lengths=batch.lengths,

@@ -38,14 +38,15 @@ class Preflight:
         self.sources = config.eval.data if config.eval.every else []
         self.training, self.held_out = self._read()
         """Examples of either kind, those that the run will use as far as it is known; None for those on the hub."""
-        tokenizer = self.tokenizer = None if self.training is None else local_tokenizer(config)
+        self.tokenizer = None if self.training is None else local_tokenizer(config)
         self.tokenized: Data | None = None
         """The data with the tokens of its prompts; None without training data or a tokenizer on this machine."""
-        if self.training is not None and tokenizer is not None:
-            known = tuple(dataset for dataset in self.held_out if dataset is not None)
-            self.training, known = self.tokenized = tokenized(config, (self.training, known), tokenizer)
-            left = iter(known)
-            self.held_out = [None if dataset is None else next(left) for dataset in self.held_out]
+        if self.training is not None and self.tokenizer is not None:
+            read = tuple(dataset for dataset in self.held_out if dataset is not None)
+            self.tokenized = tokenized(config, (self.training, read), self.tokenizer)
+            self.training, read = self.tokenized
+            in_order = iter(read)
+            self.held_out = [None if dataset is None else next(in_order) for dataset in self.held_out]
 
     def _read(self) -> tuple[Dataset | None, Sequence[Dataset | None]]:
         config = self.config

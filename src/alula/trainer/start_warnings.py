@@ -1,4 +1,4 @@
-"""Warnings before the first step: settings that are valid, and probably not meant."""
+"""Warnings before the first step: valid settings that are probably unintended."""
 
 from collections.abc import Iterator, Sequence
 

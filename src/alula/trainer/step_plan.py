@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from alula.bench.ceilings import Ceilings
 from alula.config.run import RunConfig
+from alula.distributed import World
 from alula.errors import SettingError, require
 from alula.mismatch.plan.cost import HARDWARE, AnalyticCost, Hardware
+from alula.trainer.build import check_shares
 from alula.trainer.host_plan import network_bytes
 from alula.trainer.memory_plan import USABLE, MemoryPlan, plan_memory
 from alula.trainer.rollout_simulation import answer_lengths, decode_seconds
@@ -35,7 +37,7 @@ STORE_RATE = 0.88e9
 
 
 class DoesNotFit(SettingError):
-    """A division whose learners or engines have too little memory."""
+    """A division whose learners or engines have too little memory, or nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,14 @@ class StepPlanner:
         return min(plans, key=lambda plan: plan.one_step_off, default=None)
 
     def _numbers_of_learners(self) -> list[int]:
-        """Some of one node, or whole nodes; each needs a prompt."""
-        most = min(self.cluster.size - 1, self.config.sampling.prompts)
-        return [n for n in range(1, most + 1) if n < self.cluster.gpus or n % self.cluster.gpus == 0]
+        """Some of one node, or whole nodes."""
+        return [n for n in range(1, self.cluster.size) if n < self.cluster.gpus or n % self.cluster.gpus == 0]
 
     def _plan(self, ranks: int, workers: int) -> StepPlan:
+        try:
+            check_shares(self.config, World(size=ranks))
+        except SettingError as error:
+            raise DoesNotFit(str(error)) from error
         nodes = max(1, ranks // self.cluster.gpus)
         plan = plan_memory(self.config, ranks, nodes=nodes, workers=workers)
         usable = USABLE * self.cluster.memory

@@ -1,6 +1,5 @@
 """Generated tasks with an exact verifier and a tiny vocabulary, for demos and tests; nothing is downloaded."""
 
-import inspect
 from typing import Any
 
 from alula.data.tasks.countdown import Countdown
@@ -10,7 +9,7 @@ from alula.data.tasks.pointer import Pointer
 from alula.data.tasks.search import Search
 from alula.data.tasks.symbols import CopyLast, Successor
 from alula.data.tasks.task import Task
-from alula.errors import require, unknown
+from alula.errors import check_options, unknown
 
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (CopyLast, Successor, Pointer, Countdown, Search, Machine, Lookup)
@@ -19,12 +18,7 @@ TASKS: dict[str, type[Task]] = {
 
 def build(name: str, **options: Any) -> Task:
     cls = task_class(name)
-    allowed = inspect.signature(cls).parameters
-    for option, value in options.items():
-        if option not in allowed:
-            raise unknown(f"option of task:{name}", option, allowed)
-        valid = allowed[option].annotation is not int or type(value) is int  # type(): a bool is no number
-        require(valid, f"task {name}: {option}={value!r} must be a whole number.")
+    check_options(cls, options, f"task {name}")
     return cls(**options)
 
 

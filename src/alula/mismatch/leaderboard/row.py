@@ -127,8 +127,8 @@ def sample(rollouts: Sequence[Rollout], alphas: Sequence[Tensor], log_ratios: Se
 
 def first_below(log_ratio: Tensor) -> int:
     """Index of the first token with a ratio below Sparse-RL's threshold, or `NEVER`."""
-    found = below_veto(log_ratio).nonzero()
-    return int(found[0]) if len(found) else NEVER
+    positions = below_veto(log_ratio).nonzero()
+    return int(positions[0]) if len(positions) else NEVER
 
 
 def decoded_again(engine: Engine, dense: DenseText, policy: Sparsity) -> tuple[list[Tensor], list[Tensor]]:

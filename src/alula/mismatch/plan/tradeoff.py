@@ -8,7 +8,7 @@ from alula.mismatch.plan.cost import CostModel
 from alula.mismatch.plan.plan import GAP, Infeasible, Plan, Workload, digits, plan
 
 GAPS = (0.02, 0.04, 0.06, GAP, 0.11, 0.14, 0.17, 0.20)
-"""Default thresholds of the table, as distances below the dense floor."""
+"""Usual thresholds, as distances below the dense floor."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,15 @@ class Tradeoff:
     """tau if there is a plan, otherwise the largest threshold that has one."""
 
 
-def tradeoffs(
-    calibration: Calibration, cost: CostModel, workload: Workload, taus: Sequence[float] | None = None
-) -> list[Tradeoff]:
+def usual_taus(calibration: Calibration) -> list[float]:
+    """The thresholds of a table without --tau."""
+    return [tau for gap in GAPS if (tau := calibration.floor.overall - gap) > 0]
+
+
+def tradeoffs(calibration: Calibration, cost: CostModel, workload: Workload, taus: Sequence[float]) -> list[Tradeoff]:
     """A row for every threshold, strictest first; rows out of reach have no plan."""
     rows = []
-    for tau in sorted(taus or [calibration.floor.overall - gap for gap in GAPS], reverse=True):
+    for tau in sorted(taus, reverse=True):
         try:
             rows.append(Tradeoff(tau, plan(calibration, cost, workload, tau=tau), tau))
         except Infeasible as error:

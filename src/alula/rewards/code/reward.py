@@ -4,13 +4,12 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
 from alula.data.answers import after_thinking
 from alula.data.code_tests import Test, kind_of, read_tests
-from alula.errors import require, unknown
+from alula.errors import require
 from alula.rewards.code.remote import SandboxFusion
 from alula.rewards.code.results import passes, read_results, same_output
 from alula.rewards.code.sandbox import Bubblewrap, Limits, Run
@@ -35,19 +34,11 @@ class Outcome:
     """Why the test failed."""
 
 
-def build(options: Mapping[str, Any], timeout: float) -> Callable[[str, Mapping[str, Any]], float]:
+def build(
+    timeout: float, /, partial: bool = False, seconds: float = 5.0, memory: int = 1024, url: str | None = None
+) -> Callable[[str, Mapping[str, Any]], float]:
     """The grader: 1 if the program passes all tests, else 0; with `partial`, the share that it passes. An answer's
     programs together take at most `timeout` seconds; what has not run by then counts as failed."""
-    known = set(signature(code_reward).parameters) - {"timeout"}
-    for option in options:
-        if option not in known:
-            raise unknown("option of the reward code", option, known)
-    return code_reward(timeout=timeout, **options)
-
-
-def code_reward(
-    timeout: float, partial: bool = False, seconds: float = 5.0, memory: int = 1024, url: str | None = None
-) -> Callable[[str, Mapping[str, Any]], float]:
     require(seconds > 0, f"reward code: seconds={seconds} must be above 0.")
     require(memory >= 64, f"reward code: memory={memory} MiB is too little for Python; give at least 64.")
     limits = Limits(seconds, memory << 20)
