@@ -50,7 +50,7 @@ from alula.trainer.run_data import load_data
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.staleness import staleness_metrics
 from alula.trainer.start_warnings import start_warnings
-from alula.trainer.step_metrics import Clock, step_metrics
+from alula.trainer.step_metrics import Clock, generating_seconds, step_metrics
 from alula.trainer.token_log import group_tokens
 from alula.trainer.update import StepResult, Updater
 
@@ -286,7 +286,8 @@ class Trainer:
         stale, version = self.config.rollouts.stale > 0, self.step - 1
         if stale:
             metrics |= staleness_metrics(batch.rollouts, result.vetoed, version, self.world)
-        metrics |= self.distill.cost_metrics(metrics) if self.distill else {}
+        if self.distill:
+            metrics |= self.distill.cost_metrics(metrics, generating_seconds(self.config, metrics))
         self.logger.log_step(self.step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         if self.config.logging.rollouts_due(self.step) and batch.rollouts:
             veto = self.config.objective.correction.veto
