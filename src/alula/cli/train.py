@@ -63,6 +63,7 @@ def train(
         return
     import torch.distributed
 
+    from alula.run.checkpoint import Checkpoints
     from alula.trainer.trainer import Trainer
 
     try:
@@ -70,7 +71,8 @@ def train(
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        typer.echo(f"alula: the disk of {config.out} is full; free some space and run again with --resume.", err=True)
+        way_on = Checkpoints(Path(config.out) / "checkpoints").way_on()
+        typer.echo(f"alula: the disk of {config.out} is full. Free some space; {way_on}.", err=True)
         raise typer.Exit(1) from error
     if finished and push_to_hub is not None and os.environ.get("RANK", "0") == "0":
         from alula.run.push import push

@@ -222,8 +222,8 @@ class Trainer:
             self._export()
             if self.saved != self.step:
                 raise CheckpointError(
-                    f"the model is in {self.out / 'model'}, but the last checkpoint could not be written: --resume "
-                    "would repeat the steps since the previous one."
+                    f"the model is in {self.out / 'model'}, but the last checkpoint could not be written; "
+                    f"{self.checkpoints.way_on()}."
                 )
             for name, score in self.evaluation.scores.items():
                 self.logger.message(describe_score(name, score))
@@ -413,8 +413,7 @@ class Trainer:
                 self.distill.distiller.adapter().save(self.out / "sparse_adapter")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{model} could not be written: {error}; free some space and use --resume, which continues from the "
-                "last checkpoint."
+                f"{model} could not be written: {error}. Free some space; {self.checkpoints.way_on()}."
             ) from error
 
     def _resume_hint(self) -> str:
