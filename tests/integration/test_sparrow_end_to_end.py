@@ -17,7 +17,7 @@ from alula.sparsity.schedule import Schedule
 from command_line import alula
 from toy import without_clocks
 
-DATA = ["--data", "task:copy-last", "--options", "{symbols: 26, prefix: 20}"]
+DATA = ["--data", "task:copy-last", "--option", "symbols=26", "--option", "prefix=20"]
 SIZES = ["--length", "64", "--prompts", "32", "--kv-memory", "16MiB", "--max-rows", "160"]
 MODEL = "shape:tiny-llama"
 RECIPES = Path(__file__).parents[2] / "recipes"

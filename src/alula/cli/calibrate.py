@@ -74,7 +74,7 @@ def calibrate(
     data_dir: shared.DataDir = None,
     prompt: shared.PromptTemplate = None,
     chat: shared.Chat = None,
-    options: shared.TaskOptions = "{}",
+    options: shared.TaskOptions = None,
     sparse_adapter: shared.SparseAdapter = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -48,6 +48,18 @@ def warn_other_model(policies: "Sequence[Sparsity]", engine: "Engine") -> None:
         typer.echo(f"note: {message} {OTHER_MODEL_ADVICE}", err=True)
 
 
+def task_options(given: Sequence[str] | None) -> dict[str, Any]:
+    """The options of generated tasks, from the texts `name=value` of --option."""
+    from alula.config.load import parse_yaml
+
+    options = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        require(bool(equals and name), f"--option {text!r}: write name=value.")
+        options[name] = parse_yaml(value, f"--option {text!r}")
+    return options
+
+
 def load_model_and_prompts(
     model: str,
     data: Sequence[str],
@@ -55,29 +67,27 @@ def load_model_and_prompts(
     data_dir: Path | None,
     prompt: str | None,
     chat: bool | None,
-    options: str,
+    options: Sequence[str] | None,
     device: str | None,
     dtype: str | None,
     residual: str | None,
     seed: int,
 ) -> "tuple[LoadedModel, Dataset]":
     """The model with its tokenizer (a bare shape takes the first task's), and the tokenized prompts of all `data`."""
-    from alula.config.load import parse_yaml
     from alula.data import Dataset, prepare
     from alula.data import load as load_data
     from alula.data.load import settings_per_source
     from alula.data.load_tokenizer import TASK, attach_tokenizer, load_tokenizer
     from alula.models.load import SHAPE, load_model
 
-    task_options = parse_yaml(options, f"--options {options!r}") or {}
-    require(isinstance(task_options, dict), f"--options {options!r}: write a YAML mapping, such as '{{symbols: 8}}'.")
-    settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": task_options}
+    of_task = task_options(options)
+    settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": of_task}
     per_source = settings_per_source(data, settings)
     sets = [load_data(one, answer="", seed=seed, **own) for one, own in zip(data, per_source)]
     loaded = load_model(model, device=device, dtype=dtype, seed=seed, residual=residual)
     set_threads(loaded.model)
     if loaded.tokenizer is None and data[0].startswith(TASK):
-        loaded = attach_tokenizer(loaded, load_tokenizer(data[0], task_options), resize=model.startswith(SHAPE))
+        loaded = attach_tokenizer(loaded, load_tokenizer(data[0], of_task), resize=model.startswith(SHAPE))
     require(loaded.tokenizer is not None, f"model {model!r} has no tokenizer, which prompts need; use another model.")
     prepared = [prepare(one, loaded.tokenizer, chat=chat) for one in sets]
     return loaded, Dataset(tuple(example for one in prepared for example in one), ", ".join(data))

@@ -39,7 +39,7 @@ def distill(
     data_dir: shared.DataDir = None,
     prompt: shared.PromptTemplate = None,
     chat: shared.Chat = None,
-    options: shared.TaskOptions = "{}",
+    options: shared.TaskOptions = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     residual: shared.Residual = None,
@@ -71,7 +71,7 @@ def distill(
         minibatches=minibatches,
         token_budget=token_budget,
     )
-    from alula.cli.common import load_model_and_prompts
+    from alula.cli.common import load_model_and_prompts, task_options
     from alula.distill.distiller import Distiller
     from alula.distill.standalone import RolloutOptions, distill_prompts, measure
     from alula.engine.engine import Engine
@@ -94,7 +94,7 @@ def distill(
         "split": split,
         "prompt": prompt,
         "chat": chat,
-        "options": options,
+        "options": task_options(options),
         "residual": residual,
         "rank": rank,
         "alpha": settings.alpha,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from alula.cli import options as shared
-from alula.cli.common import check_output_file, shared_page, warn_other_model
+from alula.cli.common import check_output_file, shared_page, task_options, warn_other_model
 from alula.cpus import set_threads
 from alula.errors import RunFailed, SettingError, require
 from alula.files import write_atomically
@@ -38,10 +38,7 @@ def evaluate(
     sparsity: shared.Sparsities = None,
     k: Annotated[int | None, typer.Option(help="Answers per problem; by default 1.")] = None,
     limit: Annotated[int | None, typer.Option(help="Maximum problems per data set.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Option of a generated task, such as symbols=4; repeatable."),
-    ] = None,
+    options: shared.TaskOptions = None,
     reward: Annotated[
         str | None,
         typer.Option(
@@ -82,8 +79,7 @@ def evaluate(
     from alula.engine.engine import Engine
     from alula.engine.rollout import Sampling
 
-    options = dict(parse_option(text) for text in option or [])
-    settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": options}
+    settings = {"split": split, "data_dir": data_dir, "prompt": prompt, "options": task_options(options)}
     work = [
         (
             load(entry.data, size=limit, seed=seed, **own),
@@ -191,15 +187,6 @@ def print_results(results: "list[EvalResult]") -> None:
         console.print(table(results))
     else:
         typer.echo(markdown(results))
-
-
-def parse_option(text: str) -> tuple[str, Any]:
-    from alula.config.load import parse_yaml
-
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise SettingError(f"--option {text!r}: write name=value.")
-    return name, parse_yaml(value, f"--option {text!r}")
 
 
 def evaluate_one(

@@ -26,7 +26,10 @@ Split = Annotated[str | None, typer.Option(help="Split of a Hugging Face data se
 DataDir = Annotated[Path | None, typer.Option(help="Folder with local copies of the benchmarks.")]
 PromptTemplate = Annotated[str | None, typer.Option(help="Prompt template, with {field}s of the row.")]
 Chat = Annotated[bool | None, typer.Option(help="Use the chat template; by default if the model has one.")]
-TaskOptions = Annotated[str, typer.Option(help="Options of a generated task, as YAML: '{symbols: 8}'.")]
+TaskOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="Option of a generated task, such as symbols=4; repeatable."),
+]
 Sparsity = Annotated[str, typer.Option(help="dense, rkv:512+128, block-topk:1024, ...")]
 Sparsities = Annotated[
     list[str] | None, typer.Option(help="dense (the default), rkv:512+128, block-topk:1024, ...; repeatable.")

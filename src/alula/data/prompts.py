@@ -79,8 +79,7 @@ def check_known_symbols(dataset: Dataset, tokenizer: Any, ids: Sequence[Sequence
             if unknown in tokenizer(word, add_special_tokens=False)["input_ids"]:
                 raise SettingError(
                     f"data {dataset.name}: the model's tokenizer does not know the symbol {word!r}; give the "
-                    "task options that the model was trained with: data.options in a recipe, --options in a command "
-                    "(--option in alula eval)."
+                    "task options that the model was trained with: data.options in a recipe, --option in a command."
                 )
 
 
