@@ -53,7 +53,7 @@ def test_command_writes_an_adapter_and_a_table(successor, tmp_path, capsys):
         str(out),
     ]
     assert alula("distill", *arguments) == 0
-    written = {"adapter", "metrics.jsonl", "status.json", "summary.json"}
+    written = {"adapter", "checkpoints", "metrics.jsonl", "status.json", "summary.json"}
     assert {path.name for path in out.iterdir()} == written, "no empty files"
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -125,6 +125,15 @@ def test_interrupted_command_has_status_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("alula.distill.standalone.distill_prompts", interrupted)
     alula(*COMMAND, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", tmp_path)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_finished_adapter_is_trained_further(tmp_path):
+    """Whatever its number of steps and --save-every."""
+    command = (*COMMAND, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", tmp_path, "--save-every", "7")
+    assert alula(*command) == 0
+    assert alula(*command, "--steps", "3", "--resume") == 0
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3]
 
 
 @pytest.mark.slow

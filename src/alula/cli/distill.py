@@ -48,7 +48,7 @@ def distill(
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 256,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("distilled"),
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last step has one, too.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a LoRA that only the sparse rollout uses, so that it agrees better with the dense policy.
@@ -138,7 +138,7 @@ def distill(
         writer.log(step, row)
         kl, seconds = row["distill/kl"], row["time/rollout"] + row["time/distill"]
         typer.echo(f"step {step}/{steps}  KL {kl:.5f}  {seconds:.1f} s", err=True)
-        if step % save_every == 0:
+        if step % save_every == 0 or step == steps:
             state = {"distiller": distiller.state(), "step": step, "before": before, "made_with": made_with}
             checkpoints.save(step, distiller.tensors(), state)
 
