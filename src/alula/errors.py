@@ -31,7 +31,7 @@ class RunFailed(RuntimeError):
 def unknown(kind: str, name: str, known: Iterable[str]) -> SettingError:
     """The error for an unknown name: suggests the closest known name, or lists all."""
     names = sorted(known)
-    matches = get_close_matches(name, names, n=1)
+    matches = get_close_matches(name, names, n=1) or get_close_matches(name.lower(), names, n=1)
     listing = f"known: {', '.join(names)}." if names else "there are none."
     hint = f"did you mean {matches[0]!r}?" if matches else listing
     return SettingError(f"unknown {kind} {name!r}; {hint}")

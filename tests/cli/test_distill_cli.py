@@ -128,6 +128,15 @@ def test_interrupted_command_has_status_stopped(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_finished_adapter_is_trained_further(tmp_path):
+    """Whatever its number of steps and --save-every."""
+    command = (*COMMAND, "--sparsity", "snapkv:3+1,window=1,sinks=1", "--out", tmp_path, "--save-every", "7")
+    assert alula(*command) == 0
+    assert alula(*command, "--steps", "3", "--resume") == 0
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3]
+
+
+@pytest.mark.slow
 def test_resume_with_a_changed_schedule_file_raises(tmp_path, capsys):
     schedule, out = tmp_path / "schedule.json", str(tmp_path / "out")
 

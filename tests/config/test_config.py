@@ -84,6 +84,7 @@ def test_overrides_of_a_sparsity_given_as_text(recipe):
     assert evict.sparsity.evict == Evict("rkv", 512, window=16, mix=0.3, kernel=5)
     assert load(recipe, "sparsity=null").sparsity.dense
     assert "did you mean 'rkv'?" in error_of(recipe, "sparsity=rkvv:512")
+    assert "did you mean 'rkv'?" in error_of(recipe, "sparsity=RKV:512")
 
 
 def test_defaults_keep_the_dense_evaluation_on(recipe):

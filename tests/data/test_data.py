@@ -268,6 +268,8 @@ def test_a_prompt_that_the_chat_template_rejects_is_named(tokenizer):
         prepare(Dataset((Example("a"),), "mine"), tokenizer, system="short")
     with pytest.raises(SettingError, match=r"template_options\.add_generation_prompt"):
         prepare(data, tokenizer, template_options={"add_generation_prompt": False})
+    with pytest.raises(SettingError, match=r"template_options\.messages"):
+        prepare(data, tokenizer, template_options={"messages": []})
 
 
 def test_chat_without_a_template_raises(tokenizer):

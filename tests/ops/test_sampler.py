@@ -8,7 +8,17 @@ import oracle
 from alula import Engine, Sampling
 from alula.engine.sequence import rollout_key
 from alula.ops import sample as sample_module
-from alula.ops.sample import BLOCK, BLOCKS_FROM, block_noise, gumbel, philox, proposal_logits, sample_torch, token_noise
+from alula.ops.sample import (
+    BLOCK,
+    BLOCKS_FROM,
+    block_noise,
+    gumbel,
+    philox,
+    proposal_logits,
+    sample_torch,
+    token_noise,
+    top_logprobs,
+)
 from evictor_formulas import philox_literal
 
 CHI_SQUARE_999 = {9: 27.88, 15: 37.70, 19: 43.82, 49: 85.35, 63: 103.44, 80: 124.84}
@@ -193,6 +203,19 @@ def test_forced_tokens_are_scored_not_drawn():
         assert tokens.tolist() == [17] * 4
         expected = torch.log_softmax(logits / (temperature or 1), -1)[17]
         torch.testing.assert_close(logprobs, expected.expand(4))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_most_likely_tokens_of_a_real_vocabulary_have_the_log_probs_that_sampling_gives_them(temperature):
+    logits = torch.randn(3, 49152, generator=torch.Generator().manual_seed(3)) * 3
+    heat = torch.full((3,), temperature)
+    values, ids = top_logprobs(logits, heat, 4)
+    exact = torch.log_softmax(logits.double() / (temperature or 1), -1).topk(4)
+    assert torch.equal(ids, exact.indices)
+    torch.testing.assert_close(values.double(), exact.values, atol=3e-6, rtol=0)
+    for place in range(4):
+        drawn = sample_torch(logits, heat, torch.zeros(3).long(), torch.zeros(3).long(), ids[:, place])
+        assert torch.equal(drawn[1], values[:, place])
 
 
 # --- top-p, top-k, banned ----------------------------------------------------------------------------------------

@@ -218,6 +218,10 @@ def test_rollouts_ahead_of_the_learner(cluster, tmp_path):
     rows = toy.rows(tmp_path / "run", "metrics.jsonl")
     assert [row["data/epoch"] * len(run.stream.dataset) for row in rows] == pytest.approx([6, 12, 18, 24, 30])
     assert all(0 <= row["workers/age_mean"] <= row["workers/age_max"] <= 1 for row in rows)
+    rollouts = 6 * run.config.sampling.n
+    for row in rows:  # the wait for a batch may be next to nothing
+        tokens = rollouts * row["response/length_mean"]
+        assert row["speed/tokens_per_s"] * row["time/step"] == pytest.approx(tokens)
     assert rows[0]["mismatch/current_tokens"] == 1
     assert any(row["mismatch/current_tokens"] < 1 for row in rows)
     assert run.checkpoint_state["position"] == run.collector.position

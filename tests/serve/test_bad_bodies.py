@@ -71,6 +71,7 @@ CASES = [
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs: needs logprobs=true"),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     (GENERATE, {"token_ids": []}, "empty"),
     (GENERATE, {"token_ids": "abc"}, "token_ids="),
     (GENERATE, {"token_ids": [1.5]}, "token_ids=1.5"),

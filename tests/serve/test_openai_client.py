@@ -117,7 +117,7 @@ def test_chat(client, reference):
         seed=1,
         logprobs=True,
         top_logprobs=3,
-        extra_body={"return_token_ids": True, "chat_template_kwargs": {"shout": True}},
+        extra_body={"return_token_ids": True, "chat_template_kwargs": {"shout": True, "name": "unused"}},
     )
     (choice,) = answer.choices
     (rollout,) = reference.generate(["<|user|>Hello<|end|><|assistant|>!"], Sampling(max_new_tokens=20, seed=1))

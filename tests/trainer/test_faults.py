@@ -180,6 +180,8 @@ def test_a_full_disk_at_checkpoint_time_does_not_end_the_run(tmp_path, monkeypat
         "it failed after steps 2 and 3, and was reported once"
     )
     assert "step-00000002" in toy.printed(run)
+    assert "--resume has no checkpoint to continue from" in toy.printed(run)
+    assert run.checkpoints.resume_hint() == "--resume continues from step-00000005"
     assert [path.name for path in run.checkpoints.all()][-2:] == ["step-00000004", "step-00000005"]
     assert len(toy.rows(out, "metrics.jsonl")) == 5
 
@@ -222,7 +224,7 @@ def test_full_disk_prints_one_line_and_keeps_the_model(tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert str(tmp_path / "run" / "model") in error
     assert "checkpoint" in error
-    assert "--resume" in error
+    assert "--resume has no checkpoint" in error
     assert "Traceback" not in error
     assert len(toy.rows(tmp_path / "run", "metrics.jsonl")) == 4
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()

@@ -262,3 +262,15 @@ class NoReset(Lookup):
 
     def reset(self, example, seed):
         raise OSError("no database")
+
+
+def test_environments_that_cannot_be_closed_are_reported_once_and_their_episodes_count(tmp_path, monkeypatch):
+    def close(self):
+        raise OSError("the container is gone")
+
+    monkeypatch.setattr(Lookup, "close", close, raising=False)
+    assert toy.trainer(config(tmp_path / "run")).run()
+    events = toy.rows(tmp_path / "run", "events.jsonl")
+    [message] = [event["message"] for event in events if event["kind"] == "environment-not-closed"]
+    assert "the container is gone" in message
+    assert all(row["environment/failed"] == 0 for row in toy.rows(tmp_path / "run", "metrics.jsonl"))

@@ -51,7 +51,7 @@ def distill(
     kv_memory: shared.KVMemory = None,
     max_rows: shared.MaxRows = 256,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("distilled"),
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; the last step has one, too.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder.")] = False,
 ) -> None:
     """Train a LoRA that only the sparse rollout uses, so that it agrees better with the dense policy.
@@ -75,7 +75,7 @@ def distill(
         minibatches=minibatches,
         token_budget=token_budget,
     )
-    from alula.cli.common import load_model_and_prompts
+    from alula.cli.common import load_model_and_prompts, parse_task_options
     from alula.distill.distiller import Distiller
     from alula.distill.standalone import RolloutOptions
     from alula.engine.engine import Engine
@@ -96,7 +96,7 @@ def distill(
         "split": split,
         "prompt": prompt,
         "chat": chat,
-        "options": options or [],
+        "options": parse_task_options(options or []),
         "residual": residual,
         "rank": rank,
         "alpha": settings.alpha,

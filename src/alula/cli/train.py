@@ -62,6 +62,7 @@ def train(
         return
     import torch.distributed
 
+    from alula.run.checkpoint import Checkpoints
     from alula.trainer.trainer import Trainer
 
     try:
@@ -69,7 +70,8 @@ def train(
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        raise RunFailed(f"the disk of {config.out} is full; free some space and run again with --resume.") from error
+        resume_hint = Checkpoints(Path(config.out) / "checkpoints").resume_hint()
+        raise RunFailed(f"the disk of {config.out} is full. Free some space; {resume_hint}.") from error
     if finished and push_to_hub is not None and os.environ.get("RANK", "0") == "0":
         from alula.run.push import push
 

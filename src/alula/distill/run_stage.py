@@ -95,14 +95,14 @@ class RunDistiller:
         """Publish the adapter for sparse rollouts: after every change of the adapter or of the weights."""
         self.rollouts.publish_adapter(self.distiller.adapter())
 
-    def cost_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def cost_metrics(self, metrics: Mapping[str, float], generating: float) -> dict[str, float]:
         """Time of distillation relative to the rest of the step; after the move also the rollout speed relative to
-        that of all steps before it."""
-        speed, rollout, distill = (metrics[name] for name in ("speed/tokens_per_s", "time/rollout", "time/distill"))
+        that of all steps before it. The step's rollouts took `generating` seconds."""
+        speed, distill = metrics["speed/tokens_per_s"], metrics["time/distill"]
         costs = {"speed/distill_cost": distill / max(metrics["time/step"] - distill, 1e-9)}
         tokens, seconds = self.before_move
         if not self.moved:
-            self.before_move = [tokens + speed * rollout, seconds + rollout]
+            self.before_move = [tokens + speed * generating, seconds + generating]
         elif tokens:
             costs["speed/sparser"] = speed * seconds / tokens
         return costs

@@ -23,7 +23,7 @@ from alula.engine.virtual_memory import ReleasableBuffers
 from alula.models.load import lm_logits
 from alula.ops.acceptance import acceptance
 from alula.ops.advance_rows import Budgets, begin_step, end_step
-from alula.ops.sample import proposal_logits, sample
+from alula.ops.sample import proposal_logits, sample, top_logprobs
 from alula.sparsity.policy import Evict
 
 LOGITS_BYTES = 1 << 28
@@ -227,10 +227,9 @@ class ModelRunner:
             )
         token, logprob = sample(logits, state.temperature[:bucket], state.key[:bucket], counter, forced, proposal)
         if features.topk:
-            scale = torch.where(state.temperature[:bucket] == 0, 1, state.temperature[:bucket])[:, None]
-            top = torch.log_softmax(logits / scale, -1).topk(features.topk)
-            state.out_topk_id[:bucket, :, : features.topk].index_copy_(1, state.column, top.indices[:, None])
-            state.out_topk_logprob[:bucket, :, : features.topk].index_copy_(1, state.column, top.values[:, None])
+            top, ids = top_logprobs(logits, state.temperature[:bucket], features.topk)
+            state.out_topk_id[:bucket, :, : features.topk].index_copy_(1, state.column, ids[:, None])
+            state.out_topk_logprob[:bucket, :, : features.topk].index_copy_(1, state.column, top[:, None])
         if state.out_hidden is not None and features.hidden:
             state.out_hidden[:bucket].index_copy_(1, state.column, hidden[:, None])
         if state.teacher is not None and features.teacher:

@@ -13,7 +13,7 @@ from alula.engine.kv_cache import KVCache
 from alula.engine.model_runner import LOGITS_BYTES, ModelRunner
 from alula.engine.schedule_plan import Prefill, Start
 from alula.engine.sequence import Prefilled, PrefillOutput, Sequence
-from alula.ops.sample import proposal_logits, sample
+from alula.ops.sample import proposal_logits, sample, top_logprobs
 from alula.ops.sequence_attention import one_by_one
 from alula.sparsity.footprint import UNLIMITED
 
@@ -180,9 +180,8 @@ def _sample_next(
     )
     arrays = {"token": token, "logprob": logprob}
     if features.topk:
-        scale = torch.where(temperature == 0, 1, temperature)[:, None]
-        top = torch.log_softmax(logits / scale, -1).topk(features.topk)
-        arrays |= {"topk_id": top.indices, "topk_logprob": top.values}
+        top, ids = top_logprobs(logits, temperature, features.topk)
+        arrays |= {"topk_id": ids, "topk_logprob": top}
     if features.teacher:
         taught = [i for i, s in enumerate(sequences) if s.request.teacher]
         teachers = [sequences[i].request.teacher for i in taught]

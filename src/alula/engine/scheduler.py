@@ -95,7 +95,8 @@ class Scheduler:
         require(
             not need.exceeds_pool,
             f"a prompt of {length} tokens with max_new_tokens={new} needs {need.pages} pages of {self.page} tokens, "
-            f"but kv_memory holds {need.max_pages}; raise kv_memory or lower max_new_tokens (or the budget).",
+            f"but kv_memory holds {need.max_pages}; raise kv_memory or lower max_new_tokens, the budget or the "
+            "prompt's length.",
         )
         require(
             not need.exceeds_length,

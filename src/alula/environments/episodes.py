@@ -55,6 +55,8 @@ class Episode(Rollout):
     turns: list[Turn] = field(default_factory=list)
     failure: str | None = None
     """Why the environment was given up."""
+    unclosed: list[str] = field(default_factory=list)
+    """Why environments of earlier episodes could not be closed."""
     waited: float = 0.0
     """Seconds that the episode waited for its environment."""
     transcript: str | None = None
@@ -119,6 +121,8 @@ class Episodes:
         self.serving: dict[int, Live] = {}
         """Episodes that the engine works on, by request id."""
         self.ended: list[tuple[int, Episode]] = []
+        self.unclosed: list[str] = []
+        """Why environments could not be closed, until an episode that ends takes it along."""
         self._closing = threading.Lock()
 
     def begin(self, key: int, start: Start, sampling: Sampling, sparsity: Sparsity) -> None:
@@ -184,6 +188,7 @@ class Episodes:
         """An environment has answered, failed, or was given up."""
         live: Live | None = outcome.key
         if live is None:  # a call of close()
+            self.unclosed += [] if outcome.failure is None else [outcome.failure]
             return
         live.waited += outcome.seconds
         if outcome.failure is not None:
@@ -272,6 +277,7 @@ class Episodes:
             rollout = Rollout(live.prompt_ids or [0], [], torch.empty(0), finish, sampling=live.sampling)
             rollout.sparsity = live.sparsity
         values = {each.name: getattr(rollout, each.name) for each in fields(Rollout)}
+        unclosed, self.unclosed = self.unclosed, []
         values |= {
             "finish": finish,
             "session": None,
@@ -280,6 +286,7 @@ class Episodes:
             "sampling": live.sampling,
             "text": live.turns[-1].completion if live.turns else "",
             "reward": live.reward,
+            "unclosed": unclosed,
         }
         transcript = self.conversation.tokenizer.decode([*start.prefix, *rollout.token_ids], skip_special_tokens=False)
         episode = Episode(**values, turns=live.turns, failure=failure, waited=live.waited, transcript=transcript)

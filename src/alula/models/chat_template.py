@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from alula.errors import SettingError, first_line, require
 
 
-def apply_chat_template(tokenizer: Any, messages: Any, name: str, **options: Any) -> Any:
+def apply_chat_template(tokenizer: Any, messages: Any, name: str, /, **options: Any) -> Any:
     """The prompt of `messages`, as text or token ids. `SettingError` begins with `name` if the template rejects them:
     roles or content that it does not know."""
     try:
@@ -19,7 +19,7 @@ def apply_chat_template(tokenizer: Any, messages: Any, name: str, **options: Any
 
 
 def check_variables(tokenizer: Any, names: Iterable[str], setting: str) -> None:
-    """Raise for variables of `setting` that are arguments of transformers' call, such as `tokenize`."""
-    arguments = inspect.signature(tokenizer.apply_chat_template).parameters
+    """Raise for variables of `setting` that transformers sets itself: `messages`, and arguments such as `tokenize`."""
+    arguments = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in names:
         require(name not in arguments, f"{setting}.{name}: not a variable of a chat template; leave it out.")

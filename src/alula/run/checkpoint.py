@@ -83,8 +83,7 @@ class Checkpoints:
             if self.world.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(
-                f"checkpoint {final} could not be written: {_reason(error)}. Earlier checkpoints are intact; "
-                "free some space, or choose another folder, and resume."
+                f"checkpoint {final} could not be written: {_reason(error)}. Free some space; {self.resume_hint()}."
             ) from error
         self._on_first(lambda: self._prune(final))
         return final
@@ -154,6 +153,11 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         return [path for path in self._folders() if (path / MARKER).is_file()]
+
+    def resume_hint(self) -> str:
+        """What `--resume` does after this process, as a clause."""
+        last = self.all()[-1:]
+        return f"--resume continues from {last[0].name}" if last else "--resume has no checkpoint to continue from"
 
     def _folders(self) -> list[Path]:
         """Checkpoints, complete or not, oldest first."""

@@ -52,7 +52,8 @@ class MetricsWriter:
 
     `resume_from` is the step of the checkpoint that the run resumes from; -1 starts again in a folder without a
     checkpoint; None is a new run, which raises if the folder already contains one. `lines` is the value of
-    `MetricsWriter.lines` at that checkpoint.
+    `MetricsWriter.lines` at that checkpoint. The files of a resumed run stay as they were until `start`, `with` or a
+    first line: something may still reject the resume.
     """
 
     def __init__(
@@ -71,16 +72,23 @@ class MetricsWriter:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingError(f"out={run_dir}: cannot be created ({error.strerror}); choose another one.") from error
-        paths = [self.run_dir / name for name in LINES]
-        self._files = {paths[0].name: paths[0].open("ab")}
+        self._files = {LINES[0]: (self.run_dir / LINES[0]).open("ab")}
         """Open files: the first, which is locked, and those with a line of this process."""
         self._lock()
-        last, most = -1 if resume_from is None else resume_from, lines or {}
-        self.lines = {path.name: drop_after(path, last, most.get(path.name)) for path in paths}
+        self._resume_from, self._lines_then = -1 if resume_from is None else resume_from, lines or {}
+        self.lines: dict[str, int] = {}
         """Number of lines in each file."""
         self.sinks: list[Sink] = [open_sink(name, self.run_dir, resume_from, settings or {}) for name in sinks]
         self._total_steps = total_steps
-        self._write_status("running")
+        if resume_from is None:
+            self.start()
+
+    def start(self) -> None:
+        """Drop what a resumed run will write again, and say that the run goes on."""
+        if not self.lines:
+            last, most = self._resume_from, self._lines_then
+            self.lines = {name: drop_after(self.run_dir / name, last, most.get(name)) for name in LINES}
+            self._write_status("running")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log one training step. Values are numbers or 0-d tensors; non-finite ones are written as null."""
@@ -119,13 +127,15 @@ class MetricsWriter:
 
     def close(self, state: State = "finished", reason: str | None = None) -> None:
         """`reason`: why the run failed."""
-        self._write_status(state, reason)
+        if self.lines:
+            self._write_status(state, reason)
         for file in self._files.values():
             file.close()
         for sink in self.sinks:
             sink.close()
 
     def __enter__(self) -> "MetricsWriter":
+        self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -145,6 +155,7 @@ class MetricsWriter:
             return
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        self.start()
         if name not in self._files:
             self._files[name] = (self.run_dir / name).open("ab")
         self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")

@@ -67,8 +67,8 @@ class RunLogger:
         return dict(self.writer.lines) if self.writer else {}
 
     def start(self, training: Dataset, held_out: Sequence[Dataset]) -> None:
-        """Print a summary of the run, and write config.yaml and environment.json. Call it once nothing can reject the
-        run any more: a rejected resume must leave the folder's settings as they are."""
+        """Print a summary of the run, and start writing its folder. Call it once nothing can reject the run any more: a
+        rejected resume must leave the folder as it is."""
         c, sparsity = self.config, self.config.sparsity
         preset = c.objective.correction.preset
         quantised = f" with {c.engine.kv_dtype} KV" if c.engine.kv_dtype else ""
@@ -82,6 +82,7 @@ class RunLogger:
             if dataset.dropped:
                 self.message(f"{dataset.name}: {len(dataset):,} to evaluate on{left_out(dataset)}.")
         if self.writer:
+            self.writer.start()
             settings = self.out / "config.yaml"
             if self.resumed_from is not None and settings.exists():
                 changed = changed_settings(settings.read_text(), self.config)

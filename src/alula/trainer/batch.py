@@ -86,6 +86,10 @@ class RolloutBatch:
         """Why environments were given up: one reason for each failed episode."""
         return [r.failure for r in self.rollouts if isinstance(r, Episode) and r.failure is not None]
 
+    def unclosed_environments(self) -> list[str]:
+        """Why environments could not be closed, those of earlier episodes included."""
+        return [reason for r in self.rollouts if isinstance(r, Episode) for reason in r.unclosed]
+
     def counted_mask(self) -> Tensor | None:
         """bool [N]: excludes episodes whose environment failed, which is not the policy's doing; None without any."""
         counted = [not (isinstance(r, Episode) and r.failure) for r in self.rollouts]

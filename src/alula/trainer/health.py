@@ -139,11 +139,13 @@ class StepAlerts:
         """Whether some answers of the last step could not be graded."""
         self.gave_up = False
         """Whether the environment failed in some episodes of the last step."""
+        self.unclosed = False
+        """Whether some environments could not be closed in the last step."""
         self.not_finite = 0
         """Consecutive updates skipped because of a non-finite loss or gradient."""
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("idle", "ungraded", "gave_up", "not_finite")
+        names = ("idle", "ungraded", "gave_up", "unclosed", "not_finite")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,6 +157,7 @@ class StepAlerts:
         self._nothing_learned(step, batch, result)
         self._not_graded(step, batch)
         self._environment_failed(step, batch)
+        self._environment_not_closed(step, batch)
         self._not_finite(step, result.updates)
 
     def _nothing_learned(self, step: int, batch: "RolloutBatch", result: "StepResult") -> None:
@@ -196,6 +199,15 @@ class StepAlerts:
             )
             self.logger.event(step, "environment-failed", message, advice)
         self.gave_up = bool(reasons)
+
+    def _environment_not_closed(self, step: int, batch: "RolloutBatch") -> None:
+        reasons = [reason for share in self.world.all_gather(batch.unclosed_environments()) for reason in share]
+        if reasons and not self.unclosed:
+            reason, count = Counter(reasons).most_common(1)[0]
+            message = f"close() failed after {count_text(len(reasons), 'episode')} by step {step}; {count}: {reason}."
+            advice = "Their rewards count, but what such an environment holds, such as a container, is left behind."
+            self.logger.event(step, "environment-not-closed", message, advice)
+        self.unclosed = bool(reasons)
 
     def _not_finite(self, step: int, updates: "list[Update]") -> None:
         in_a_row = self.not_finite

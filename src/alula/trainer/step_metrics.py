@@ -72,10 +72,15 @@ def step_metrics(
     metrics["data/epoch"] = epoch
     metrics |= {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
     metrics["time/step"] = clock.total
-    metrics["speed/tokens_per_s"] = sum_over_ranks(world, batch.drawn_tokens) / max(clock.seconds["rollout"], 1e-9)
+    metrics["speed/tokens_per_s"] = sum_over_ranks(world, batch.drawn_tokens) / generating_seconds(config, metrics)
     if matrix_rate:
         metrics["speed/mfu"] = result.flops / max(clock.seconds["update"], 1e-9) / matrix_rate
     return metrics
+
+
+def generating_seconds(config: RunConfig, metrics: Mapping[str, float]) -> float:
+    """Seconds in which a step's rollouts were generated: all of the step, if that goes on while the learner works."""
+    return max(metrics["time/step" if config.rollouts.stale else "time/rollout"], 1e-9)
 
 
 def rollout_metrics(config: RunConfig, batch: RolloutBatch, world: World, peak_bytes: int) -> dict[str, float]:

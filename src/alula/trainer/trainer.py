@@ -50,7 +50,7 @@ from alula.trainer.run_data import load_data
 from alula.trainer.signals import Stopped, StopRequest
 from alula.trainer.staleness import staleness_metrics
 from alula.trainer.start_warnings import start_warnings
-from alula.trainer.step_metrics import Clock, step_metrics
+from alula.trainer.step_metrics import Clock, generating_seconds, step_metrics
 from alula.trainer.token_log import group_tokens
 from alula.trainer.update import StepResult, Updater
 
@@ -222,8 +222,8 @@ class Trainer:
             self._export()
             if self.saved != self.step:
                 raise CheckpointError(
-                    f"the model is in {self.out / 'model'}, but the last checkpoint could not be written: --resume "
-                    "would repeat the steps since the previous one."
+                    f"the model is in {self.out / 'model'}, but the last checkpoint could not be written; "
+                    f"{self.checkpoints.resume_hint()}."
                 )
             for name, score in self.evaluation.scores.items():
                 self.logger.message(describe_score(name, score))
@@ -286,7 +286,8 @@ class Trainer:
         stale, version = self.config.rollouts.stale > 0, self.step - 1
         if stale:
             metrics |= staleness_metrics(batch.rollouts, result.vetoed, version, self.world)
-        metrics |= self.distill.cost_metrics(metrics) if self.distill else {}
+        if self.distill:
+            metrics |= self.distill.cost_metrics(metrics, generating_seconds(self.config, metrics))
         self.logger.log_step(self.step, metrics, batch.completions(self.config.logging.completions, result.vetoed))
         if self.config.logging.rollouts_due(self.step) and batch.rollouts:
             veto = self.config.objective.correction.veto
@@ -412,8 +413,7 @@ class Trainer:
                 self.distill.distiller.adapter().save(self.out / "sparse_adapter")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{model} could not be written: {error}; free some space and use --resume, which continues from the "
-                "last checkpoint."
+                f"{model} could not be written: {error}. Free some space; {self.checkpoints.resume_hint()}."
             ) from error
 
     def _resume_hint(self) -> str:
