@@ -3,7 +3,7 @@
     python experiments/sparrow.py --bed search-tiny --seeds 3 --tau 0.5,0.7,0.85,0.95
     python experiments/sparrow.py --bed search --seeds 1 --tau 0.85,0.9 --seconds 1500 --out OUT   # one GPU
 
-One selector (block-topk), `tis`, no rejection. Per τ four schedules, and dense:
+One selector (block-topk); `tis` without rejection, or another `--correction`. Per τ four schedules, and dense:
 
     a   growing: in every length bin the smallest budget whose tail is at least τ
     b   fixed, reading as much KV as a
@@ -13,7 +13,7 @@ One selector (block-topk), `tis`, no rejection. Per τ four schedules, and dense
 Tails are calibrated on text of the dense policy (`--text own`: on each budget's own rollouts, as the paper does). Tails
 and vetoes of each arm's own rollouts are measured before its first step and after its last. Arms with the same budgets
 are one run. A stopped command goes on where it was; `--seconds 0` measures starts and trains nothing. --out receives
-`sparrow/<bed>.jsonl`, one line per arm and seed, and `calibration/<bed>.jsonl`, one line per budget and seed.
+`<question>/<bed>.jsonl`, one line per arm and seed, and `calibration/<bed>.jsonl`, one line per budget and seed.
 """
 
 import json
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import command
 import probe
-from arms import DENSE, Arm
+from arms import CORRECTIONS, DENSE, Arm
 from beds import prepared
 from lines import read_lines, write_lines
 from long_beds import LONG_BEDS, LongBed
@@ -122,14 +122,14 @@ def calibrated(bed: LongBed, seed: int, work: Path, text: str) -> Calibrated:
     return Calibrated(bed, {row["budget"]: row["tails"][:bins] for row in rows}, rows[0]["lengths"])
 
 
-def planned_arm(found: Calibrated, name: str, tau: float, work: Path) -> tuple[Arm, Budgets]:
+def planned_arm(found: Calibrated, name: str, tau: float, correction: str, work: Path) -> tuple[Arm, Budgets]:
     """The arm's schedule, written to a file that is named after its budgets."""
     budgets = found.arm(name, tau)
     title = "-".join(map(str, budgets))
     path = work / "schedules" / f"{title}.json"
     path.parent.mkdir(exist_ok=True)
     Schedule(budgets, found.bed.bin, name=title).save(path)
-    return Arm(f"τ {tau:g}, {name}", found.bed.selector(str(path)), "tis"), budgets
+    return Arm(f"τ {tau:g}, {name}", found.bed.selector(str(path)), correction), budgets
 
 
 def measure_own(bed: LongBed, seed: int, work: Path, runs: Sequence[Run]) -> None:
@@ -151,7 +151,7 @@ def measure_own(bed: LongBed, seed: int, work: Path, runs: Sequence[Run]) -> Non
                 file.write(json.dumps({key: short(value) for key, value in found.items()}) + "\n")
 
 
-def write_rows(bed: LongBed, planned: Sequence[tuple[Run, float, Budgets, float]], work: Path, out: Path) -> None:
+def write_rows(bed: LongBed, planned: Sequence[tuple[Run, float, Budgets, float]], work: Path, path: Path) -> None:
     """One line per arm and seed: the run, its budgets, and the tails of its own rollouts. A run that has not begun is
     `planned`."""
     tails = {(row["name"], row["seed"], row["when"]): row for row in read_lines(work / "tails.jsonl")}
@@ -161,7 +161,7 @@ def write_rows(bed: LongBed, planned: Sequence[tuple[Run, float, Budgets, float]
         row = raw_run(bed, run.arm, run.seed, work, ()) or waiting
         own = {when: tails.get((run.arm.name, run.seed, when)) for when in ("start", "end")}
         lines.append(row | {"tau": tau, "budgets": budgets, "width": bed.bin, "read": short(read), "own": own})
-    write_lines(out / "sparrow" / f"{bed.name}.jsonl", lines)
+    write_lines(path, lines)
 
 
 def main() -> None:
@@ -169,6 +169,8 @@ def main() -> None:
     parser.add_argument("--bed", choices=LONG_BEDS, required=True)
     parser.add_argument("--tau", required=True, help="thresholds, separated by commas")
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--correction", choices=CORRECTIONS, default="tis", help="of the sparse arms")
+    parser.add_argument("--question", default="sparrow", help="folder of the results")
     parser.add_argument("--text", choices=("dense", "own"), default="dense", help="what tails are calibrated on")
     parser.add_argument("--plan", action="store_true", help="calibrate and print the schedules, train nothing")
     options = parser.parse_args()
@@ -182,7 +184,7 @@ def main() -> None:
         planned.append((Run(bed, DENSE, seed, work), 1.0, (), 1.0))
         for tau in map(float, options.tau.split(",")):
             for name in options.arms.split(","):
-                arm, budgets = planned_arm(found, name, tau, work)
+                arm, budgets = planned_arm(found, name, tau, options.correction, work)
                 planned.append((Run(bed, arm, seed, work), tau, budgets, found.read(budgets)))
                 print(f"seed {seed}, {arm.label}: budgets {budgets}, read {planned[-1][-1]:.3f}", flush=True)
     write_calibration(bed, work, options.text, options.out)
@@ -192,7 +194,7 @@ def main() -> None:
         runs = [run for run, *_ in planned if run.seed == seed]
         run_all(runs, options.jobs, deadline)
         in_a_child(measure_own, bed, seed, work, runs)
-        write_rows(bed, planned, work, options.out)
+        write_rows(bed, planned, work, options.out / options.question / f"{bed.name}.jsonl")
 
 
 def write_calibration(bed: LongBed, work: Path, text: str, out: Path) -> None:
