@@ -183,6 +183,20 @@ def test_one_call_that_fails_leaves_the_others(sandbox):
     assert "NameError" in found[2].reason
 
 
+@pytest.mark.parametrize("test", [{"call": "f(1", "expected": "1"}, {"check": "  assert f(1)\n assert"}])
+def test_a_test_that_is_not_python_is_a_fault_of_the_data(sandbox, test):
+    right = {"call": "f(1)", "expected": "1"}
+    with pytest.raises(ValueError, match="is not Python"):
+        run_tests(sandbox, "def f(x): return x", {"tests": [right, test]})
+
+
+def test_a_syntax_error_of_the_answer_is_a_wrong_answer(sandbox):
+    tests = [{"call": "f(1)", "expected": "1"}]
+    assert outcomes(sandbox, "def f(x): return (", tests) == [False]
+    assert outcomes(sandbox, "def f(x): return eval('(')", tests) == [False]
+    assert outcomes(sandbox, "def f(x): raise SyntaxError('the test is broken')", tests) == [False]
+
+
 def test_calls_before_a_hang_count(sandbox):
     tests = [{"call": f"f({i})", "expected": str(i)} for i in range(3)]
     program = "import time\ndef f(x):\n  if x == 1: time.sleep(600)\n  return x"

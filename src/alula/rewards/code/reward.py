@@ -1,5 +1,6 @@
 """`code`: does the answer's program pass the example's tests?"""
 
+import ast
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,11 +103,25 @@ def read_outcomes(run: Run, tests: Sequence[Test]) -> list[Outcome]:
             return Outcome(False, f"the program: {error}")
         finished, value = results.get(number, (False, f"ended with {run.ended}"))
         if not finished:
+            if str(value).startswith(SYNTAX_ERRORS):
+                check_syntax(test)
             return Outcome(False, str(value))
         right = kind_of(test) == "check" or passes(test, value)
         return Outcome(right, "" if right else f"returned {shown(value)}")
 
     return [outcome(number, test) for number, test in enumerate(tests)]
+
+
+SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
+
+
+def check_syntax(test: Test) -> None:
+    """Raise if the test itself is not Python: no program can pass it."""
+    kind = str(kind_of(test))
+    try:
+        ast.parse(test[kind].strip() if kind == "call" else test[kind], mode="eval" if kind == "call" else "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{kind}={test[kind]!r:.100} is not Python ({error})") from error
 
 
 def shown(value: Any) -> str:
