@@ -85,7 +85,9 @@ TEXTS = {"1+1": ["\\boxed{2}", "\\boxed{2.0}", "\\boxed{3}"], "2+2": ["\\boxed{5
 
 
 def rollout(text, tokens, finish, peak, carry_text=True):
-    kv = KVUse(peak_tokens=peak, mean_tokens=peak / 2, dense_mean_tokens=peak, mean_read_tokens=1, peak_bytes=8 * peak)
+    kv = KVUse(
+        peak_tokens=peak, mean_tokens=peak / 2, dense_mean_tokens=peak, mean_read_tokens=peak / 2, peak_bytes=8 * peak
+    )
     return Rollout(
         [1],
         [ord(c) for c in text] if not carry_text else [0] * tokens,
@@ -155,6 +157,21 @@ def test_saved_kv_weighs_by_length(data):
     with Rewards([RewardTerm(name="format", options={"has": "boxed"})], workers=1) as rewards:
         result = evaluate(generate, data, rewards)
     assert result.kv.saved == pytest.approx(1 - (10 * 50 + 90 * 10) / (100 * 100))
+
+
+def test_what_a_selector_reads_is_in_the_table(data):
+    def generate(prompts, n):
+        answers = [rollout("\\boxed{2}", 10, "stop", 100), rollout("\\boxed{4}", 90, "stop", 100)]
+        for answer, read in zip(answers, (40, 20)):
+            answer.kv.mean_read_tokens = read
+        return answers
+
+    with Rewards([RewardTerm(name="format", options={"has": "boxed"})], workers=1) as rewards:
+        result = evaluate(generate, data, rewards)
+    assert result.kv.read == pytest.approx((10 * 40 + 90 * 20) / (100 * 100))
+    head, _, row = markdown([result]).splitlines()
+    assert head.endswith("| KV saved | KV read | peak KV |")
+    assert row.endswith("| 50 % | 22 % | 100 |")
 
 
 def test_prompt_ids_are_used():

@@ -103,9 +103,12 @@ def lengths_of(rollouts: Sequence["Rollout"]) -> Lengths:
 
 
 def kv_of(rollouts: Sequence["Rollout"]) -> KVSummary:
-    """`saved` weights answers by their length."""
+    """`saved` and `read` weight answers by their length."""
+    held, dense = kv_tokens(rollouts)
+    read = sum(rollout.kv.mean_read_tokens * rollout.sampled_tokens for rollout in rollouts)
     return KVSummary(
-        saved=saved_share(*kv_tokens(rollouts)),
+        saved=saved_share(held, dense),
+        read=1 - saved_share(read, dense),
         mean_tokens=metrics.mean([rollout.kv.mean_tokens for rollout in rollouts]),
         mean_read_tokens=metrics.mean([rollout.kv.mean_read_tokens for rollout in rollouts]),
         peak_tokens=max(rollout.kv.peak_tokens for rollout in rollouts),

@@ -21,6 +21,8 @@ class Lengths:
 class KVSummary:
     saved: float
     """Fraction of the dense policy's KV (tokens × steps) that was not held."""
+    read: float
+    """Fraction of the dense policy's KV that attention read, in a sparse layer: under a selector less than was held."""
     mean_tokens: float
     """KV tokens held per answer, averaged over the answer's steps, then over answers."""
     mean_read_tokens: float

@@ -38,7 +38,8 @@ def markdown(results: Sequence[EvalResult]) -> str:
 def cells(results: Sequence[EvalResult]) -> tuple[list[str], list[list[str]]]:
     """Head and rows. Accuracies are in percent, ± one standard error, followed by majority vote and pass@k if there are
     several samples per problem. The average over data sets is given only for rows that have all of them. Length and KV
-    are averages over the row's data sets, the peak is the maximum."""
+    are averages over the row's data sets, the peak is the maximum. What was read has a column if a policy selects."""
+    selecting = any(r.kv.read < 1 - r.kv.saved - 1e-6 for r in results)
     data = list(dict.fromkeys((r.data, r.k) for r in results))
     rows = []
     for model, sparsity in dict.fromkeys((r.model, r.sparsity) for r in results):
@@ -53,12 +54,14 @@ def cells(results: Sequence[EvalResult]) -> tuple[list[str], list[list[str]]]:
         row += [
             f"{mean([r.lengths.mean for r in of_row.values()]):.0f}",
             f"{100 * mean([r.kv.saved for r in of_row.values()]):.0f} %",
+            *([f"{100 * mean([r.kv.read for r in of_row.values()]):.0f} %"] if selecting else []),
             str(max(r.kv.peak_tokens for r in of_row.values())),
         ]
         rows.append(row)
     average = ["average"] if len(data) > 1 else []
     head = [title for name, k in data for title in titles(name, k)]
-    return ["model", "sparsity", *head, *average, "tokens", "KV saved", "peak KV"], rows
+    read = ["KV read"] if selecting else []
+    return ["model", "sparsity", *head, *average, "tokens", "KV saved", *read, "peak KV"], rows
 
 
 def titles(name: str, k: int) -> list[str]:
