@@ -51,7 +51,8 @@ def test_the_controls_read_as_much_as_the_growing_schedule(tau):
 @pytest.mark.parametrize("bed", LONG_BEDS.values(), ids=LONG_BEDS)
 def test_every_arm_is_a_valid_recipe(bed, tmp_path):
     found = sparrow.Calibrated(bed, {b: [1.0] for b in bed.read_budgets}, [(7, 89)])
-    arms = [sparrow.planned_arm(found, name, 0.9, tmp_path)[0] for name in sparrow.ARMS]
+    corrections = ("tis", "veto-1e-3")
+    arms = [sparrow.planned_arm(found, name, 0.9, c, tmp_path)[0] for name in sparrow.ARMS for c in corrections]
     arms += long_arms.sparse_arms(bed, "rkv", bed.budgets[2]) + long_arms.sparse_arms(bed, "block-topk", 64)
     arms += long_arms.sparse_arms(bed, "streaming", bed.budgets[2], held=5)
     arms += [long_arms.dense_arm(1e-5)]
