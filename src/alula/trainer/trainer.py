@@ -217,7 +217,7 @@ class Trainer:
             except Stopped:
                 self.save()
                 self.logger.state = "stopped"
-                self.logger.message(f"stopped after step {self.step}{self._resume_hint()}")
+                self.logger.message(f"stopped after step {self.step}{self._stop_hint()}")
                 return False
             self._export()
             if self.saved != self.step:
@@ -416,7 +416,7 @@ class Trainer:
                 f"{model} could not be written: {error}. Free some space; {self.checkpoints.resume_hint()}."
             ) from error
 
-    def _resume_hint(self) -> str:
+    def _stop_hint(self) -> str:
         if self.monitor.stopped:
             return " by control.on_violation=stop; continue with --resume control.on_violation=adapt, or =warn."
         return "; continue with --resume."
